@@ -1,4 +1,4 @@
-"""The checks of admission: each sees one call and returns why it may not come in, or None. `door` runs them in order."""
+"""The checks of admission, in the order in which `door` runs them: each returns why a call may not come in, or None."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ NEW_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant's use of a model. None means unlimited."""
-
     max_concurrent: int | None = None
-    """Requests that may run or wait at once."""
     tokens_per_minute: int | None = None
     requests_per_minute: int | None = None
 
@@ -35,7 +32,6 @@ class Ask:
     max_new_tokens: int | None = None
     """Per choice; None: the rest of the context."""
     min_new_tokens: int = 1
-    """Least length of a choice, as far as known."""
     tenant: str = ""
     limits: TenantLimits | None = None
     """Its tenant's own limits; None: the defaults."""
@@ -43,7 +39,6 @@ class Ask:
     """Lower is served first, if the order reads it."""
     deadline_ns: int | None = None
     queue_deadline_ns: int | None = None
-    """When it must have begun to run."""
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
     claim: bytes | None = None
@@ -59,13 +54,12 @@ class DoorView:
     ask: Ask
     now_ns: int
     is_expected: bool
-    """It comes back as told: its place was kept, and it may use room that others must leave."""
+    """It comes back as told, and may use room that others must leave."""
     is_idle: bool
-    """No request runs, waits or is on the way in."""
     starts_at_once: bool
     """A row is free, nobody waits for a row or a first token, and its adapter is loaded."""
     num_waiting: int
-    """Requests that wait beyond the free rows, and places kept for other calls told to come back."""
+    """Requests that wait beyond the free rows, and places kept for calls told to come back."""
     target_ttft_ns: int | None
     """The stricter of the call's and the server's targets; None: it may wait."""
     num_prompt_tokens: int
@@ -73,13 +67,12 @@ class DoorView:
     ttft_ns: int
     """Expected time from now to the first token; 0 before any measurement."""
     own_prefill_ns: int
-    """The part of `ttft_ns` for the call's own prompt."""
     step_ns: int
     ns_per_request: int | None
     """Expected time between two ends while others wait; None before any measurement."""
     num_blocks_demanded: int
-    """KV blocks of all running requests and this call at their predicted lengths with their adapters (or those held already,
-    if more), and those kept for other calls."""
+    """KV blocks of all running requests and this call at their predicted lengths (or those held already, if more), and those
+    kept for other calls."""
     num_blocks_own: int
     """Those of this call, and of its adapter if no other request has it."""
     num_blocks_freed: int
@@ -91,7 +84,6 @@ class DoorView:
 class Refusal:
     reason: RejectReason
     detail: str
-    """The numbers, in words for the user."""
     wait_ns: int | None = None
     """Time until the check would pass if no other call came; None if unknown."""
 
@@ -104,8 +96,8 @@ class Check(Protocol):
 class Deadlines:
     """Refuses a call whose answer would come too late to be of use.
 
-    Expected times are means, and answers may be shorter than predicted. So it counts three quarters of the expected time to
-    first token, and the answer's least tokens. An idle server refuses nothing before its deadline.
+    Expected times are means, and answers may be shorter than predicted. So only a call without a chance is refused. An idle
+    server refuses nothing before its deadline.
     """
 
     def refusal(self, view: DoorView) -> Refusal | None:
@@ -144,10 +136,10 @@ class QueueLength:
 
 @dataclass(frozen=True, slots=True)
 class QueueDelay:
-    """Keeps the time to first token: refuses a call that would wait longer than the target.
+    """Refuses a call that would wait longer than the target for its first token.
 
-    The expected time is a mean, so it is multiplied by the worst recent error (`Margin`). A prompt that alone takes most of
-    the target is judged by its wait, since coming back would not help it.
+    The expected time is multiplied by the worst recent error (`Margin`). A prompt that alone takes most of the target is
+    judged by its wait.
     """
 
     margin: Margin
@@ -171,7 +163,7 @@ class QueueDelay:
 class KvHeadroom:
     """Keeps KV blocks free for growth: running requests must fit at their predicted lengths.
 
-    Only a call with a target is refused. Others wait in the queue. Freed blocks are kept for the call told to come back for
+    Only a call with a target is refused; others wait in the queue. Freed blocks are kept for the call told to come back for
     them: otherwise small calls would take each of them from a large one.
     """
 

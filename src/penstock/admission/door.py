@@ -1,8 +1,7 @@
-"""The door: decides whether a call may come in, before any costly work.
+"""The door: decides whether a call may come in, before any costly work, by estimates (`estimates`) and checks (`checks`).
 
-It estimates what to expect of a call (`estimates`). Then each check passes, or refuses with a reason, its numbers and the
-time after which it would pass (`checks`). The expected time to first token is max(turn of the requests ahead at the measured
-drain rate, their prompts at the rate of full steps, loads of adapters) plus the call's own prompt: these overlap.
+The expected time to first token is max(turn of the requests ahead, their prompts, loads of adapters), since these overlap,
+plus the call's own prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_RETRY_AFTER_S = 600.0
 DEFAULT_RETRY_AFTER_S = 10.0
 """Announced before anything was measured."""
 RESTART_RETRY_AFTER_S = 5.0
-"""Announced while starting, draining or failed: about as long as a restart takes."""
+"""While starting, draining or failed: about as long as a restart takes."""
 
 _UNAVAILABLE_DETAILS = {
     RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
@@ -35,7 +34,7 @@ _UNAVAILABLE_DETAILS = {
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
 """Reasons that pass by themselves, for everyone alike."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
-"""Only the end of a running request ends such a wait, so free rows do not help."""
+"""Only the end of a running request ends such a wait."""
 _NO_OUTLOOK = AdapterOutlook()
 
 
@@ -44,9 +43,9 @@ class AdmissionLimits:
     max_queue: int = 1024
     """Requests that may wait at once, >= 1."""
     slo_ttft_ns: int | None = None
-    """Target of the time to first token; None: a long queue is no reason to refuse."""
+    """For the first token; None: a long queue is no reason to refuse."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
-    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target."""
+    """Share of the KV blocks kept free for growth, [0, 1)."""
     tenant_max_concurrent: int | None = None
     tenant_tokens_per_minute: int | None = None
 
@@ -57,8 +56,6 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of an admitted call until its requests are submitted."""
-
     view: DoorView
     account: Account | None
 
@@ -77,12 +74,12 @@ class Admission:
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
     ) -> None:
-        """`reads_priority`: the waiting requests are served by their priority. `tenants`: their use of an earlier engine of
-        the same model. At most `max_adapters` different `adapters` run at once."""
+        """`reads_priority`: requests wait by priority. `tenants`: their use of an earlier engine of the same model. At most
+        `max_adapters` different adapters run at once."""
         self.limits = limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
-        """Called with the time of each call that does not come back as told; set before the first call."""
+        """Called with the time of each call that does not come back as told."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -95,7 +92,6 @@ class Admission:
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
-        """For every tenant; a call may bring limits of its own."""
         self._checks = self._make_checks(limits)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
@@ -114,8 +110,8 @@ class Admission:
     def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
         """Admit a call, which holds places until `leave`. Raises `Rejected`.
 
-        A call is admitted if its first request may be, so it exceeds a limit by n - 1 at most. `refuses_with`: DRAINING or
-        UNAVAILABLE if the engine takes no requests.
+        A call is admitted if its first request may be. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no
+        requests.
         """
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
@@ -144,7 +140,7 @@ class Admission:
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count some of the call's requests. The lengths of its texts go to `lengths.on_prompt` separately."""
+        """Count some of the call's requests. The lengths of its texts go to `lengths.on_prompt`."""
         view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
@@ -161,7 +157,6 @@ class Admission:
                 self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
-        """Note that the call's requests were submitted, or never will be."""
         self._num_entering -= place.view.ask.num_requests
         self._num_entering_tokens -= place.view.num_prompt_tokens
         if place.account is not None:
@@ -174,8 +169,7 @@ class Admission:
             self._tenants.forget(request_id)
 
     def max_len(self, adapter: AdapterRef | None) -> int:
-        """Return the most prompt and output tokens of a request: limited by the model, and by the KV cache beside the
-        adapter."""
+        """Return the most prompt and output tokens of a request, beside its adapter."""
         if adapter is None:
             return self._max_model_len
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
@@ -212,7 +206,7 @@ class Admission:
             self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
     def _is_telling(self, entry: Entry) -> bool:
-        """Return whether the expectation was long enough to compare: short times are off by a step or two anyway."""
+        """Return whether the expectation was long enough to compare."""
         target_ns = self.limits.slo_ttft_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 
@@ -259,7 +253,6 @@ class Admission:
         )
 
     def _target_ttft_ns(self, ask: Ask) -> int | None:
-        """Return the stricter target: a call's own can't relax the server's."""
         targets_ns = [target_ns for target_ns in (ask.slo_ttft_ns, self.limits.slo_ttft_ns) if target_ns is not None]
         return min(targets_ns, default=None)
 
@@ -283,18 +276,16 @@ class Admission:
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _waits_for_adapters(self, load: EngineLoad) -> bool:
-        """Return whether the maximum number of adapters runs while the first waiting request needs another."""
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
-        """Return the time between two ends, from measurements and from the usual length and pace of running requests."""
+        """Return the time between two ends, measured and from the usual length of answers."""
         num_running = max(1, load.num_running)
         forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
         return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
 
     @property
     def _num_prefill_tokens(self) -> int:
-        """Prompt tokens of all admitted requests without a first token."""
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
@@ -307,7 +298,6 @@ class Admission:
         return max(int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held)
 
     def _adapter_blocks(self, load: EngineLoad) -> dict[int, int]:
-        """Return adapter -> blocks, for running requests and waiting ones that find a row."""
         blocks = self._backlog.adapter_blocks(load.num_running + load.num_rows_free)
         return dict(islice(blocks.items(), self._max_adapters))
 

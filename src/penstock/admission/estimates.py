@@ -1,7 +1,7 @@
 """Estimates for admission: steps, lengths, admitted requests, and calls told to come back.
 
 Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; `Lengths`
-and `Backlog` have both. A reader on another thread may see the newest step half counted.
+and `Backlog` have both.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ LENGTH_DECAY = 0.98
 """Factor on what is remembered, per observation: about the last fifty count."""
 
 NUM_ERRORS = 99
-"""Errors that the margin remembers: the next error is the largest of a hundred with a chance of 1 %."""
+"""The next error is the largest of a hundred with a chance of 1 %."""
 FIRST_FACTOR = 1.25
-"""Assumed as the first error."""
 MAX_FACTOR = 4.0
-"""A larger error is an accident, such as a machine that stood still, and must not lock out calls that could correct it."""
+"""A larger error is an accident, and must not lock out calls that could correct it."""
 
 _BUCKET_NS = 1_000_000_000
 
 GRACE_NS = 2_500_000_000
-"""Added to promised times: `Retry-After` is in whole seconds, rounded up, and the network takes time."""
+"""Added to promised times: `Retry-After` is in whole seconds, and the network takes time."""
 SPREAD = 1.2
 """Factor between the spacing of promised places and the rate at which they become free."""
 MAX_PROMISES = 8192
-"""Beyond it, and beyond the longest announced time, no places are kept."""
+"""Beyond it no places are kept."""
 MAX_PER_CLAIM = 8
 """Places for calls that look the same, so that one impatient client does not put off everyone else."""
 MIN_SHARE = 0.1
@@ -44,8 +43,6 @@ MIN_SHARE = 0.1
 
 
 class Pace:
-    """Measured speed of steps and prefills; 0 before any measurement."""
-
     def __init__(self, max_step_tokens: int) -> None:
         self._half_step_tokens = max_step_tokens / 2
         self._step_ns = 0.0
@@ -88,11 +85,8 @@ class _Mean:
 
 
 class Lengths:
-    """Decaying means of prompt and answer lengths."""
-
     def __init__(self) -> None:
         self._tokens_per_char = _Mean(100.0, 400.0)  # assumed at first, as are 128 tokens of an answer
-        """Written by the event loop; the next two by the engine thread."""
         self._output_tokens = _Mean(128.0, 1.0)
         self._cached_share = _Mean(0.0, 1.0)
 
@@ -120,11 +114,7 @@ class Lengths:
 
 
 class Margin:
-    """The worst recent error of the expected time to first token.
-
-    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, from 1 to `MAX_FACTOR`. If errors come
-    in random order, 1 % of requests take longer than the expected time multiplied by `factor`.
-    """
+    """The worst recent error of the expected time to first token: real / expected, from 1 to `MAX_FACTOR`."""
 
     def __init__(self) -> None:
         self.factor = FIRST_FACTOR
@@ -139,8 +129,8 @@ class DrainMeter:
     """Measures how fast places become free.
 
     The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
-    were refused: on an idle server requests end as rarely as they arrive, which says nothing about its speed. The engine
-    thread writes; `note_refusal` belongs to the event loop.
+    were refused: an idle server's ends say nothing about its speed. The engine thread writes; `note_refusal` belongs to the
+    event loop.
     """
 
     def __init__(self, window_s: int = 30) -> None:
@@ -152,15 +142,13 @@ class DrainMeter:
         self._refused_until_ns = 0
 
     def rate(self, now_ns: int) -> float:
-        """Return the requests per second that ended while others waited; 0 if none waited within the window."""
         num_ended, busy_s = self._window.totals(now_ns)
         return num_ended / busy_s if busy_s >= 1 else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
         """Return the mean time between ends while others wait; None if unknown.
 
-        `forecast_ns` is a forecast by other signs, or 0. It counts like `weight` observed ends: rows filled together end
-        together, and until then nothing ends.
+        `forecast_ns`, by other signs, or 0, counts like `weight` observed ends: rows filled together end together.
         """
         num_ended, busy_s = self._window.totals(now_ns)
         if not forecast_ns:
@@ -171,7 +159,6 @@ class DrainMeter:
         self._refused_until_ns = now_ns + _BUCKET_NS  # it counts as demand for so long
 
     def on_step(self, stats: StepStats) -> None:
-        """Count the time since the last step as busy if requests were waiting then."""
         if self._was_busy and self._last_ns is not None:
             self._window.add_busy(self._last_ns, stats.ended_ns)
         self._last_ns = stats.ended_ns
@@ -184,11 +171,8 @@ class DrainMeter:
 
 
 class _BusyWindow:
-    """Busy time and ends of the last `num_buckets` seconds, in a ring of one-second buckets."""
-
     def __init__(self, num_buckets: int) -> None:
         self._epochs = [-1] * num_buckets
-        """The second (now_ns // 1e9) of each bucket; -1 for none."""
         self._newest = -1
         self._busy_ns = [0] * num_buckets
         self._num_ended = [0] * num_buckets
@@ -232,7 +216,6 @@ class Entry:
     num_prefill_tokens: int
     num_blocks: int
     expected_ttft_ns: int
-    """From arrival."""
     priority: int = 0
     has_started: bool = False
     adapter: int = BASE
@@ -243,8 +226,8 @@ class Entry:
 class Backlog:
     """Sums over admitted requests that have not ended.
 
-    `enter` runs on the event loop, `on_first_token` and `on_finish` on the engine thread. So each sum is kept as two
-    numbers, added and taken, with one writer each.
+    `enter` runs on the event loop, the others on the engine thread. So each sum is two numbers, added and taken, with one
+    writer each.
     """
 
     def __init__(self) -> None:
@@ -262,16 +245,15 @@ class Backlog:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of unfinished requests at their predicted lengths."""
         return max(0, self._blocks_added - self._blocks_taken)
 
     def ahead_of(self, priority: int) -> tuple[int, int]:
-        """Return (requests, prompt tokens) without a first token that are served before one of this priority. O(requests)."""
+        """Return (requests, prompt tokens) without a first token that are served before this priority. O(requests)."""
         ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 
     def adapter_blocks(self, num_requests: int) -> dict[int, int]:
-        """Return adapter -> KV blocks over the first `num_requests` unfinished requests. O(requests)."""
+        """Return adapter -> KV blocks over the first `num_requests` unfinished requests."""
         first = list(self._entries.values())[:num_requests]
         return {entry.adapter: entry.num_adapter_blocks for entry in first if entry.adapter != BASE}
 
@@ -282,7 +264,6 @@ class Backlog:
         self._entries[request_id] = entry
 
     def on_first_token(self, request_id: str) -> Entry | None:
-        """Return the request's entry, if it came through the door."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._start(entry)
@@ -307,31 +288,27 @@ class Promise:
     due_ns: int
     expires_ns: int
     num_blocks: int = 0
-    """KV blocks kept with the place, for a call refused for lack of them."""
     has_come: bool = False
     """It came back once as told, and is counted on in full."""
     is_over: bool = False
-    """Kept or given up."""
 
     def __lt__(self, other: Promise) -> bool:
-        """Compare by expiry. Longer waits have a longer grace, so this is not the order of due times."""
+        """Compare by expiry, which is not the order of due times: longer waits have a longer grace."""
         return self.expires_ns < other.expires_ns
 
 
 class Promises:
     """Calls that were told when to come back: a queue of absent clients. Runs on the event loop.
 
-    Each refused call gets a time of its own: when its check is expected to pass, at least one place's time after the
-    previous refused call. So they do not return as a herd, and one that returns on time finds a place, which is kept for
-    `GRACE_NS` and a tenth of its wait. A returning call is recognised by its claim, which the server derives from the body.
-    The share that returns is learned, and shortens the spacing. The arithmetic is GCRA's virtual scheduling (ATM Forum,
-    Traffic Management 4.1, 1999).
+    Each refused call gets a time of its own, at least one place's time after the previous one. So they do not return as a
+    herd, and one that returns on time finds a place, which is kept for `GRACE_NS` and a tenth of its wait. A returning call
+    is recognised by its claim, which the server derives from the body. The arithmetic is GCRA's virtual scheduling (ATM
+    Forum, Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
         self._later: deque[Promise] = deque()
         self._due: list[Promise] = []
-        """A heap by expiry."""
         self._by_claim: dict[bytes, deque[Promise]] = {}
         self._last_due_ns = 0
         self._return_share = 1.0
@@ -370,11 +347,11 @@ class Promises:
         return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
 
     def settle(self, promise: Promise) -> None:
-        """End the promise: the client came, and was admitted or gets another promise."""
+        """End the promise: the client came."""
         self._end(promise, came_back=True)
 
     def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
-        """Keep the blocks from now until the client has come once more: it came on time, and they are not free yet."""
+        """Keep the blocks until the client has come once more: it came on time, and they are not free yet."""
         self._end(promise, came_back=True)
         renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
         heappush(self._due, renewed)

@@ -1,8 +1,8 @@
 """Limits per tenant: concurrent requests, calls and tokens per minute; the defaults or the tenant's own (`Ask.limits`).
 
-Tokens are a bucket that holds one minute's worth and refills steadily. A request takes its predicted tokens when it comes
-in, and the difference to what it used is settled when it ends, so the bucket may be in debt. A request larger than the
-bucket comes in when the bucket is full. `on_finish` runs on the engine thread, all else on the event loop.
+A bucket holds one minute's tokens and refills steadily. A request takes its predicted tokens when it comes in, and the
+difference is settled when it ends. A request larger than the bucket comes in when the bucket is full. `on_finish` runs on
+the engine thread, all else on the event loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ _MINUTE_NS = 60_000_000_000
 class Account:
     limits: TenantLimits
     num_entering: int = 0
-    """Requests, and below their expected tokens, of admitted calls that are not submitted yet."""
     num_entering_tokens: int = 0
     num_entered: int = 0
     num_left: int = 0
     num_correction_tokens: int = 0
     """Tokens of ended requests beyond their predictions."""
     level_tokens: float = 0.0
-    """In the bucket when last refilled."""
     level_requests: float = 0.0
     looked_ns: int = 0
     num_settled_tokens: int = 0
@@ -66,7 +64,6 @@ class Tenants:
         return account
 
     def release(self, account: Account, view: DoorView) -> None:
-        """Note that the call was submitted, or never will be."""
         self._move(account, view, -1)
 
     def _move(self, account: Account, view: DoorView, sign: int) -> None:
@@ -74,7 +71,6 @@ class Tenants:
         account.num_entering_tokens += sign * _num_tokens(view)
 
     def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int) -> None:
-        """Count a request with its predicted tokens."""
         account = self._account(tenant, now_ns, None)
         account.num_entered += 1
         account.level_tokens -= num_tokens
@@ -90,7 +86,7 @@ class Tenants:
             self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
-        """Count a request with unknown end as having used its prediction. Unknown ones are ignored."""
+        """Count a request with unknown end as having used its prediction."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             entered[0].num_left += 1
@@ -160,7 +156,7 @@ class Tenants:
         return self._accounts.setdefault(tenant, fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Forget an idle account with full buckets. Return whether there was one among the oldest."""
+        """Forget one of the oldest accounts that is idle with full buckets. Return False if there is none."""
         for tenant, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits
@@ -186,5 +182,4 @@ def _change(account: Account, limits: TenantLimits) -> None:
 
 
 def _num_tokens(view: DoorView) -> int:
-    """Return the tokens, prompt and output, that the call is expected to use."""
     return view.num_prompt_tokens + view.ask.num_requests * view.num_new_tokens

@@ -1,8 +1,7 @@
 """The books: the right to touch the core, and the executor that the engine thread calls without that right.
 
-The engine thread has the books while it does a turn, and releases them whenever it is inside the executor: then nothing in
-the core changes, and another thread may take the books to read more than the core's snapshot. It never finds them half
-written, whether the engine is busy, idle, hung in a step, failed or stopped.
+The engine thread has the books during a turn, and releases them while it is inside the executor: then nothing in the core
+changes, and another thread may read more than the core's snapshot.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from penstock.types.result import StepResult
 T = TypeVar("T")
 
 READ_TIMEOUT_S = 2.0
-"""How long a reader waits for the books. Planning and committing a step take a millisecond."""
 
 
 class Abandoned(Exception):
@@ -35,10 +33,9 @@ class Books:
         self._clock = clock
         self._lock = threading.Lock()
         self._readers = threading.Lock()
-        """Held by the reader whose turn it is."""
         self._are_wanted = False
         self._inside_since_ns: int | None = None
-        """When the engine thread entered the executor; None outside. Written by the engine thread."""
+        """When the engine thread entered the executor; None outside."""
         self._is_abandoned = False
 
     def __enter__(self) -> None:
@@ -51,12 +48,11 @@ class Books:
         self._lock.release()
 
     def let_go(self) -> None:
-        """Note that the engine thread enters the executor."""
         self._inside_since_ns = self._clock.now_ns()
         self._lock.release()
 
     def take_back(self) -> None:
-        """Note that the engine thread has left the executor. Raises `Abandoned` if its requests have been ended meanwhile."""
+        """Take the books again. Raises `Abandoned` if the engine's requests have been ended meanwhile."""
         if self._are_wanted:
             with self._readers:
                 pass
@@ -68,15 +64,12 @@ class Books:
     # For any other thread.
 
     def waiting_ns(self) -> int:
-        """Return how long the engine thread has been inside the executor; 0 if it is not."""
+        """Return how long the engine thread has been inside the executor; 0 outside."""
         since_ns = self._inside_since_ns
         return 0 if since_ns is None else self._clock.now_ns() - since_ns
 
     def read(self, look: Callable[[], T]) -> T:
-        """Call `look` while the core stands still. Raises TimeoutError if the engine thread keeps the books for too long.
-
-        Never call it from a sink or an observer: they run on the engine thread, which has the books.
-        """
+        """Call `look` while the core stands still. Raises TimeoutError. Never call it from a sink or an observer."""
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
             raise TimeoutError("other readers keep the books of the engine")
         try:
@@ -94,10 +87,8 @@ class Books:
 
     @contextmanager
     def abandon(self) -> Iterator[bool]:
-        """Take the books for good from an engine thread that does not come back from the executor.
-
-        Yields False, and takes nothing, if it is not inside, or just came back. If True, it never touches the core again.
-        """
+        """Take the books for good from an engine thread that does not come back. Yields False, and takes nothing, if it just
+        did."""
         since_ns = self._inside_since_ns
         if since_ns is None:
             yield False
@@ -108,8 +99,7 @@ class Books:
 
 
 class WatchedExecutor:
-    """The executor as the engine thread calls it. The engine thread releases the books for each call but `drop_adapter` and
-    `close`, and the call raises `Abandoned` if the engine's requests have been ended meanwhile."""
+    """The executor as the engine thread calls it: without the books, but for `drop_adapter` and `close`."""
 
     def __init__(self, executor: Executor, books: Books) -> None:
         self._executor = executor
@@ -150,7 +140,6 @@ class WatchedExecutor:
         self._inside(lambda: self._executor.copy_blocks(pairs))
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
-        """A device that hangs in a step may not come back from this either."""
         return self._inside(lambda: self._executor.read_blocks(block_ids, out))
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:

@@ -1,8 +1,8 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
 
-It blocks neither side. An `EventWaker` wakes the event loop without giving up the interpreter's lock: asyncio's
-`call_soon_threadsafe` writes to a socket and gives it up, and the loop's thread would work off the step's tokens before the
-engine thread starts its next step. That is half a millisecond in which no kernel runs.
+An `EventWaker` wakes the event loop without giving up the interpreter's lock. With asyncio's `call_soon_threadsafe` the
+loop's thread would work off the step's tokens before the engine thread starts its next step: half a millisecond in which no
+kernel runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from penstock.types.request import Request
 _log = logging.getLogger(__name__)
 
 _MERGE_ABOVE_CHUNKS = 64
-"""A reader that lags further behind than this gets its chunks merged, so that it costs no more than its own output."""
+"""A reader that lags further behind gets its chunks merged, so that it costs no more than its own output."""
 
 
 class EnginePort(Protocol):
-    """The engine as the bridge needs it. Both methods are thread-safe and never block."""
+    """The engine as the bridge needs it. Its methods are thread-safe and never block."""
 
     def submit(self, *requests: Request) -> None: ...
 
@@ -37,33 +37,28 @@ class EnginePort(Protocol):
 
 
 class ChunkReader(Protocol):
-    """Takes the chunks of its requests, on the event loop."""
-
     def put(self, chunk: OutputChunk) -> None:
-        """Take a chunk; `flush` follows."""
+        """Take a chunk; `flush` follows once all that came at once are put."""
         ...
 
-    def flush(self) -> None:
-        """Note that all chunks that came at once were put."""
-        ...
+    def flush(self) -> None: ...
 
 
 class _Hop:
-    """The way from the engine's thread to one event loop. A late delivery for a loop that is gone silences no other."""
+    """The way from the engine's thread to one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
         self.is_due = False
         self.wake = make_waker(loop, partial(dispatch, self))
 
     def close(self) -> None:
-        """Have the loop forget it. For any thread."""
         waker = getattr(self.wake, "__self__", None)
         if isinstance(waker, EventWaker):
             waker.close()
 
 
 class Bridge:
-    """Owns the map from request ids to their readers, usually streams. One event loop at a time."""
+    """Request ids and their readers, usually streams. One event loop at a time."""
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
@@ -74,12 +69,10 @@ class Bridge:
         self._deliveries: deque[list[OutputChunk]] = deque()
 
     def attach(self, engine: EnginePort) -> None:
-        """Name the engine, before the first stream: its sink is `deliver`."""
         self._engine = engine
 
     def detach(self) -> None:
-        """Forget the engine, which has ended, and the loop: a cycle of references would be freed late or never. For any
-        thread."""
+        """Forget the engine and the loop: a cycle of references would be freed late or never. For any thread."""
         self._is_detached, self._engine = True, None
         hop, self._hop = self._hop, None
         if hop is not None:
@@ -93,7 +86,7 @@ class Bridge:
     def open(self, requests: Sequence[Request]) -> Stream:
         """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block.
 
-        Raises what the engine's `submit` raises (an id that is in flight); then none of them runs.
+        Raises what the engine's `submit` raises.
         """
         stream = Stream(self, [request.request_id for request in requests])
         self.submit(requests, stream)
@@ -118,12 +111,11 @@ class Bridge:
         self._readers.update({request.request_id: reader for request in requests})
 
     def abort(self, request_id: str, detail: str) -> None:
-        """End a request; its reader gets the ABORT chunk."""
         if (engine := self._engine) is not None:
             engine.abort(request_id, detail)
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
-        """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""
+        """The engine's sink, called by its thread. Wakes the event loop at most once per pending batch."""
         self._deliveries.append(chunks)
         hop = self._hop
         if hop is None or hop.is_due:
@@ -164,7 +156,7 @@ class Bridge:
 
 
 class Stream:
-    """The chunks of one call's requests, in the engine's order. A context manager: leaving it aborts requests that run."""
+    """The chunks of one call's requests, in the engine's order. Leaving the context aborts requests that run."""
 
     def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
         self._bridge = bridge
@@ -180,13 +172,12 @@ class Stream:
 
     @property
     def is_ended(self) -> bool:
-        """True if nothing will come after the chunks that were taken."""
         return not self._unfinished and not self._chunks
 
     async def next_chunks(self) -> list[OutputChunk]:
         """Return all chunks that are there, or wait for the next ones; at most one per request. One reader at a time.
 
-        Empty after the last chunk, when the stream was cancelled, and when `flush` was called without a chunk.
+        Empty at the end, and when `flush` was called without a chunk.
         """
         if self._unfinished and not self._chunks:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -207,12 +198,10 @@ class Stream:
             self._bridge.forget(chunk.request_id)
 
     def flush(self) -> None:
-        """Let a waiting reader return with the chunks that are there, if any."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def cancel(self, detail: str) -> None:
-        """Abort what has not finished and end the stream. Idempotent."""
         self._is_cancelled = True
         self._chunks.clear()
         for request_id in self._unfinished:
@@ -235,7 +224,7 @@ class Stream:
 
 
 def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
-    """Return one chunk per request, in order of their first chunks. Texts and tokens are joined; the rest is the last one's."""
+    """Return one chunk per request, with texts and tokens joined and the rest from its last chunk."""
     grouped: dict[str, list[OutputChunk]] = {}
     for chunk in chunks:
         grouped.setdefault(chunk.request_id, []).append(chunk)
@@ -263,8 +252,7 @@ def _join(group: list[OutputChunk]) -> OutputChunk:
 
 
 def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[], object]:
-    """Return a function that any thread may call to have `function` called soon on the loop. Raises RuntimeError if it is
-    closed."""
+    """Return a function that any thread may call to have `function` called soon on the loop."""
     with contextlib.suppress(AttributeError, ImportError, NotImplementedError, OSError):
         return EventWaker(loop, function).wake
     return partial(loop.call_soon_threadsafe, function)
@@ -294,7 +282,7 @@ class EventWaker:
             self._function = tuple
 
     def _end(self) -> None:
-        """Call the function a last time: a wake before the end, with an engine's last chunks, may not have reached it."""
+        """Call the function a last time: a wake with an engine's last chunks may not have reached it."""
         self._loop.remove_reader(self._event)
         function, self._function = self._function, tuple
         function()

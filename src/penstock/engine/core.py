@@ -1,9 +1,7 @@
 """The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops or waits.
 
-`apply` obeys commands, `begin` plans the next step, the `take_*` methods give what the executor must do before it, `finish`
-commits what was computed, and `settle_grammars` chooses the answers that sit out. Every request that was added ends in
-exactly one event with a `finish_reason`, and its blocks are free from then on, or once no step in flight has a row of it.
-Steps are finished in the order in which they began.
+Every request that was added ends in exactly one event with a `finish_reason`, and its blocks are free from then on, or once
+no step in flight has a row of it. Steps are finished in the order in which they began.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ _DETAILS = {
 
 
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
-"""Makes the text of an answer's last event. Returns the reason and the stop reason of the answer's end."""
 
 
 class EngineSnapshot(NamedTuple):
@@ -50,7 +47,6 @@ class EngineSnapshot(NamedTuple):
 
     num_running: int
     waits_for: WaitReason
-    """Why the first waiting request waits, as of the last plan."""
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_shared: int
@@ -91,19 +87,16 @@ class EngineCore:
         self._closed: Rejected | None = None
         """Why nothing is accepted any more, or None."""
         self._told_wait = WaitReason.NOTHING
-        """Last reported to the journal."""
         self._last_finish_ns = 0
         self._last_step_ns = 0
-        """Duration of the last step, without its wait for other models."""
         self._last_num_rows = 1
         self.followed_ns = 0
-        """Time that grammars took in the last `finish`, if it had a clock."""
+        """Time that grammars took in the last `finish`."""
         self.snapshot = self._take_snapshot()
-        """Replaced as a whole in every turn, and before an end is reported. Any thread may read it, and nothing else here."""
+        """Replaced as a whole in every turn. Any thread may read it, and nothing else here."""
 
     @property
     def has_work(self) -> bool:
-        """True while a request has not ended."""
         return bool(self._requests)
 
     @property
@@ -115,8 +108,7 @@ class EngineCore:
         return self.scheduler.num_waiting
 
     def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
-        """Obey commands in order, then end what can't follow its grammar, is past its deadline, or waits for an adapter in
-        vain.
+        """Obey commands, then end what can't follow its grammar, is past its deadline, or waits for an adapter in vain.
 
         Returns the finish events. Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
         """
@@ -145,7 +137,7 @@ class EngineCore:
         return events
 
     def begin(self, now_ns: int) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute, or if the step in flight has to be finished first."""
+        """Return the next step, or None if there is nothing to compute, or the step in flight has to be finished first."""
         turns = self._following.turns
         plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
         news = self.scheduler.news
@@ -157,15 +149,15 @@ class EngineCore:
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """Return (source, destination) blocks that the executor must copy before the next plan, whether there is a plan now
-        or not: the destination is cached, and a block from the tier may be written to either."""
+        or not."""
         return self.scheduler.kv.take_block_copies()
 
     def take_adapter_drops(self) -> Sequence[int]:
-        """Return the adapters that the executor must drop before those copies, whether there is a plan or not."""
+        """Return the adapters to drop before those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_drops()
 
     def take_adapter_placements(self) -> Sequence[AdapterPlacement]:
-        """Return the adapters that the executor must place after those copies, whether there is a plan or not."""
+        """Return the adapters to place after those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_placements()
 
     def finish(
@@ -173,8 +165,8 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Commit a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take; None: not measured. `read_end` makes the text of an answer that ends by its
-        length, before observers hear of the end; None: there is no text.
+        `clock` measures how long grammars take. `read_end` makes the text of an answer that ends by its length, before
+        observers hear of the end; None: there is no text.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -195,15 +187,13 @@ class EngineCore:
         return outcome.events
 
     def _read_ends(self, events: Sequence[TokenEvent], read_end: ReadEnd) -> None:
-        """Let the text change the reason where it ends an answer together with its length."""
         for event in events:
             if event.finish_reason is FinishReason.LENGTH:
                 reason, stop_reason = read_end(event)
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Tell grammars what was sampled, and append the tokens that they force. Return how long that took, or 0 without a
-        clock."""
+        """Tell grammars what was sampled, and append what they force. Return how long that took."""
         scheduler, following = self.scheduler, self._following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
@@ -211,29 +201,26 @@ class EngineCore:
 
     @property
     def has_grammars(self) -> bool:
-        """True while the answer of a request that has not ended follows a grammar, or the last masks are not settled."""
+        """True while answers follow a grammar, or the last masks are not settled."""
         return bool(self._following)
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """Return whether the executor waits for the masks of a plan that `begin` just returned."""
         return self._following.is_in(plan)
 
     def masks(self, plan: StepPlan, clock: Clock | None = None) -> dict[str, bytes]:
         """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished.
 
-        Requests that have ended, or can't follow their grammars, have none: `apply` ends these before the step is committed.
+        A request that has ended, or can't follow its grammar, has none.
         """
         return self._following.masks(plan, clock)
 
     def settle_grammars(self, *, is_beside: bool) -> None:
-        """Choose who sits out. Called after each `finish`, before the next step is planned. `is_beside`: a step is in
-        flight."""
+        """Choose who sits out the next step, after each `finish`. `is_beside`: a step is in flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
         self._following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
-        """Return when to call `apply` and `begin` again if nothing else happens (a deadline, the gate, a load, an adapter),
-        or None."""
+        """Return when to call `apply` and `begin` again if nothing else happens, or None."""
         deadline = self._deadlines.peek()
         times = [] if deadline is None else [deadline[0][0]]
         if (wakeup_ns := self.scheduler.wakeup_ns(now_ns)) is not None:
@@ -312,7 +299,6 @@ class EngineCore:
         detail: str = "",
         reject_reason: str = "",
     ) -> list[TokenEvent]:
-        """End a request between steps with all beams of its search. No event if it has ended already."""
         request = self._requests.get(request_id)
         events: list[TokenEvent] = []
         if request is None:
@@ -341,7 +327,6 @@ class EngineCore:
         return events
 
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
-        """Forget a request that has ended, and report its end."""
         del self._requests[request.request_id]
         self._following.remove(request)
         number = self._deadline_numbers.pop(request.request_id, None)
@@ -394,11 +379,10 @@ class Following:
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._new: dict[str, str] = {}
-        """Request id -> tenant, for requests that have not sampled yet. Their first mask came with the grammar."""
+        """Request id -> tenant, for requests that have not sampled yet."""
         self._put_off: dict[str, Sequence[int]] = {}
-        """Request id -> tokens not yet given to its matcher, as it sits out and may be cancelled before its turn."""
+        """Request id -> tokens not yet given to its matcher, as it may be cancelled before its turn."""
         self._failed: dict[str, tuple[str, str]] = {}
-        """Request id -> causes, until they are taken."""
         self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
@@ -421,7 +405,6 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
-        """Return the masks of the requests that sample in a step and have neither ended nor failed."""
         masks = dict[str, bytes]()
         self.turns.forgive([row.request_id for row in plan.rows])
         began_ns = _busy_ns(clock)
@@ -449,7 +432,7 @@ class Following:
     ) -> None:
         """Give matchers what a step sampled; later, if a new request sits out.
 
-        Tokens that have to follow are appended by `force`, at most `max_forced(request_id)`. Its event replaces the one
+        At most `max_forced(request_id)` tokens that have to follow are appended by `force`, whose event replaces the one
         before.
         """
         began_ns = _busy_ns(clock)
@@ -467,13 +450,13 @@ class Following:
             began_ns = ended_ns
 
     def take_failed(self) -> list[tuple[str, str, str]]:
-        """Take (request id, cause in words, cause as a `RejectReason` or "") of requests that can't follow their grammar."""
+        """Take (request id, cause in words, cause as a `RejectReason` or "") of failed matchers."""
         failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
         self._failed.clear()
         return failed
 
     def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
-        """Accept the answer's next tokens. Return those that have to follow, which are accepted too."""
+        """Accept the answer's next tokens. Return those that have to follow, accepted too."""
         matcher, forced = self._matchers[request_id], list[int]()
         try:
             matcher.accept(token_ids)
@@ -498,7 +481,7 @@ class Following:
             return None
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        """Note a matcher's failure, which ends its request. A panic of a library in Rust is not an Exception."""
+        """Note a matcher's failure, which ends its request. A panic in Rust is not an Exception."""
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if isinstance(error, GrammarFailure):

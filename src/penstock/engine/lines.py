@@ -8,8 +8,6 @@ _SPACES = " \t"
 
 
 class Lines:
-    """The text of one request under its limits."""
-
     def __init__(self, limits: LineLimits) -> None:
         self._min_indent = limits.min_indent
         self._max_ns = limits.max_ns
@@ -17,11 +15,7 @@ class Lines:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text. Return (text that is safe to show, whether a line ends the answer).
-
-        The shown text ends before that line, and the rest is dropped. Spaces at the beginning of a line are held until it is
-        known whether it is indented less.
-        """
+        """Take the next piece of text. Return (text that is safe to show, whether a line ends the answer)."""
         self._has_line |= "\n" in text
         if not self._min_indent:
             return text, False
@@ -38,7 +32,6 @@ class Lines:
         return text, False
 
     def flush(self) -> str:
-        """Return the text that is held."""
         held, self._held = self._held, ""
         return held
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 SHARE = 10
 """Slow masks get one part in this many of the time."""
 _QUICK_SHARE = 2
-"""A row's masks are slow if their average, in CPU time, exceeds one part in this many of its equal part of the step."""
+"""A row's masks are slow if their average exceeds one part in this many of its equal part of the step."""
 _HIDDEN_SHARE = 3
 """A device hides the masks of one part in this many of its step."""
 _SMOOTHING = 8
-"""The average covers this many masks: one schema's take 10 us in some places and 300 us in others."""
+"""The average covers this many masks: one schema's take 10 to 300 us."""
 
 
 @dataclass(slots=True)
@@ -27,11 +27,11 @@ class _Row:
     request_id: str
     tenant: str
     due_ns: int
-    """When the tenth of the time would have paid for its last mask alone. A tenant's rows take turns in this order."""
+    """When the tenth would have paid for its last mask alone: a tenant's rows take turns in this order."""
     is_slow: bool = True
-    """True until a mask was quick. The first mask does not count: it came with the grammar."""
+    """True until a mask was quick."""
     took_ns: int = 0
-    """The last mask's time, expected of the next one too."""
+    """The last mask's time."""
     average_ns: int = 0
     accept_ns: int = 0
     """Time to take in the tokens since the last mask."""
@@ -42,33 +42,30 @@ class MaskTurns:
         self.sitting_out: set[str] = set()
         """Ids of requests without a row in the next step, if others have one."""
         self.sitting_out_alone: set[str] = set()
-        """Those of them that get no row even if no others have one. Such a step makes masks for as long as its layers take,
-        at least one, so a newcomer waits for few."""
+        """Those that get no row even if no others have one. Such a step makes masks for as long as its layers take, at least
+        one."""
         self._rows: dict[str, _Row] = {}
         self._made: list[tuple[_Row, int]] = []
-        """The masks since the last `settle`, and the time of each."""
         self._left_ns: dict[str, int] = {}
         """Tenant -> what is left of its part; negative after a mask that took longer."""
         self._owed_ns = 0
-        """What all masks took beyond the tenth, at most the longest mask; negative: what is left. It spaces out the masks of
-        different tenants, so that a newcomer does not wait for one of each."""
+        """What all masks took beyond the tenth, at most the longest mask. It spaces out the masks of different tenants, so
+        that a newcomer does not wait for one of each."""
         self._layers_ns = 0
-        """Time of the last step without its masks. With two steps in flight it may contain those of the step before."""
+        """Time of the last step without its masks."""
         self._settled_ns = 0
 
     def __bool__(self) -> bool:
-        """Return whether `settle` has something to charge."""
         return bool(self._made)
 
     def join(self, request_id: str, tenant: str) -> None:
-        """Note that a request samples for the first time."""
         self._rows[request_id] = _Row(request_id, tenant, due_ns=self._settled_ns)
         if self._left_ns.get(tenant, 0) < 0:
             self.sitting_out.add(request_id)
             self.sitting_out_alone.add(request_id)
 
     def is_put_off(self, request_id: str) -> bool:
-        """Return whether to take in its token later: it has made no mask yet, and may be cancelled before its turn."""
+        """Return whether to take in its token later: it may be cancelled before its turn."""
         return request_id in self.sitting_out and not self._rows[request_id].took_ns
 
     def note(self, request_id: str, took_ns: int, *, is_mask: bool) -> None:
@@ -123,7 +120,6 @@ class MaskTurns:
             planned_ns += row.took_ns
 
     def _charge(self, quick_ns: int, hidden_ns: int) -> int:
-        """Charge slow masks to their tenants. Return the time that they took."""
         total_ns = max(1, sum([took_ns for _, took_ns in self._made]))
         counted_ns, spent_ns = max(0, total_ns - hidden_ns), 0
         for row, took_ns in self._made:

@@ -1,7 +1,6 @@
 """Turns the core's token events into chunks of text. Called by the engine's thread; never schedules and never does I/O.
 
-Owns the text of every request in flight: its detokenizer, what is held back, how many tokens were shown. A request is known
-from `add` until its one chunk with a `finish_reason`; later events are dropped.
+A request is known from `add` until its one chunk with a `finish_reason`; later events are dropped.
 """
 
 from __future__ import annotations
@@ -20,18 +19,14 @@ from penstock.types.request import FinishReason, Request
 _logger = logging.getLogger(__name__)
 
 _End = str | FinishReason | None
-"""The stop string that ended a request, or LENGTH for a limit of its lines; None: it goes on."""
+"""The stop string that ended a request, or LENGTH for a limit of its lines."""
 TEXT_FAILED = "the generated tokens could not be turned into text"
 
 
 @dataclass(slots=True)
 class Output:
-    """The chunks of one step, and the commands that its text brought."""
-
     chunks: list[OutputChunk]
-    """One per event of a known request, in the order of the events."""
     commands: list[Command]
-    """For the core: requests that ended here."""
 
 
 class OutputStage:
@@ -39,11 +34,10 @@ class OutputStage:
         self._make_detokenizer = detokenizer_factory
         self._observer: TokenObserver = observer or NullObserver()
         self._requests: dict[str, Request] = {}
-        """Those in flight."""
         self._streams: dict[str, _Stream] = {}
-        """Of requests that had an event. A text's first event is its last."""
+        """Of requests that had an event."""
         self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
-        """By stop strings, as long as a request uses them: the choices of one call share theirs."""
+        """The choices of one call share theirs."""
 
     def add(self, request: Request) -> None:
         """Expect events of a request. Raises ValueError if its id is in flight."""
@@ -55,7 +49,7 @@ class OutputStage:
         """Return the chunks of one step's events.
 
         A stop string, or a limit of lines, ends the request here and becomes a `Stop`. If the text of one request can't be
-        made, that request ends with ERROR, by a `Stop` too; the others go on.
+        made, that request ends with ERROR; the others go on.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -90,10 +84,7 @@ class OutputStage:
         return output
 
     def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
-        """Return the reason and the stop reason with which an answer ends by its last event, which is pushed later.
-
-        Its text may end it too, and fail.
-        """
+        """Return the reason and the stop reason with which an answer ends by its last event, which is pushed later."""
         assert event.finish_reason is not None, "it is the last"
         request = self._requests.get(event.request_id)
         if request is None:
@@ -128,15 +119,12 @@ class OutputStage:
 
 
 def _answer(request: Request, event: TokenEvent) -> OutputChunk:
-    """Return the one chunk of a text that was read."""
     chunk = OutputChunk(event.request_id, "", (), (), event.at_ns, finish_reason=event.finish_reason, states=event.states)
     chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
     return chunk
 
 
 class _Stream:
-    """One request's output."""
-
     __slots__ = (
         "_detokenizer",
         "_first_token_ns",
@@ -160,7 +148,6 @@ class _Stream:
         self.is_under_way = False
         """It has had its first tokens, and nothing is searched for in its text."""
         self.last: OutputChunk | None = None
-        """The last chunk, if it was made before its event is pushed."""
         self._trees = trees
         self._request = request
         self._make_detokenizer = make_detokenizer
@@ -237,7 +224,6 @@ class _Stream:
         return chunk
 
     def fail(self, event: TokenEvent) -> OutputChunk:
-        """Return the end of an answer whose text raised the exception being handled."""
         _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
         return self.error(TEXT_FAILED, event.at_ns)
 
@@ -279,7 +265,7 @@ class _Stream:
         return text, len(event.token_ids), None
 
     def _read_watched(self, event: TokenEvent) -> tuple[str, int, _End]:
-        """As `_read`, token by token, since what follows a stop string or the last line must not count."""
+        """Read token by token, since what follows a stop string or the last line must not count."""
         assert self._detokenizer is not None
         before = self._num_generated
         text = ""
@@ -312,7 +298,6 @@ class _Stream:
         return text + (stop if stop is not None and sampling.include_stop_str_in_output else ""), stop
 
     def _flush(self) -> str:
-        """Return the text that is held."""
         text = "" if self._stops is None else self._stops.flush()
         if self._lines is None:
             return text
@@ -320,7 +305,7 @@ class _Stream:
         return shown + self._lines.flush()
 
     def _visible(self, event: TokenEvent) -> tuple[int, ...]:
-        """Return the event's tokens without its stop token, unless the user wants to see it (as in vLLM)."""
+        """Return the event's tokens without its stop token, unless the user wants to see it."""
         is_stop_token = event.finish_reason is FinishReason.STOP and isinstance(event.stop_reason, int)
         if is_stop_token and not self._request.sampling.include_stop_str_in_output:
             return event.token_ids[:-1]

@@ -1,4 +1,4 @@
-"""The interfaces that the engine needs and others implement, and observers: groups of several, and one that does nothing.
+"""The interfaces that the engine needs and others implement, and groups of observers.
 
 `Executor` is implemented by every backend, the simulator and the hash executor of `testing`. `tests/contracts` runs one
 suite over all of them.
@@ -23,26 +23,23 @@ Ready = Callable[[], None]
 class BlockMover(Protocol):
     """Copies the content of an executor's blocks to the host's memory and back. Raises `ExecutorFailure`.
 
-    These two and `Executor.copy_blocks` take effect in the order of the calls, and before steps that are submitted later.
-    They are called only for blocks that no row of a step in flight has.
+    These two and `Executor.copy_blocks` take effect in the order of the calls, before steps that are submitted later, and
+    only on blocks that no row of a step in flight has.
     """
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes that `read_blocks` copies for one block."""
-        ...
+    def block_bytes(self) -> int: ...
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """Copy the content of full blocks, each to its own writable `out` of `block_bytes`.
 
-        Returns None if it is there. Otherwise the content is that of now, whatever is done to the blocks next, and is there
-        once the result was called; one thread at a time calls it. The format is the executor's own, and the same for another
-        executor of the same model, weights, kernels and KV type.
+        Returns None if it is there, else what waits for it; one thread at a time calls that. The blocks may change
+        meanwhile. The format is the executor's own, and the same for one of the same model, weights, kernels and KV type.
         """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Put contents from `read_blocks` into blocks that no row holds. The caller may reuse the memory when this returns."""
+        """Put contents from `read_blocks` into blocks that no row holds."""
         ...
 
 
@@ -57,18 +54,13 @@ class Executor(BlockMover, Protocol):
     """
 
     @property
-    def depth(self) -> int:
-        """Steps that may be in flight, 1 or 2. With 2, the host plans one step while another is computed."""
-        ...
+    def depth(self) -> int: ...
 
     @property
     def capacity(self) -> Capacity: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks (source, destination), in order, before the next submitted step.
-
-        A step in flight writes to no token of a source that anybody reads, and never touches a destination.
-        """
+        """Copy whole KV blocks (source, destination), in order, before the next submitted step."""
         ...
 
     @property
@@ -79,22 +71,19 @@ class Executor(BlockMover, Protocol):
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
         """Put an adapter into as many blocks as it has pages, which no row holds: its own until it is dropped.
 
-        Rows admitted from now on may name it. Called in the order of `drop_adapter`, `copy_blocks` and `submit`, also while
-        a step without these blocks is in flight. Raises `ExecutorFailure`, and ValueError if it is placed already.
+        Rows admitted from now on may name it. Raises `ExecutorFailure`, and ValueError if it is placed already.
         """
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter. Rows that name it are not in flight, and are released with the next step. One that is not
-        placed is ignored."""
+        """Forget an adapter. Rows that name it are released with the next step. One that is not placed is ignored."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Start a step: releases, then admits, then rows.
+        """Start a step: releases, then admits, then rows, which may be computed in any order.
 
-        No row reads keys or values that another row of the same step computes, except padding, so rows may be computed in
-        any order. Raises `ExecutorFailure` if the device failed, and AssertionError or ValueError for a plan that breaks the
-        contract (unknown request, more rows than capacity, a token outside the vocabulary).
+        Raises `ExecutorFailure` if the device failed, and AssertionError or ValueError for a plan that breaks the contract
+        (unknown request, more rows than capacity, a token outside the vocabulary).
         """
         ...
 
@@ -102,7 +91,7 @@ class Executor(BlockMover, Protocol):
         """Restrict what rows that follow a grammar may sample in a step: request id -> mask (`types.sampling`).
 
         Called once for each step with such a row, after its `submit`, and before it is collected and the next one is
-        submitted. Rows that are not named are not restricted: nobody wants their token any more.
+        submitted. Rows that are not named are not restricted.
 
         Raises `ExecutorFailure`; ValueError for a step that waits for no masks, a row that does not sample or follows no
         grammar, and for a mask of another size.
@@ -119,10 +108,7 @@ class Executor(BlockMover, Protocol):
 
 
 class BlockStore(Protocol):
-    """Memory for contents of blocks outside the executor's, in numbered slots. Called by one thread at a time.
-
-    Raises `OSError` where the device fails or is full.
-    """
+    """Memory for contents of blocks outside the executor's, in numbered slots. One thread at a time. Raises `OSError`."""
 
     @property
     def num_slots(self) -> int: ...
@@ -133,7 +119,7 @@ class BlockStore(Protocol):
         ...
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Return (slot, hash) of what is there from an earlier time, the oldest first; it is verified when it is read."""
+        """Return (slot, hash) of what is there from an earlier time, the oldest first."""
         ...
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
@@ -145,7 +131,7 @@ class BlockStore(Protocol):
         ...
 
     def emptied(self) -> BlockStore:
-        """Return the same memory with nothing in it. This object is closed: later writes through it raise OSError."""
+        """Return the same memory with nothing in it. This object is closed."""
         ...
 
     def close(self) -> None: ...
@@ -164,16 +150,12 @@ class Detokenizer(Protocol):
 
 
 DetokenizerFactory = Callable[[bool], Detokenizer]
-"""Makes one per request; the argument is `skip_special_tokens`."""
 
 
 @dataclass(slots=True)
 class OutputChunk:
-    """The piece that one step adds to the answer of one request."""
-
     request_id: str
     text: str
-    """Without stop strings. May be empty."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     at_ns: int
@@ -184,9 +166,9 @@ class OutputChunk:
     stop_reason: int | str | None = None
     detail: str = ""
     reject_reason: str = ""
-    """A `RejectReason`: for REJECTED, for a missed deadline, and if the engine failed or was closed."""
+    """For REJECTED, for a missed deadline, and if the engine failed or was closed."""
     first_scheduled_ns: int | None = None
-    """On the first chunk and the finish chunk: when the first step with this request began."""
+    """On the first chunk and the finish chunk."""
     first_token_ns: int | None = None
     states: bytes = b""
     """The answer to a text, as in `StepResult.states`."""
@@ -198,8 +180,6 @@ after the engine has ended, by the thread that submits it. Must not block."""
 
 
 class Observer(Protocol):
-    """Called by the engine thread; must not block or raise."""
-
     def on_step(self, stats: StepStats) -> None: ...
 
     def on_finish(self, stats: RequestStats) -> None: ...
@@ -208,34 +188,28 @@ class Observer(Protocol):
 class RequestJournal(Observer, Protocol):
     """Records what becomes of each request. A step is reported before the requests that ended in it."""
 
-    def on_queued(self, request: Request, now_ns: int) -> None:
-        """Note that a request waits from now on."""
-        ...
+    def on_queued(self, request: Request, now_ns: int) -> None: ...
 
     def on_news(self, news: PlanNews) -> None:
-        """Note who was admitted, preempted or set aside, or that waiting requests lack something else. Before the step runs."""
+        """Note who was admitted, preempted or set aside, or that waiting requests lack something else."""
         ...
 
 
 class TokenObserver(Protocol):
-    """Called by the engine thread when tokens came, once per step; must not block or raise."""
-
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         """Note requests whose first token this step brought, and of every other request with new tokens the time since its
         last."""
         ...
 
     def on_itl(self, num_gaps: int, num_late: int) -> None:
-        """Note that a request with a target for its inter-token latency has ended: of its gaps, so many were longer."""
+        """Note the end of a request with a target for its inter-token latency: so many of its gaps were longer."""
         ...
 
 
 class TurnObserver(Protocol):
-    """Called by the engine thread; must not block or raise."""
-
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """Note what a step cost outside the executor: `schedule` (commands and plan), `commit` (the core), `grammar` (masks,
-        where answers follow one) and `output` (text and the sink)."""
+        """Note what a step cost outside the executor: `schedule`, `commit`, `grammar` (masks) and `output` (text and the
+        sink)."""
         ...
 
 
@@ -255,8 +229,6 @@ class ObserverGroup:
 
 
 class JournalGroup(ObserverGroup):
-    """Calls each of its journals, in order."""
-
     def __init__(self, journals: Sequence[RequestJournal]) -> None:
         super().__init__(journals)
         self._journals = tuple(journals)
@@ -271,8 +243,6 @@ class JournalGroup(ObserverGroup):
 
 
 class TurnObserverGroup:
-    """Calls each of its turn observers, in order."""
-
     def __init__(self, observers: Sequence[TurnObserver]) -> None:
         self._observers = tuple(observers)
 
@@ -282,8 +252,6 @@ class TurnObserverGroup:
 
 
 class TokenObserverGroup:
-    """Calls each of its token observers, in order."""
-
     def __init__(self, observers: Sequence[TokenObserver]) -> None:
         self._observers = tuple(observers)
 

@@ -1,8 +1,8 @@
 """The stepper: does one turn after another with a core and an executor, and owns the steps in flight.
 
-The engine's thread drives it under the wall clock, the test driver and the simulation under a virtual one. It takes commands
-and the time and never waits for either. A turn begins a step if it can, and finishes the oldest if as many are in flight as
-the executor takes, or if none began. docs/architecture.md, "The step", shows the order of a turn.
+The engine's thread drives it under the wall clock, the test driver and the simulation under a virtual one. A turn begins a
+step if it can, and finishes the oldest if as many are in flight as the executor takes, or if none began.
+docs/architecture.md, "The step", shows the order of a turn.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from penstock.types.plan import StepPlan, Ticket
 from penstock.types.result import StepResult
 
 Tell = Callable[[list[TokenEvent], int], None]
-"""Takes events in their order, and the time at which they were known. It may apply commands to the core."""
+"""Takes events, and the time at which they were known. It may apply commands to the core."""
 
 
 @dataclass(slots=True)
 class StepInFlight:
     plan: StepPlan
     schedule_ns: int
-    """Time of commands and plan."""
     awaits_masks: bool
     """The executor has not been given the masks of its rows that follow a grammar."""
     ticket: Ticket | None = None
-    """None while the step is being submitted."""
     masks_ns: int = 0
     """Time of its masks, if nothing was in flight before it."""
 
@@ -56,7 +54,7 @@ class Stepper:
         """Raises ValueError for an executor whose depth is neither 1 nor 2.
 
         `poll_aborts` returns the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
-        move a virtual clock to the end of the step. `read_end` is passed to `EngineCore.finish`.
+        move a virtual clock.
         """
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
@@ -84,20 +82,19 @@ class Stepper:
 
     @property
     def ready_ns(self) -> int | None:
-        """When the oldest step in flight will be done, if its ticket says so; for drivers that move a virtual clock."""
+        """When the oldest step in flight will be done; for drivers that move a virtual clock."""
         ticket = self._flights[0].ticket if self._flights else None
         return None if ticket is None else ticket.ready_ns
 
     @property
     def plans(self) -> list[StepPlan]:
-        """Plans of the steps in flight, and of the one that is being finished; for the log."""
         finishing = () if self._finishing is None else (self._finishing,)
         return [flight.plan for flight in (*finishing, *self._flights)]
 
     def turn(self, commands: Sequence[Command] = ()) -> tuple[StepPlan | None, StepPlan | None]:
         """Begin a step, finish a step, or both. Return the plan that was begun and the one that was finished.
 
-        Both are None if there was nothing to do. If the core or the executor raises, no turn may follow.
+        If the core or the executor raises, no turn may follow.
         """
         begun = self.begin(commands)
         return begun, self.finish() if self.must_finish(begun) else None
@@ -139,7 +136,6 @@ class Stepper:
         return plan
 
     def _prepare_blocks(self) -> None:
-        """Let the executor put into blocks what the next step finds there."""
         core, executor = self._core, self._executor
         for number in core.take_adapter_drops():
             executor.drop_adapter(number)
@@ -184,7 +180,6 @@ class Stepper:
             self._output_ns += self._clock.now_ns() - began_ns
 
     def close(self) -> None:
-        """Report to nobody any more: a cycle of references would be freed late or never."""
         self._tell = _tell_nobody
 
     def forget(self) -> None:

@@ -1,8 +1,7 @@
 """Finds stop strings in text that arrives in pieces. Called by the output stage.
 
-The first stop string to be complete wins, and of several that end at the same character the longest. So the answer does not
-depend on how the text was cut into pieces. The search is an Aho-Corasick automaton ("Efficient string matching", CACM 18(6),
-1975). The longest suffix of the text that begins a stop string is held back.
+The first stop string to be complete wins, and of several that end at the same character the longest, however the text was
+cut. The search is an Aho-Corasick automaton (CACM 18(6), 1975).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class _Node:
 
 
 class StopTree:
-    """The automaton of some stop strings; never changes, so requests with the same ones share it.
+    """The automaton of some stop strings, shared by requests with the same ones.
 
     Building takes time and memory linear in the total length of the strings. Callers must limit that length.
     """
@@ -36,8 +35,6 @@ class StopTree:
 
 
 class StopStrings:
-    """The text of one request in a tree of stop strings."""
-
     def __init__(self, tree: StopTree) -> None:
         self._tree = tree
         self._node = tree.root
@@ -46,8 +43,7 @@ class StopStrings:
     def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
         """Take the next piece of text. Return (text that is safe to show, the stop string that matched or None).
 
-        The shown text ends before the stop string. While not `is_armed`, stop strings that end within `text` do not count,
-        but one that begins in it and ends in a later, armed piece does.
+        While not `is_armed`, stop strings that end within `text` do not count.
         """
         node, root = self._node, self._tree.root
         for idx, char in enumerate(text):
@@ -63,7 +59,6 @@ class StopStrings:
         return seen[:num_shown], None
 
     def flush(self) -> str:
-        """Return the text that is held."""
         held, self._held, self._node = self._held, "", self._tree.root
         return held
 

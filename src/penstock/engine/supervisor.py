@@ -1,8 +1,7 @@
 """Keeps an engine running: watches it, and replaces one that died or hangs. Made by the composition root.
 
-An engine is never repaired: KV that was being written when a step failed can't be trusted, so everything behind the
-executor's port is made anew. While it restarts, requests are refused (503 with `Retry-After` over HTTP). Each further
-attempt waits twice as long, and after more than MAX_RESTARTS within WINDOW_S the state is FAILED.
+An engine is never repaired: KV that was being written when a step failed can't be trusted. Each further attempt waits twice
+as long, and after more than MAX_RESTARTS within WINDOW_S the state is FAILED.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ _logger = logging.getLogger(__name__)
 MAX_RESTARTS = 5
 WINDOW_S = 600.0
 FIRST_DELAY_S = 1.0
-"""Before the second attempt within the window; the first is made at once."""
 
 
 class Supervisor:
-    """Looks like the one engine that it always has. Any thread may call the methods."""
-
     def __init__(
         self,
         make_engine: Callable[[Callable[[], None]], Engine],
@@ -39,7 +35,7 @@ class Supervisor:
         on_restart: Callable[[], None] | None = None,
         first_delay_s: float = FIRST_DELAY_S,
     ) -> None:
-        """`make_engine` makes an engine that is not started, with the `on_failed` that it is given: the first one now.
+        """`make_engine` makes an engine that is not started, with the `on_failed` that it is given.
 
         `step_timeout_s`: a step that takes longer will never end; None: steps may take any time.
         """
@@ -49,11 +45,9 @@ class Supervisor:
         self._on_restart = on_restart or (lambda: None)
         self._first_delay_s = first_delay_s
         self._lock = threading.Lock()
-        """Held to replace the engine, and to close: a closing engine gets no successor."""
         self._is_closing = False
         self._has_given_up = False
         self._restarts_ns: deque[int] = deque()
-        """Times of the restarts within the window."""
         self._news = threading.Event()
         self._engine = make_engine(self._news.set)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)

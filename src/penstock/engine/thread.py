@@ -1,8 +1,7 @@
 """The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out of the sink.
 
-Commands wait in the inbox until the next turn; the output stage makes text of events, and the outbox gives chunks to the
-sink. The thread sleeps when there is nothing to do. Every request that `submit` took ends in exactly one chunk with a
-`finish_reason`, even if the executor or the core breaks. `supervisor` replaces an engine that has failed.
+Every request that `submit` took ends in exactly one chunk with a `finish_reason`, even if the executor or the core breaks.
+`supervisor` replaces an engine that has failed.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 KEEP_TIMEOUT_S = 5.0
-"""Longest time that the end of an engine takes to spill the pool, so that sessions can go on after a restart."""
+"""Longest time that the end of an engine takes to spill the pool."""
 ABORT_GRACE_S = 10.0
-"""How long `close` waits, after its timeout, for the step in flight."""
 MAX_PLAN_CHARS = 4000
 
 
@@ -43,7 +41,6 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    """Reported by the supervisor, between two engines."""
     DRAINING = "draining"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -57,11 +54,7 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """The engine for other threads, and the loop of its own.
-
-    The sink is called on the engine thread; for a request that comes after the engine has ended, on the thread that submits
-    it.
-    """
+    """The engine for other threads, and the loop of its own."""
 
     def __init__(
         self,
@@ -78,12 +71,11 @@ class Engine:
         on_failed: Callable[[], None] | None = None,
         make_transfers: Callable[[BlockMover, Callable[[], None]], Transfers | None] = lambda *_: None,
     ) -> None:
-        """`observer` hears of requests that the core never saw; pass the core's. Raises ValueError for an executor whose
-        depth is neither 1 nor 2.
+        """`observer` hears of requests that the core never saw; pass the core's. Raises ValueError for a depth that is
+        neither 1 nor 2.
 
-        After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never. `on_failed`
-        is called by the engine thread once its requests have ended and nothing more will come. `make_transfers` gets the
-        executor's blocks and what wakes the engine when something has arrived; None: no tier.
+        After `idle_check_s` without work the core verifies its invariants once; None: never. `on_failed` is called by the
+        engine thread once its requests have ended. `make_transfers` gets the executor's blocks and what wakes the engine.
         """
         self._core = core
         self._num_blocks, self._max_rows = core.scheduler.kv.num_total_blocks, core.scheduler.max_rows
@@ -111,7 +103,6 @@ class Engine:
         self._state_lock = threading.Lock()
         self._state = EngineState.STARTING
         self._num_holds = 0
-        """Calls that have more requests to submit."""
         self._has_waited = False
         """The timeout of `close` has passed: a drain waits for nobody any more."""
         self._was_cut_short = False
@@ -127,7 +118,6 @@ class Engine:
         return self._state
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError after `close`."""
         if self._state is EngineState.STOPPED:
             raise RuntimeError("a closed engine can't be started")
         self._thread.start()
@@ -149,7 +139,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Take requests, and let a drain wait, until the block ends: they belong to a call that was admitted before."""
+        """Let a drain wait until the block ends: a call that was admitted has more requests."""
         with self._state_lock:
             self._num_holds += 1
         try:
@@ -161,7 +151,7 @@ class Engine:
                 self._refuse_unless_held()
 
     def drain(self) -> None:
-        """Refuse new requests from now on and finish the others; the thread then ends. Returns at once."""
+        """Refuse new requests and finish the others; the thread then ends. Returns at once."""
         self._move_to(EngineState.DRAINING)
         self._refuse_unless_held()
 
@@ -176,8 +166,8 @@ class Engine:
     def close(self, timeout_s: float) -> bool:
         """Drain, wait, abort what is left after `timeout_s`, join the thread, close the executor. Idempotent.
 
-        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S` after the timeout,
-        the executor is left open, since the thread is still inside it.
+        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S`, the executor is
+        left open.
         """
         self.drain()
         if self._thread.ident is None:
@@ -201,17 +191,16 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """The thread runs. After `close` or `abandon`: a step has not come back, and holds the executor."""
         return self._thread.is_alive()
 
     def step_age_ns(self) -> int:
-        """Return how long the engine has waited for the executor's present step; 0 if it does not."""
+        """Return how long the engine has waited for the executor; 0 if it does not."""
         return self._books.waiting_ns()
 
     def abandon(self) -> bool:
         """End every request with ERROR although the executor does not come back. Return False if it just did.
 
-        Called by the supervisor's thread. The engine thread ends when the step comes back, and frees the executor then.
+        The engine thread ends when the step comes back, and frees the executor then.
         """
         with self._books.abandon() as is_abandoned:
             if is_abandoned:
@@ -231,18 +220,12 @@ class Engine:
         )
 
     def pool_map(self) -> PoolMap:
-        """Return every block with its state and owner. O(blocks): a millisecond for tens of thousands.
-
-        May wait for the engine thread to plan or commit a step, so not for an event loop. Raises TimeoutError.
-        """
+        """Return every block with its state and owner. O(blocks). May wait, so not for an event loop. Raises TimeoutError."""
         scheduler = self._core.scheduler
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Return the share of the held KV positions that have no token. O(requests).
-
-        Waits as `pool_map` does; after a timeout, returns the ratio that was read last.
-        """
+        """Return the share of the held KV positions that have no token, or the last one after a timeout. O(requests)."""
         scheduler = self._core.scheduler
         with suppress(TimeoutError):
             self._last_waste = self._books.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
@@ -312,7 +295,6 @@ class Engine:
         self._executor.close()
 
     def _stop(self) -> None:
-        """Stop; requests that came in at the last moment are refused."""
         if self._transfers is not None:
             with self._books:
                 self._transfers.keep(KEEP_TIMEOUT_S)
@@ -320,7 +302,6 @@ class Engine:
         self._move_to(EngineState.STOPPED)
 
     def _fail(self) -> None:
-        """End every request with ERROR, and log the exception being handled with the plan."""
         _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=True)
         with self._books:
             self._end_all(ENGINE_FAILED)
@@ -369,7 +350,7 @@ class Engine:
 
 
 class Inbox:
-    """A queue of commands from any thread to the engine thread. Once closed it stays closed.
+    """A queue of commands from any thread to the engine thread.
 
     Every command is either handed out exactly once or was refused by `put`.
     """
@@ -394,13 +375,12 @@ class Inbox:
         return True
 
     def nudge(self) -> None:
-        """End the present sleep, or the next one: there is something to do that is not a command."""
+        """End the present sleep, or the next one."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
 
     def poll(self) -> list[Command]:
-        """Return all commands, in order, without waiting."""
         if not self._commands:  # Read without the lock: a command that comes just now is found by the next poll.
             return []
         with self._changed:
@@ -425,7 +405,7 @@ class Inbox:
         """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no
         limit).
 
-        The clock is read once: one that is moved by hand does not wake a sleeper. May return early.
+        A clock that is moved by hand does not wake a sleeper. May return early.
         """
         timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
         with self._changed:
@@ -433,7 +413,6 @@ class Inbox:
             self._is_nudged = False
 
     def close(self) -> list[Command]:
-        """Refuse commands from now on. Return those that nobody has polled. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -456,7 +435,6 @@ class Outbox:
         self._observer = observer
         self._lock = threading.Lock()
         self._prompt_lens: dict[str, int] = {}
-        """Request id -> prompt tokens, of the requests in flight."""
         self._num_prompt_tokens = 0
         self._cut_short_ids: frozenset[str] = frozenset()
 
@@ -479,14 +457,13 @@ class Outbox:
             return len(self._prompt_lens), self._num_prompt_tokens
 
     def cut_short(self) -> list[str]:
-        """Return the ids of all requests in flight. If they are aborted, their clients hear that the server shuts down."""
+        """Return the ids of all requests in flight. If aborted, their clients hear that the server shuts down."""
         with self._lock:
             request_ids = list(self._prompt_lens)
             self._cut_short_ids |= frozenset(request_ids)
         return request_ids
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
-        """Hand chunks to the sink, and forget the requests that end by one of them."""
         ended = [chunk for chunk in chunks if chunk.finish_reason is not None]
         if ended:
             with self._lock:

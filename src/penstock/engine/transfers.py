@@ -1,9 +1,8 @@
 """Transfers: carries contents of blocks between the executor and the store of the tier below, on the engine's thread.
 
-All that is read here or written lies in blocks that were free when it was named, so no row of a step in flight has such a
-block. A worker thread reads and writes the store while steps run. Staging memory is bounded: when it is full, spills are
-dropped and loads cut short, so no step waits for the store. After a failure the tier forgets the block, and whoever wants it
-computes it again.
+It moves only blocks that were free when they were named, so no row of a step in flight has them. A worker thread reads and
+writes the store meanwhile. When staging memory is full, spills are dropped and loads cut short, so no step waits for the
+store. After a failure the block is computed again.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ MIN_STAGED_BLOCKS = 4
 LOAD_SHARE = 4
 """One in this many staged blocks is kept for loads, since requests wait for these."""
 BLOCKS_PER_JOB = 8
-"""Blocks written by one job. A load that comes meanwhile waits for one job."""
+"""Blocks written by one job, for which a load may have to wait."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long the end of an engine waits for a store that does not answer."""
+"""Longest time that the end of an engine waits for a store that does not answer."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -53,13 +52,11 @@ class FailureReason(StrEnum):
 
 Job = Callable[[], None]
 Worker = Callable[[Job, bool], object]
-"""Runs what it is given, one at a time, in any thread. Jobs with True go first, since somebody waits for them."""
+"""Runs jobs one at a time, in any thread. Jobs with True go first, since somebody waits for them."""
 
 
 @dataclass(slots=True)
 class _Move:
-    """One block on its way, and what became of it."""
-
     order: Spill | Load
     buffer: int
     is_probe: bool = False
@@ -69,7 +66,7 @@ class _Move:
 
 
 class WorkerThread:
-    """A `Worker` with a thread of its own: a daemon, since a store that does not answer must not keep the process."""
+    """A `Worker` with a daemon thread: a store that does not answer must not keep the process."""
 
     def __init__(self) -> None:
         self._urgent: deque[Job] = deque()
@@ -85,7 +82,6 @@ class WorkerThread:
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Run what was given, then end. Return False if that took longer. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -104,7 +100,7 @@ class WorkerThread:
 
 
 class Transfers:
-    """Moves between the blocks of one executor and one store. Another one may go on counting in `stats`."""
+    """Moves between the blocks of one executor and one store."""
 
     def __init__(
         self,
@@ -136,7 +132,6 @@ class Transfers:
         self._has_arrived = threading.Event()
         self._num_failures = 0
         self._retry_ns: int | None = None
-        """When a closed tier is tried next."""
         self._warned: set[str] = set()
         self._thread: WorkerThread | None = None
         if worker is None:
@@ -151,7 +146,6 @@ class Transfers:
     # For the engine thread.
 
     def arrive(self) -> None:
-        """Take over what has ended: bookkeeping, and contents that were loaded."""
         if self._retry_ns is not None and self._clock.now_ns() >= self._retry_ns:
             self._retry_ns = self._clock.now_ns() + RETRY_NS
             self._tier.probe()
@@ -167,7 +161,7 @@ class Transfers:
             self._load(loads)
 
     def keep(self, timeout_s: float) -> None:
-        """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server.
+        """Spill what the free blocks of the pool contain, the last used first, while there is time.
 
         Does nothing if the store ends with the process.
         """
@@ -246,7 +240,7 @@ class Transfers:
         return is_useful
 
     def _place(self, moves: Sequence[_Move]) -> None:
-        """Put the loaded blocks of one request into the pool. Blocks that make room for them are spilled first."""
+        """Put the loaded blocks of one request into the pool, after the spills that make room for them."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
         placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())
@@ -316,7 +310,6 @@ class Transfers:
 
 
 def num_staged_blocks(block_bytes: int) -> int:
-    """Return how many blocks may be read or written at once."""
     return max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
 
 

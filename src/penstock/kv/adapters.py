@@ -1,9 +1,8 @@
 """Adapters in the KV pool. Part of `KVManager`.
 
 An adapter is paged like KV. While running requests use it, its blocks are held (it is pinned). After that they lie in the
-free list like blocks of a prefix, and taking one block evicts the whole adapter. Before the next step the executor drops
-evicted adapters, then copies blocks, then places adapters: a copy may overwrite an evicted adapter, and may read a block
-that a new adapter overwrites.
+free list, and taking one block evicts the whole adapter. Before a step the executor drops adapters, then copies blocks, then
+places adapters.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ class Resident:
 class AdapterPages:
     def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
         self.residents: dict[int, Resident] = {}
-        """Adapter number -> its blocks. Written only here."""
         self._numbers = self.residents.keys()
         self.num_pinned = 0
         self.num_pinned_blocks = 0
         self.num_placements = 0
-        """Totals since the start."""
         self.num_evictions = 0
         self._pool = pool
         self._take = take
@@ -45,12 +42,12 @@ class AdapterPages:
         return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
     def is_pinned(self, number: int) -> bool:
-        """Return whether requests with blocks use the adapter, so that another one costs nothing."""
+        """Return whether requests with blocks use the adapter."""
         resident = self.residents.get(number)
         return resident is not None and resident.num_pins > 0
 
     def num_blocks(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Return the number of the adapter's blocks; for one outside the pool, as many as `packed` needs, or 0 if unknown."""
+        """Return its number of blocks; outside the pool, as many as `packed` needs, or 0 if unknown."""
         resident = self.residents.get(number)
         if resident is not None:
             return len(resident.block_ids)
@@ -83,7 +80,7 @@ class AdapterPages:
         resident.num_pins += 1
 
     def unpin(self, number: int, group: Hashable) -> None:
-        """Remove a block table. After the last one the adapter's blocks are cached in that table's `group`."""
+        """Remove a block table. After the last one the blocks are cached in that table's `group`."""
         resident = self.residents[number]
         resident.num_pins -= 1
         if not resident.num_pins:
@@ -123,17 +120,17 @@ class AdapterPages:
         return bool(self._drops or self._placements)
 
     def take_drops(self) -> Sequence[int]:
-        """Return, once each, the adapters to drop before blocks are copied for the next step."""
+        """Return, once each, the adapters to drop before blocks are copied."""
         drops, self._drops = self._drops, []
         return drops
 
     def take_placements(self) -> Sequence[AdapterPlacement]:
-        """Return, once each, the adapters to place after blocks are copied for the next step."""
+        """Return, once each, the adapters to place after blocks are copied."""
         placements, self._placements = self._placements, []
         return placements
 
     def check(self, pins: Counter[int]) -> None:
-        """Raise AssertionError if an invariant is broken; `pins`: number -> tables that use it. O(adapter blocks)."""
+        """Raise AssertionError if an invariant is broken; `pins`: number -> tables that use it."""
         pool = self._pool
         assert BASE not in pins, "a table has the base as its adapter"
         found = {number: resident.num_pins for number, resident in self.residents.items() if resident.num_pins}

@@ -1,9 +1,9 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the free list, one without content the head, so eviction is least recently freed
-first. The list is intrusive: two arrays of neighbours by block id. A block may be freed into a group with a list of its own;
-when the list is empty, the eviction policy names the group that loses its head. Blocks that were found again, and those of
-conversations, rest in a second list of their group and count as freed `rest_ns` later.
+A freed block with content joins the tail of the list, one without the head, so eviction is least recently freed first. The
+list is two arrays of neighbours by block id. A group has a list of its own; when the first list is empty, the eviction
+policy names the group that loses its head. Blocks that were found again, and those of conversations, rest: they count as
+freed `rest_ns` later.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from penstock.types.errors import PolicyError
 NULL_BLOCK_ID = 0
 """Never allocated; padding writes to it."""
 MAX_RESTING_SHARE = 0.75
-"""Share of a group's cached blocks that may rest: half helps agents little, and with all of them new prompts are lost before
-they can be found again (`benchmarks/resting.py`)."""
+"""Share of a group's cached blocks that may rest. With all of them new prompts are lost before they can be found again
+(`benchmarks/resting.py`)."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """The cached blocks of one group."""
-
     end_idx: int
-    """The list's entry in the arrays of neighbours: next is its head, prev its tail."""
     rest_idx: int
     num_blocks: int = 0
     num_resting: int = 0
@@ -56,7 +53,6 @@ class BlockPool:
         self._rests = bytearray(num_blocks)
         """1 for a block that rests whenever it is cached, until its content is lost."""
         self._spare_ends: list[int] = []
-        """Unused list entries behind those of the blocks."""
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
         self._group_of: dict[int, Hashable] = {}
@@ -73,16 +69,14 @@ class BlockPool:
         return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:
-        """Yield the free list, next to be re-used first, then the groups' lists. O(length); for checks."""
+        """Yield the free list, next to be re-used first, then the groups' lists. For checks."""
         for group in (self._ungrouped, *self._groups.values()):
             yield from self._blocks_of(group)
 
     def groups(self) -> dict[Hashable, list[int]]:
-        """Return each group's cached blocks: oldest first, resting ones last. O(blocks); for checks."""
         return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
 
     def resting(self, name: Hashable = None) -> int:
-        """Return the number of a group's resting blocks; None: those of no group."""
         group = self._ungrouped if name is None else self._groups.get(name)
         return group.num_resting if group else 0
 
@@ -94,8 +88,7 @@ class BlockPool:
         return self._group_of.get(block_id)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference: from the head of the list, then from the groups. Their content is
-        lost.
+        """Take `count` blocks, each with one reference: from the head of the list, then from the groups.
 
         Raises ValueError, and takes nothing, if fewer are available.
         """
@@ -170,7 +163,7 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take a cached block that has no group, or else one of the group that the policy chooses."""
+        """Take a cached block without a group, or else one of the group that the policy chooses."""
         num_ungrouped = self.num_cached - len(self._group_of)
         if num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
@@ -187,7 +180,6 @@ class BlockPool:
         return block_id
 
     def _oldest(self, group: _Group, num_blocks: int) -> int:
-        """Return the head of one of the group's two lists, which have `num_blocks` blocks in total."""
         plain, resting = self._next[group.end_idx], self._next[group.rest_idx]
         if resting == group.rest_idx:
             return plain
@@ -197,7 +189,7 @@ class BlockPool:
         return plain if self._freed_ns[plain] <= self._freed_ns[resting] + rest_ns else resting
 
     def _join(self, name: Hashable, block_id: int) -> int:
-        """Record that a block is about to be cached in a group. Return the entry of the list to append it to."""
+        """Record that a block is about to be cached in a group. Return the list to append it to."""
         self._freed_ns[block_id] = self.now_ns
         group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:

@@ -1,8 +1,7 @@
 """The block table: one request's blocks and the hashes of their content.
 
-A block's hash covers everything before it: hash(i) = H(hash(i - 1), tokens of block i) and hash(-1) = H(salt, adapter). So
-equal hashes mean equal prefixes, and requests of different salts or adapters never share a block. H is BLAKE2b with a digest
-of 128 bits (RFC 7693).
+hash(i) = H(hash(i - 1), tokens of block i) and hash(-1) = H(salt, adapter). So equal hashes mean equal prefixes, and
+requests of different salts or adapters never share a block. H is BLAKE2b with a digest of 128 bits (RFC 7693).
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ TOKEN_BYTES = 4
 
 
 def root_hash(salt: bytes, adapter: AdapterRef | None = None) -> bytes:
-    """Return the parent hash of a request's first block. An adapter has other keys and values, hence another root."""
+    """Return the parent hash of a request's first block."""
     assert adapter is None or adapter.fingerprint, "an adapter is read before anything is computed with it"
     key = b"" if adapter is None else adapter.fingerprint
     return blake2b(salt, digest_size=HASH_BYTES, key=key, person=b"penstock-kv").digest()
 
 
 def private_root_hash(request_id: str) -> bytes:
-    """Return the root of a request that shares nothing with others."""
     return blake2b(request_id.encode(), digest_size=HASH_BYTES, person=b"penstock-own").digest()
 
 
@@ -49,7 +47,6 @@ def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tu
 
 
 def child_key(parent: bytes, token_id: int) -> bytes:
-    """Return the key under which `parent` lists children that begin with this token."""
     return parent + token_id.to_bytes(TOKEN_BYTES, byteorder)
 
 
@@ -71,7 +68,6 @@ class BlockTable:
     rests: bool = False
     """The request is part of a conversation: its cached blocks rest (`block_pool.py`)."""
     adapter: int = BASE
-    """The adapter pinned while the request holds blocks."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
 
@@ -80,7 +76,7 @@ class BlockTable:
         return self.block_ids[self.num_released :]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
-        """Return how many first blocks no layer reads once `num_computed_tokens` are computed."""
+        """Return how many first blocks no layer reads once so many tokens are computed."""
         return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:

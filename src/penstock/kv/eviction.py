@@ -1,8 +1,7 @@
 """Eviction policies: which cached blocks are lost first. A policy knows groups and their sizes, never single blocks.
 
 A cached block belongs to the group of the request that held it last. When blocks without content are used up, the policy
-names a group, and that group's least recently freed block is evicted. It hears of each change of a group's size, so it can
-answer at once. Each pool has its own policy object.
+names a group, whose least recently freed block is evicted.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """The least recently used block, of any request."""
-
     def __init__(self, *, rest_ns: int = REST_NS) -> None:
         self.rest_ns = rest_ns
 
@@ -80,15 +77,14 @@ class LowestPriorityFirst(EvictionPolicy):
 class TenantFair(EvictionPolicy):
     """The least recently used block of the tenant with the most cached blocks.
 
-    A tenant that wants no more than an equal share loses nothing to others. Among tenants with equally many, the one that
-    has had as many for longest loses one.
+    A tenant that wants no more than an equal share loses nothing to others.
     """
 
     def __init__(self, *, rest_ns: int = REST_NS) -> None:
         self.rest_ns = rest_ns
         self._sizes: dict[Hashable, int] = {}
         self._of_size: dict[int, dict[Hashable, None]] = {}
-        """Number of blocks -> tenants with that many. Sizes change by one, so the largest is never searched for."""
+        """Number of blocks -> tenants with that many, so that the largest is never searched for."""
         self._largest = 0
 
     def group_of(self, request: Request) -> Hashable:

@@ -10,7 +10,6 @@ from penstock.types.adapter import BASE
 
 
 def check(manager: KVManager) -> None:
-    """Raise AssertionError, naming the invariant, if one is broken. O(blocks + table entries)."""
     _check_free_list(manager)
     _check_groups(manager)
     _check_references(manager)

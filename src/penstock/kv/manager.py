@@ -1,9 +1,8 @@
 """The KV manager: every request's block table. Only the scheduler calls it.
 
-Full blocks are published in the prefix index when the step that filled them is committed, so a failed step leaves no entry
-for KV that was never written. Published blocks may be shared; a request writes only to blocks of its own, and first gets a
-copy after a fork or a hit that ends inside a block. Copies are made in order before anything else of their step.
-docs/memory.md has the pictures.
+Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. Published
+blocks may be shared; a request writes only to blocks of its own, and first gets a copy after a fork or a hit that ends
+inside a block. Copies are made in order before anything else of their step.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ class KVManager:
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. `window` and `has_state` are those of `Capacity`.
-
-        With a tier, content is hashed even if requests share nothing.
-        """
+        """`num_blocks` includes the null block. With a tier, content is hashed even if requests share nothing."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
@@ -45,9 +41,8 @@ class KVManager:
         self.num_total_blocks = num_blocks - 1
         """Blocks that requests can hold: all but the null block."""
         self.tables: dict[str, BlockTable] = {}
-        """Request id -> its table. Read by the other parts."""
         self.num_slots: dict[str, int] = {}
-        """Request id -> positions that it may write without asking: block_size * blocks, or 0 if a block may be shared."""
+        """Request id -> positions that it may write without asking; 0 if a block may be shared."""
         self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
         self.tier = tier
         self.swapping: Swapping | None = None
@@ -59,11 +54,11 @@ class KVManager:
         self.pending_copies: list[tuple[int, int]] = []
         """(source, destination) blocks to copy, in order, before the next step."""
         self._fences: dict[int, list[tuple[str, BlockTable]]] = {}
-        """Step id -> (request id, table) of requests that ended while that step had a row of theirs."""
+        """Step id -> (request id, table) of requests that ended during that step."""
 
     @property
     def load_ns_per_token(self) -> float | None:
-        """Time to load one token of a full block from the tier; 0: not measured yet; None: no working tier."""
+        """For a full block from the tier; 0: not measured yet; None: no working tier."""
         tier = self.tier
         return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
@@ -71,7 +66,6 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
-        """Return the request's blocks in order of position, with null blocks for those given back."""
         table = self.tables.get(request_id)
         return tuple(table.block_ids) if table else ()
 
@@ -81,7 +75,6 @@ class KVManager:
         return len(table.block_ids) - table.num_released if table else 0
 
     def num_own_blocks(self, request_id: str) -> int:
-        """Return the number of blocks that suspending the request would free. O(its blocks)."""
         table = self.tables.get(request_id)
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
@@ -97,14 +90,13 @@ class KVManager:
         return sum(ref_count(block_id) == count for block_id, count in holds.items())
 
     def num_freed_adapter_blocks(self, request_ids: Iterable[str], kept: int) -> int:
-        """Return the same for blocks of adapters, without those of adapter `kept`."""
         pins = Counter(self.tables[request_id].adapter for request_id in request_ids if request_id in self.tables)
         for number in (BASE, kept):
             pins.pop(number, None)
         return self.adapters.num_freed(pins)
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
+        """Return the longest cached prefix, at least one token short of the whole."""
         if not self._names_content:
             return NO_HIT
         table = self._table(request)
@@ -116,8 +108,7 @@ class KVManager:
     ) -> tuple[int, ...]:
         """Give a request its table for positions [0, num_tokens): the hit's blocks, then fresh ones. Also pins its adapter.
 
-        Raises ValueError, and changes nothing, if too few blocks are available for those, the hit's free blocks and the
-        adapter.
+        Raises ValueError, and changes nothing, if too few blocks are available.
         """
         table = self._table(request)
         if self.tier is not None:
@@ -154,7 +145,7 @@ class KVManager:
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
 
-        Shared blocks among them are replaced by copies (`take_block_copies`). Then the row must be sent in full.
+        Shared blocks among them are replaced by copies. Then the row must be sent in full.
         """
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
@@ -172,7 +163,7 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable, after a step that filled a block or computed part of a prefill."""
+        """Make the request's full computed blocks findable."""
         table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
@@ -186,7 +177,7 @@ class KVManager:
             self.prefix.lead(table, request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no layer reads any more, after `publish`. Steps in flight read only later positions."""
+        """Release blocks that no layer reads any more, after `publish`."""
         table = self.tables[request.request_id]
         first, end = table.num_released, table.num_unread(request.num_computed_tokens, self.block_size)
         if end > first:
@@ -232,7 +223,7 @@ class KVManager:
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must ask
 
     def look_again(self, request_id: str) -> None:
-        """Make the request's next write ask `extend`, since its block may be shared by then."""
+        """Make the request's next write ask `extend`."""
         self.num_slots[request_id] = 0
 
     def suspend(self, request_id: str) -> None:
@@ -248,7 +239,6 @@ class KVManager:
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
-        """Take back the request's blocks and forget it. Unknown requests are ignored."""
         if (table := self._forget(request_id)) is not None:
             self._end(table)
 
@@ -310,7 +300,6 @@ class KVManager:
             table.adapter = BASE
 
     def take_block_copies(self) -> list[tuple[int, int]]:
-        """Return, once each, the (source, destination) blocks to copy in order before the next step."""
         copies, self.pending_copies = self.pending_copies, []
         return copies
 
@@ -338,7 +327,7 @@ class KVManager:
         return taken
 
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
-        """Like `_take`, with the first block a copy of `source`. The source stays cached if enough others are available."""
+        """Like `_take`, with the first block a copy of `source`, which stays cached if enough others are available."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:

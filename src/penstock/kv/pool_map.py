@@ -40,7 +40,6 @@ class BlockOwner:
     request_id: str
     num_blocks: int
     num_tokens: int
-    """0 for an ended request whose last step is still in flight."""
     num_computed_tokens: int
 
 
@@ -48,11 +47,9 @@ class BlockOwner:
 class PoolMap:
     block_size: int
     num_blocks: int
-    """The null block included."""
     states: Mapping[BlockState, int]
     runs: Sequence[Run]
     owners: Sequence[BlockOwner]
-    """In order of admission, then the ended ones."""
     waste: float
 
 
@@ -87,8 +84,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """Return the share of positions in held blocks without a token, counting the running step's tokens as there.
-    O(requests)."""
+    """Return the share of positions in held blocks without a token, counting the running step's as there. O(requests)."""
     size = manager.block_size
     filled: dict[int, int] = {}
     """Block id -> tokens, as seen by the holder with the most."""

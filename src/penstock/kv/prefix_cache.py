@@ -1,8 +1,8 @@
 """The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended.
 
-A block is found by the hash of its prefix (`block_table.py`). Since a hit may end inside a block, each block is also listed
-under its parent's hash and its own first token; partly filled blocks (tails) are found only that way. A request may wait for
-a block that a running request is computing ("coming").
+A block is found by the hash of its prefix. Since a hit may end inside a block, each block is also listed under its parent's
+hash and its own first token; partly filled blocks (tails) are found only that way. A request may wait for a block that a
+running request is computing ("coming").
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
 START = 2 * HASH_BYTES
-"""Offset of the packed tokens in an index entry."""
 KEY_END = START + TOKEN_BYTES
 TAIL = bytes(HASH_BYTES)
 """Takes the place of the hash for a partly filled block."""
 MAX_CHILDREN = 8
-"""Blocks with the same parent and first token that are compared with a prompt, the newest. Others are found by hash only."""
+"""Blocks with the same parent and first token that are compared with a prompt, the newest."""
 MAX_EVICTED = 8192
 """Evicted blocks that are remembered for explanations."""
 MAX_BEGINNINGS = 1024
 MAX_CONVERSATIONS = 1024
 """First blocks, and conversations with their longest prompt, that are remembered."""
 MARK_TOKENS = 2
-"""Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline) in
-the prompt. Any other end of a message is longer."""
+"""Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MIN_AWAITED_TOKENS = 8
-"""Least tokens of a prompt's partial block that are worth waiting for. Whole blocks are always waited for."""
+"""Least tokens of a prompt's partial block that are worth waiting for."""
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -42,10 +40,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The cached part of a request's tokens. Valid until the next allocation or release."""
-
     block_ids: tuple[int, ...]
-    """Whole blocks to share. The first ones are null blocks if no layer reads them after this prefix."""
+    """Whole blocks to share; null blocks before the window."""
     num_tokens: int
     """Positions [0, num_tokens) need not be computed."""
     num_free_blocks: int
@@ -63,8 +59,6 @@ NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A block that a running request is about to compute and another request needs."""
-
     key: bytes
     leader: Request
 
@@ -77,7 +71,6 @@ class PrefixCache:
         (see `Capacity`), no hit ends inside a block."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
-        """Child key -> the running request that computes this block next."""
         self.in_flight: Collection[str] = ()
         """While a step is planned ahead: requests of which the step in flight computes several tokens."""
         self.is_shared = is_shared
@@ -85,8 +78,7 @@ class PrefixCache:
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
-        """(tenant, tokens of the first block) -> root hash. Kept per tenant, since a salt must not let others learn
-        anything."""
+        """(tenant, tokens of the first block) -> root hash. Per tenant, since a salt must not let others learn anything."""
         self._answers: dict[int, int] = {}
         """Block id -> position where the answer began that reaches into the block or up to it."""
         self._longest: Recent[bytes, int] = Recent(MAX_CONVERSATIONS)
@@ -95,7 +87,7 @@ class PrefixCache:
     # Hits.
 
     def lookup(self, request: Request, table: BlockTable) -> PrefixHit:
-        """Return the longest hit, at least one token short of the request. Extends the table's hashes as needed."""
+        """Return the longest hit, at least one token short of the request. Extends the table's hashes."""
         block_size = self._block_size
         num_blocks = (request.num_tokens - 1) // block_size
         table.hash_blocks(request, num_blocks, block_size)
@@ -150,7 +142,7 @@ class PrefixCache:
         """Return whether a request continues a conversation, or is likely to be continued.
 
         It continues one if the hit reaches the answer of a request with a shorter prompt. With a named conversation it is
-        likely to be continued if none of that name had a longer prompt: shorter ones are side questions.
+        likely to be continued if none of that name had a longer prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -167,7 +159,7 @@ class PrefixCache:
         return tail_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens + num_tail
 
     def _answer_before(self, block_id: int, position: int) -> int | None:
-        """Return where the answer began that contains the position, which lies in or right after the block, or None."""
+        """Return where the answer that contains the position began, or None."""
         begins = self._answers.get(block_id)
         return begins if begins is not None and position >= begins - MARK_TOKENS else None
 
@@ -180,7 +172,7 @@ class PrefixCache:
     # Why a hit is no longer.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
-        """Return why a lookup found no more. Call once per request, before its blocks are allocated."""
+        """Return why a lookup found no more. Call once per request, before `allocate`."""
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
@@ -225,8 +217,7 @@ class PrefixCache:
     # Blocks that are coming.
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """Return the block that `request` needs next, if a running request computes it now or in its next step. `hit` is
-        fresh.
+        """Return the block that `request` needs next, if a running request computes it now or in its next step.
 
         Only a whole block, or the rest of the prompt but its last token where hits may end inside a block.
         """
@@ -250,7 +241,6 @@ class PrefixCache:
         return Awaited(key, leader) if is_equal else None
 
     def is_coming(self, awaited: Awaited) -> bool:
-        """Return whether the block is still to be computed and its leader still runs."""
         return self.leaders.get(awaited.key) is awaited.leader
 
     def lead(self, table: BlockTable, request: Request) -> None:
@@ -268,7 +258,6 @@ class PrefixCache:
             table.leads = key
 
     def lead_no_more(self, table: BlockTable) -> None:
-        """Record that nobody need wait for the table's request."""
         del self.leaders[table.leads]
         table.leads = b""
 
@@ -279,12 +268,11 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
         self._contents: dict[int, bytes] = {}
-        """Block id -> hash or `TAIL`, then parent and packed tokens if known. One string: tuples and lists per block would
-        more than double the garbage collector's runs."""
+        """Block id -> hash or `TAIL`, then parent and packed tokens if known. One string is cheapest for the garbage
+        collector."""
         self._children: dict[bytes, int | list[int]] = {}
         """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
-        """Parent -> number of blocks that continue it."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -301,14 +289,12 @@ class PrefixIndex:
 
     @property
     def block_ids(self) -> Collection[int]:
-        """All published blocks, tails included."""
         return self._contents.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
         return self._block_ids.items()
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix of the chain."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_ids.get(block_hash)
@@ -327,7 +313,7 @@ class PrefixIndex:
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
-        """Return (block, number of common tokens) of the child of `parent` with the longest common beginning, or (0, 0)."""
+        """Return (block, common tokens) of the child of `parent` with the longest common beginning, or (0, 0)."""
         best_id = best_tokens = 0
         children = self._children.get(parent + content[:TOKEN_BYTES], ())
         for block_id in (children,) if isinstance(children, int) else children:
@@ -352,7 +338,7 @@ class PrefixIndex:
             parent = block_hash
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable by its hash alone, not as a child. Neither may be published already."""
+        """Make a full block findable by its hash alone."""
         self._block_ids[block_hash] = block_id
         self._contents[block_id] = block_hash
 

@@ -1,9 +1,8 @@
-"""The tier below the pool: block contents in a file or in host memory. Only integers and hashes here; the engine's
-`Transfers` moves the bytes.
+"""The tier below the pool: block contents in a file or in host memory. The engine's `Transfers` moves the bytes.
 
-Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier has the continuation of
-the prefix of the first waiting request, that is loaded into memory beside the pool, verified, and placed into free blocks
-like any cached prefix. No plan depends on content that has not arrived. The least recently used slot is overwritten.
+Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier continues the prefix of
+the first waiting request, that is loaded beside the pool, verified, and placed into free blocks like any cached prefix. No
+plan depends on content that has not arrived. The least recently used slot is overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LOAD_TIMEOUT_NS = 2_000_000_000
 """Longest wait of a request for its loads. After it the tier counts as slow."""
 OLD_COST_WEIGHT = 0.875
 FORGIVING = 0.98
-"""Each load that the remembered cost prevents multiplies it by this, so that a load is tried again some day."""
+"""Each load that the remembered cost prevents multiplies it by this, so that one is tried again some day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,6 @@ class Spill:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Content on its way from a slot to memory beside the pool."""
-
     slot: int
     block_hash: bytes
     group: Hashable = None
@@ -50,20 +47,17 @@ class _Wait:
     num_hit_blocks: int
     """Blocks of its prefix in the pool when its last load began; -1: none has begun."""
     until_ns: int
-    """Set by the first load and kept by later ones."""
 
 
 class Tier:
     """Slots and the moves under way. Moves are ordered here, fetched by `take_spills` and `take_loads`, and reported back."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
-        """`entries`: (slot, hash) of content from an earlier process, oldest first. A load has at most `max_load_blocks`."""
+        """`entries`: (slot, hash) of content from an earlier process, oldest first."""
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
         self.is_open = True
-        """A closed tier neither spills nor loads, except for `probe`."""
         self.load_ns_per_block = 0.0
-        """Measured; 0 before the first."""
         self._may_probe = False
         """A closed tier may take one block, to see whether writing works."""
         self._max_load_blocks = max_load_blocks
@@ -102,7 +96,7 @@ class Tier:
         """Return whether the request should wait for blocks of its prefix. Begins a load if that pays.
 
         `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has. Another load is tried
-        only if the last one made the hit longer. `compute_ns_per_block` is 0 until measured.
+        only if the last one made the hit longer.
         """
         if not self.is_open:
             return False
@@ -127,7 +121,7 @@ class Tier:
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
-        """Return the loadable hashes at the chain's beginning. If there are none, also whether the first is being moved now."""
+        """Return the loadable hashes at the chain's beginning; if none, whether the first is being moved now."""
         found: list[bytes] = []
         for block_hash in chain:
             if block_hash in index:
@@ -145,7 +139,6 @@ class Tier:
         return True
 
     def is_awaited_by(self, request_id: str, now_ns: int) -> bool:
-        """Return whether the request was told to wait, has not been admitted since, and has not timed out."""
         wait = self._waits.get(request_id)
         return wait is not None and now_ns < wait.until_ns
 
@@ -153,23 +146,21 @@ class Tier:
         self._waits.pop(request_id, None)
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
-        """Return when the next waiting request gives up, or None."""
         return min((wait.until_ns for wait in self._waits.values() if wait.until_ns > now_ns), default=None)
 
     # For the engine's `Transfers`, which carries content.
 
     def take_spills(self) -> list[Spill]:
-        """Return the ordered spills, once each."""
         spills, self._spills = self._spills, []
         return spills
 
     def take_loads(self) -> list[list[Load]]:
-        """Return the ordered loads, once each: a list per request, in the order of its prefix."""
+        """Return the ordered loads, once each: a list per request."""
         loads, self._loads = self._loads, []
         return loads
 
     def spilled(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """Report the end of a spill. Sound content can be loaded from now on."""
+        """Report the end of a spill."""
         self.slots.end(block_hash, is_sound=is_sound)
 
     def postpone(self, loads: Sequence[Load]) -> None:
@@ -181,7 +172,7 @@ class Tier:
                 self._waits[load.request_id] = _Wait(-1, wait.until_ns)
 
     def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> bool:
-        """Report the end of one block's load; `duration_ns` is 0 if not measured. Return whether the content is of use."""
+        """Report the end of one block's load. Return whether the content is of use."""
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
@@ -197,13 +188,10 @@ class Tier:
         self._may_probe = not self.is_open
 
     def open(self) -> None:
-        """Use the tier again, with the content it had."""
         self.is_open, self._may_probe = True, False
 
 
 class Swapping:
-    """Moves between one pool and one tier: what to load, where to place it, what to keep."""
-
     def __init__(
         self,
         tier: Tier,
@@ -218,7 +206,7 @@ class Swapping:
         self._tables, self._eviction, self._take, self._block_size = tables, eviction, take, block_size
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
-        """Return whether a request that could be admitted should wait for the tier to bring more of its prefix.
+        """Return whether a request should wait for the tier to bring more of its prefix.
 
         Begins to load at most `max_blocks` if loading is faster than computing (0: unknown).
         """
@@ -238,7 +226,7 @@ class Swapping:
         return waits
 
     def _touch(self, block_ids: Sequence[int]) -> None:
-        """Mark free blocks among these as just used, so that they are evicted last, later ones before earlier ones."""
+        """Mark free blocks among these as just used, later ones before earlier ones."""
         pool = self._pool
         for block_id in reversed(block_ids):
             if pool.ref_count(block_id) == 0:
@@ -247,12 +235,11 @@ class Swapping:
                 pool.release(block_id, keep=True, group=group)
 
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
-        """Allocate blocks for content that arrived for one request, in prefix order, and publish it. Return (load, block
-        id).
+        """Allocate blocks for content that arrived for one request, and publish it. Return (load, block id).
 
-        The caller must write the content before anything else, and before that carry out the spills that made room. Content
-        that is already here, or finds no free block, is skipped. What the request has in the pool is held meanwhile, so that
-        it does not evict its own prefix; the last blocks are released first, since blocks released later are evicted later.
+        The caller must write the content before anything else, after the spills that made room. Content that is already
+        here, or finds no free block, is skipped. The request does not evict its own prefix. The last blocks are released
+        first, so that they are evicted first.
         """
         if not loads:
             return []
@@ -273,8 +260,7 @@ class Swapping:
         return placed
 
     def content_to_keep(self) -> list[int]:
-        """Return free blocks whose content the tier lacks, last used first within a group, at most as many as fit. Empty if
-        requests share nothing."""
+        """Return free blocks whose content the tier lacks, last used first within a group. Empty if requests share nothing."""
         if not self._prefix.is_shared:
             return []
         pool, slots = self._pool, self._tier.slots
@@ -293,7 +279,7 @@ class Swapping:
         return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Forget private content, in the pool and below: nobody can use it once its request has ended."""
+        """Forget private content, in the pool and below, after its request has ended."""
         pool, index = self._pool, self._index
         for block_hash in hashes:
             self._tier.slots.forget(block_hash)
@@ -320,7 +306,6 @@ class SlotIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
         self._present: OrderedDict[bytes, None] = OrderedDict()
-        """Content that may be overwritten, least recently used first."""
         self._busy: dict[bytes, SlotState] = {}
         self._doomed: set[bytes] = set()
         """Busy content to forget when it is idle."""
@@ -329,14 +314,12 @@ class SlotIndex:
         return len(self._present)
 
     def state(self, block_hash: bytes) -> SlotState | None:
-        """Return the state of a content, or None if it is not here."""
         if block_hash in self._present:
             return SlotState.PRESENT
         return self._busy.get(block_hash)
 
     def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
-        """Take over the slots' content from an earlier process, least recently used first. If two slots have one hash, the
-        later wins."""
+        """Take over slots from an earlier process, least recently used first. If two slots have one hash, the later wins."""
         for slot, block_hash in entries:
             if block_hash in self._slots:
                 self.forget(block_hash)
@@ -388,7 +371,7 @@ class SlotIndex:
             self._doomed.add(block_hash)
 
     def check(self) -> None:
-        """Raise AssertionError unless each slot is free, present or busy, with at most one hash. O(slots)."""
+        """Raise AssertionError unless each slot is free, present or busy, with at most one hash."""
         used = list(self._slots.values())
         assert len(set(used)) == len(used), "two hashes have one slot"
         assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot was lost, or is free and used"

@@ -1,8 +1,8 @@
 """Adapters of requests whose turn has come: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-A request whose adapter is not in memory stands aside and keeps a row and blocks for up to `KEPT_NS`: a disk that hangs must not
-block all rows. It is refused if the adapter can't be loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit. While a plan
-is made, an adapter keeps the state in which it was first seen.
+A request whose adapter is not in memory stands aside, and keeps a row and blocks for `KEPT_NS`. It is refused if the adapter
+can't be loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit. During a plan an adapter keeps the state in which it
+was first seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
-"""A disk loads an adapter in milliseconds, and those of all rows in this time."""
+"""A hanging disk must not block all rows; a working one loads their adapters in this time."""
 DEFAULT_MAX_ADAPTERS = 32
 NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
 
@@ -27,7 +27,6 @@ class Adapters:
     def __init__(
         self, kv: KVManager, running: Running, waiting: WaitingQueue, source: AdapterSource | None, max_adapters: int
     ) -> None:
-        """`max_adapters`: how many different ones may run at once."""
         if max_adapters < 1:
             raise ValueError(f"at least one adapter must be able to run, not {max_adapters}")
         self._kv = kv
@@ -36,14 +35,14 @@ class Adapters:
         self._source = source
         self._max_adapters = max_adapters
         self.seen: dict[int, AdapterState] = {}
-        """States seen during the present plan or check; cleared at its end."""
+        """States seen during the present plan or check."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         if self._source is not None:
             self._source.listen(wake)
 
     def want(self, ref: AdapterRef) -> Rejected | None:
-        """Start loading the adapter of a request that begins to wait. Return a refusal if the server has no adapters."""
+        """Start loading the adapter of a request. Return a refusal if the server has no adapters."""
         if self._source is None:
             return Rejected(RejectReason.INVALID, NO_ADAPTERS, param="model")
         if ref.number not in self._kv.adapters.residents:
@@ -51,7 +50,7 @@ class Adapters:
         return None
 
     def refusal(self, request: Request) -> Rejected | None:
-        """Return why the request could never run beside its adapter, as far as the adapter's size is known."""
+        """Return why the request could never run beside its adapter, as far as the size is known."""
         ref = request.adapter
         if ref is None or self._source is None:
             return None
@@ -69,14 +68,12 @@ class Adapters:
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
 
     def packed(self, request: Request) -> PackedAdapter | None:
-        """Return the content of the request's adapter, if it is in memory and not in the pool."""
         ref = request.adapter
         if ref is None or self._source is None or ref.number in self._kv.adapters.residents:
             return None
         return self._look(ref.number).packed
 
     def await_load(self, request: Request, packed: PackedAdapter | None, now_ns: int) -> AwaitedAdapter | None:
-        """Return the wait of a request whose turn has come, or None if its adapter is available."""
         if request.adapter is None or self._is_usable(request, packed):
             return None
         return AwaitedAdapter(request.adapter.number, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
@@ -97,16 +94,14 @@ class Adapters:
         return ref is not None and adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
 
     def is_awaited(self, request: Request) -> bool:
-        """Return whether a request that stood aside must wait longer."""
         return not self._is_usable(request, self.packed(request))
 
     def are_late(self, now_ns: int) -> bool:
-        """Return whether places are no longer kept for adapters, since somebody has stood aside for so long."""
+        """Return whether places are no longer kept for adapters."""
         first = next(self._waiting.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
-        """Return the requests to refuse, which stand aside in vain."""
         refused = list(self._in_vain(now_ns))
         self.seen.clear()
         return refused
@@ -136,7 +131,6 @@ class Adapters:
                 yield request, Rejected(RejectReason.UNAVAILABLE, detail)
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """Return when to check the requests that stand aside again, if nothing happens before."""
         is_in_vain = any(self._in_vain(now_ns))
         self.seen.clear()  # the next look may be much later
         if is_in_vain:

@@ -1,5 +1,4 @@
-"""A step in the making: its rows, tokens, blocks and counts until the plan is built. Filled by the scheduler and its
-planners (`extending.py`, `joining.py`, `padding.py`)."""
+"""A step in the making, filled by the scheduler and its planners (`extending.py`, `joining.py`, `padding.py`)."""
 
 from __future__ import annotations
 
@@ -16,14 +15,10 @@ from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 
 @dataclass(slots=True)
 class Candidate:
-    """The waiting request that is next."""
-
     request: Request
     hit: PrefixHit
     query_len: int
-    """Length of its first row."""
     packed: PackedAdapter | None = None
-    """Its adapter, if not in the pool."""
 
 
 @dataclass(slots=True)
@@ -32,32 +27,27 @@ class StepDraft:
     limits: StepLimits
     """For prefills. Decodes are planned before these are known."""
     gate: GateDecision
-    """How many requests may join."""
     is_ahead: bool = False
-    """A step is in flight with rows of the running requests, so nobody is preempted."""
+    """A step is in flight, so nobody is preempted."""
     num_scored_left: int = 0
     """Prompt positions whose log-probabilities the step can still return."""
     takes_whole_texts: bool = False
-    """No request is split."""
     counts: StepCounts = field(default_factory=StepCounts)
     rows: list[RowPlan] = field(default_factory=list)
     num_decode_rows: int = 0
     """This many of the rows, the first ones, are decodes."""
     padding_rows: list[RowPlan] = field(default_factory=list)
-    """These come last in the plan."""
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     long_prefills: list[Request] = field(default_factory=list)
     """Long prefills that run, including those that this step admits."""
     late: list[Request] = field(default_factory=list)
-    """Running long prefills that let others pass. The others leave them a share of the tokens."""
+    """Running long prefills that let others pass, which leave them a share of the tokens."""
     num_kept_tokens: int = 0
-    """That share, while others are planned."""
     num_let_in: int = 0
-    """Requests of those that the gate lets in which were admitted, held back or set aside."""
+    """Requests that the gate lets in and that were admitted, held back or set aside."""
     num_promised_blocks: int = 0
     """Free blocks that running prefills, and requests that stand aside, need for the tokens they have."""
     num_promised_rows: int = 0
-    """Rows of requests that stand aside."""
     lacks_memory: bool = False
     """A running request was preempted for another, so nobody joins."""
     puts_off_pause: bool = False
@@ -79,10 +69,7 @@ class StepDraft:
         return num_behind > self.limits.long_prefill_tokens and not self.takes_whole_texts
 
     def chunk(self, num_behind: int) -> int:
-        """Return how many tokens a prefill may compute in this step; 0: it has to wait.
-
-        A text that is never split may take the whole step if it is the first, even above the limit.
-        """
+        """Return how many tokens a prefill may compute in this step; 0: it has to wait."""
         counts, limits, room = self.counts, self.limits, self.tokens_left
         if self.takes_whole_texts:
             return num_behind if num_behind <= room or not counts.num_tokens else 0
@@ -93,7 +80,7 @@ class StepDraft:
         return min(num_behind, room)
 
     def chunk_of(self, request: Request, num_computed_tokens: int) -> int:
-        """Return the same for a request with these tokens computed or found, within the positions that can be scored."""
+        """Return the same for a request, within the positions that can be scored."""
         query_len = self.chunk(request.num_tokens - num_computed_tokens)
         scored = request.positions_to_score(num_computed_tokens, query_len)
         if len(scored) > self.num_scored_left:
@@ -101,7 +88,6 @@ class StepDraft:
         return query_len
 
     def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
-        """Send the request in full. Its blocks have KV up to `num_computed_tokens`."""
         token_ids = request.prompt_token_ids
         if request.output_token_ids:
             token_ids = (*token_ids, *request.output_token_ids)
@@ -118,7 +104,7 @@ class StepDraft:
         )
 
     def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = (), *, is_prefill: bool) -> None:
-        """Plan the request's next tokens. `is_prefill` includes the last piece of a prompt, even if it is one token."""
+        """Plan the request's next tokens. `is_prefill` includes the last piece of a prompt."""
         context_len = request.num_computed_tokens
         row = RowPlan(
             request.request_id, context_len, query_len, new_block_ids, int(context_len + query_len == request.num_tokens)
@@ -139,7 +125,7 @@ class StepDraft:
             counts.num_recomputed_tokens += sign * max(0, num_recomputed)
 
     def take_back(self, request: Request) -> None:
-        """Remove a victim's row and admission from the step. Call this before the request's progress changes. O(rows)."""
+        """Remove a victim's row and admission. Call this before the request's progress changes. O(rows)."""
         self.admits.pop(request.request_id, None)
         counts = self.counts
         for idx, row in enumerate(self.rows):
@@ -167,5 +153,4 @@ class StepDraft:
 
 
 def num_pairs(row: RowPlan) -> int:
-    """Return the (token, earlier token) pairs of a row: the work of attention."""
     return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2

@@ -1,7 +1,4 @@
-"""Extending: plans the running requests' rows, decodes first, then prefills as far as the step's tokens last.
-
-A request that lacks blocks preempts others, or itself if the others are more senior.
-"""
+"""Extending: plans the running requests' rows, decodes first, then prefills as far as the step's tokens last."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import PreemptReason
 
 MAX_FORCED_TOKENS = 15
-"""Forced tokens per request and step, beside the one before them. Everybody's next token waits meanwhile."""
+"""Forced tokens per request and step. Everybody's next token waits meanwhile."""
 
 
 class Extending:
@@ -26,7 +23,7 @@ class Extending:
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
         """Plan a row for every running request that decodes, in order of admission. Return the others.
 
-        Requests that sit out get no row, except to compute their prompts, since others may wait for those.
+        Requests that sit out get no row, except to compute their prompts.
         """
         counts, running = draft.counts, tuple(self._running)
         counts.sat_out = ()
@@ -49,9 +46,9 @@ class Extending:
         return prefills
 
     def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
-        """Plan rows for decodes with forced tokens. Return the others, which are prefills.
+        """Plan rows for decodes with forced tokens. Return the prefills.
 
-        Each gets one token. All forced tokens together get half of what is left, so that prompts go on.
+        All forced tokens together get half of what is left, so that prompts go on.
         """
         jumping = [request for request in behind if request.is_jumping]
         num_spare = (draft.tokens_left - len(jumping)) // 2
@@ -62,7 +59,6 @@ class Extending:
         return [request for request in behind if not request.is_jumping]
 
     def note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
-        """Note the long prefills of this step, and those that let others pass."""
         if draft.limits.long_prefill_share is None:
             draft.long_prefills = [request for request in prefills if draft.is_long(request.num_behind)]
             return

@@ -1,9 +1,8 @@
 """Steps in flight: what the scheduler remembers of each from plan to commit, and planning the next step ahead.
 
-A request that ends leaves void rows in the steps in flight; their results are ignored, and its blocks are fenced
-(`kv/manager.py`) until the last of these steps is committed. `Ahead` moves the progress of running requests to what the commit
-will make it, with sampled tokens counted but unknown, so that the planner needs no second rule. A step that might preempt is
-never planned ahead.
+A request that ends leaves void rows, whose results are ignored, and its blocks are fenced (`kv/manager.py`) until these
+steps are committed. To plan ahead, `Ahead` moves the progress of running requests to what the commit will make it. A step
+that might preempt is never planned ahead.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ class Ahead:
         return True
 
     def _num_missing_blocks(self) -> int:
-        """Return the most blocks that the next rows of all running requests may take."""
         num_slots, num_blocks_for = self._kv.num_slots, self._kv.num_blocks_for
         num_missing = 0
         for request in self._running:

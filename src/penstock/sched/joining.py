@@ -1,7 +1,7 @@
 """Joining: decides which waiting requests run from this step on, and whether running ones are paused for them.
 
-A request whose next block is being computed by a running prefill (its leader), or whose adapter is being loaded, stands aside.
-Others may pass, but leave it a row and blocks. It does not wait for a leader that it outranks.
+A request whose next block is being computed by a running prefill (its leader), or whose adapter is being loaded, stands
+aside. Others may pass, but leave it a row and blocks.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ class Joining:
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
-        """Return whether the first waiting request must pause a running one, so that no step may be planned ahead. O(running).
-
-        Ignores the step's tokens and long prefills: a request that they keep from joining pauses nobody.
-        """
+        """Return whether the first waiting request must pause a running one, so that no step may be planned ahead.
+        O(running)."""
         if not self._order.is_preemptive or not len(self._waiting):
             return False
         draft = StepDraft(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
@@ -64,7 +62,6 @@ class Joining:
         return request is not None and self._lacks_what_others_have(request, draft)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft) -> bool:
-        """Return whether the request could join only if running requests were paused."""
         running, pauses = self._running, self._order.pauses
         if not any(pauses(request, other, draft.now_ns) for other in running):
             return False
@@ -103,8 +100,7 @@ class Joining:
         return CLOSED
 
     def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
-        """Return running prefills in the order in which they get tokens: a request before those that it outranks, `late` ones
-        after their equals, else in order of admission."""
+        """Return running prefills in the order in which they get tokens. `late` ones come after their equals."""
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
         if len(prefills) < 2:
@@ -130,8 +126,7 @@ class Joining:
                 draft.num_kept_tokens = draft.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, before: Request | None = None) -> None:
-        """Admit requests that join anyway, and as many as the gate lets in; with `before`, only those that go before that
-        prefill."""
+        """Admit requests that join anyway, and as many as the gate lets in; with `before`, only those that go before it."""
         counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
@@ -189,7 +184,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def admit_texts(self, draft: StepDraft) -> None:
-        """Admit texts while the step has tokens. A text shares no prefix and ends with its step."""
+        """Admit texts while the step has tokens. A text ends with its step."""
         counts, pool = draft.counts, self._kv.pool
         while draft.has_tokens and not self._is_full(draft):
             fresh = self._fresh(draft)
@@ -224,7 +219,6 @@ class Joining:
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
-        """Bring back requests whose block or adapter is ready or cancelled. The others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
@@ -240,7 +234,7 @@ class Joining:
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
-        """Let others pass until `awaited` is ready. Return False if no row can be kept for the request: then nobody passes."""
+        """Let others pass until `awaited` is ready. Return False if no row can be kept: then nobody passes."""
         if self._is_full(draft):
             return False
         num_blocks, reason = self._kv.num_blocks_for(request.num_tokens), WaitReason.ADAPTER
@@ -270,7 +264,6 @@ class Joining:
         return self._waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft) -> Request | None:
-        """Return the next request: one that joins anyway, or `fresh`."""
         if not self._waiting.num_joining:
             return fresh
         held = self._waiting.peek_held(draft.now_ns)
@@ -294,7 +287,6 @@ class Joining:
         return prefill in draft.late and not self._order.outranks(prefill, request, draft.now_ns)
 
     def _takes_long(self, request: Request, draft: StepDraft) -> bool:
-        """Return whether this long prefill may start. Those that it outranks do not count."""
         longs, limit = draft.long_prefills, draft.limits.max_long_prefills
         if len(longs) < limit:
             return True
@@ -326,7 +318,7 @@ class Joining:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
-        """Return the requests that the first waiting one may pause; none if pausing all of them would not be enough."""
+        """Return the requests that the first waiting one may pause; none if all of them would not be enough."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other
@@ -342,7 +334,7 @@ class Joining:
         return lower if is_enough else ()
 
     def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
-        """Preempt a running request (and its search) for the first waiting one. Return False if none may be, or not now."""
+        """Preempt a running request for the first waiting one. Return False if none may be, or not now."""
         lower = self._whom_to_pause(candidate, draft)
         # They continue meanwhile: a load needs free blocks now, and the request that waits for it needs none.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):

@@ -1,8 +1,7 @@
 """The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle.
 
 Each run of padding is a request of its own to the executor, with a `PaddingId` and null blocks. Padding before a prompt is
-computed in the prompt's step and never sampled. Padding after an end is a decode whose tokens are dropped. Such rows do not
-attend to the prompt beside them, so they cost a little less than those of a real rectangle.
+never sampled; padding after an end is a decode whose tokens are dropped.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ GREEDY = SamplingParams(temperature=0.0)
 class PaddingRow:
     request_id: PaddingId
     owner: str
-    """The request in whose row it lies."""
     context_len: int
     num_tokens: int
-    """Tokens that the executor gets with its admission."""
     is_known: bool = False
 
 
 class Padding:
-    """Rows of padding while a batch runs. Without a batch `is_active` is False, and nothing need be called."""
+    """Rows of padding while a batch runs. Otherwise `is_active` is False, and nothing need be called."""
 
     def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
         self.is_active = False
@@ -42,7 +39,7 @@ class Padding:
         self._heads: dict[str, PaddingRow] = {}
         """Request id -> the row before its prompt, until that is computed."""
         self._done: list[PaddingRow] = []
-        """Heads completed by the last step. The executor may forget them with the next."""
+        """Heads completed by the last step."""
         self._tails: dict[str, PaddingRow] = {}
         """Rows after requests' ends, by their own ids."""
 
@@ -73,7 +70,7 @@ class Padding:
         draft.counts.num_padding_tokens += len(self._tails)
 
     def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
-        """Plan the rest of the padding before a prompt. Return False if the step has no token left for the prompt itself."""
+        """Plan the padding before a prompt. Return False if the step has no token left for the prompt itself."""
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
@@ -86,7 +83,7 @@ class Padding:
         return draft.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """Note that a request of the batch ended. Its row goes on if it ran, unless it is a text, which is computed once."""
+        """Note that a request of the batch ended. Its row goes on, unless it is a text."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)
@@ -102,7 +99,6 @@ class Padding:
             self._plan(row, 1, draft, samples=1)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Drop padding rows that failed; other ids are ignored."""
         for request_id in request_ids:
             row = self._tails.pop(request_id, None)
             if row is not None:

@@ -2,8 +2,7 @@
 
     WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
 
-`plan` and `plan_decodes` add a row's tokens to `num_inflight_tokens`; `advance` moves them to `num_computed_tokens` and appends
-the sample; `preempt` sets both to 0. Loops over all rows of a step make no call per row.
+Loops over all rows of a step make no call per row.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def limit(request: Request, max_total_tokens: int) -> None:
 
 
 def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[Request]) -> bool:
-    """Let the request run. `members`: the requests that begin with it, itself included. Return whether none ran before."""
     request.status = RequestStatus.RUNNING
     request.num_computed_tokens = num_hit_tokens
     if request.first_scheduled_ns is not None:
@@ -68,7 +66,6 @@ def end(request: Request, reason: FinishReason, stop_reason: int | str | None = 
 
 
 def fork(child: Request, num_tokens: int) -> None:
-    """Let the child run with the KV of another request's first `num_tokens`."""
     child.status = RequestStatus.RUNNING
     child.num_computed_tokens = num_tokens
 
@@ -94,9 +91,9 @@ def replace_output(request: Request, token_ids: Sequence[int]) -> None:
 def plan_decodes(
     requests: Iterable[Request], num_slots: Mapping[str, int], rows: list[RowPlan], extend: Callable[[Request], None]
 ) -> tuple[list[Request], int]:
-    """Plan a row for each request that is one token behind, in order. Return the others, and the number of rows added.
+    """Plan a row for each request that is one token behind. Return the others, and the number of rows added.
 
-    `num_slots`: positions that each request may write without a new block. `extend` plans the row of one without any left.
+    `num_slots`: positions that each may write without a new block. `extend` plans the row of one without any left.
     """
     prefills: list[Request] = []
     add_row, num_rows = rows.append, 0
@@ -117,7 +114,6 @@ def plan_decodes(
 class StepOutcome:
     counts: StepCounts
     void: Collection[str]
-    """Rows whose requests had ended before."""
     events: list[TokenEvent] = field(default_factory=list)
     """One per row that sampled, in the order of the plan; then one per request that failed or ended its search."""
     ended: list[Request] = field(default_factory=list)
@@ -125,8 +121,6 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Advance:
-    """A row that needs more than a token appended."""
-
     request: Request
     row: RowPlan
     reason: FinishReason | None = None
@@ -136,8 +130,6 @@ class Advance:
 
 
 class Appended(NamedTuple):
-    """Forced tokens appended to a request, and why it ends with the last one, if it does."""
-
     token_ids: tuple[int, ...]
     reason: FinishReason | None
     stop_reason: int | None
@@ -156,11 +148,10 @@ def advance(
 ) -> list[Advance]:
     """Count the tokens of a computed step, append those that were sampled, and report them to `outcome`.
 
-    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample. A text ends with
-    its answer.
+    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
 
     Returns, in the order of the plan, the rows of prefills, rows that filled a block, rows whose requests end, and rows of
-    `apart` that sample. Raises KeyError or ValueError if a sampling row lacks its token or its states.
+    `apart` that sample. Raises KeyError or ValueError if a sampling row lacks its token or states.
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
     advances: list[Advance] = []
@@ -228,7 +219,7 @@ def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, in
 
 
 def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
-    """Count tokens in flight as computed and their samples as present, though unknown.
+    """Count tokens in flight as computed and their samples as present.
 
     Returns (request, its tokens in flight) for `unassume`, and the requests that reach their limits.
     """
@@ -250,7 +241,6 @@ def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list
 
 
 def unassume(assumed: Iterable[tuple[Request, int]]) -> None:
-    """Restore what is committed and what is in flight, once the next step is planned."""
     for request, num_inflight in assumed:
         request.num_computed_tokens -= num_inflight
         request.num_inflight_tokens += num_inflight

@@ -1,8 +1,7 @@
-"""The waiting queue: requests that do not run, in the order of service: preempted ones, those called to a batch or back from
-standing aside, then all others in their gate's buckets.
+"""The waiting queue, in the order of service: preempted requests, those called to a batch, then all others in buckets.
 
-Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. The requests of one account wait
-in a lane of their own, so that one key changes when the account grows.
+Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. The requests of one account
+share a lane, so that one key changes when the account grows.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class KeyedHeap(Generic[T]):
         return self._entries[0] if self._entries else None
 
     def rekey_first(self, key: OrderKey) -> None:
-        """Give the item that `peek` returned another key."""
         _, number, item = self._entries[0]
         heapreplace(self._entries, (key, number, item))
 
@@ -78,7 +76,6 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._by_key: KeyedHeap[Lane] = KeyedHeap()
         self._places: dict[str, tuple[Lane, int]] = {}
-        """Request id -> (lane, number there)."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -157,10 +154,9 @@ class Bucket(Lanes):
         super().__init__(order)
         self.index = index
         self._arrivals: OrderedDict[str, int] = OrderedDict()
-        """Request id -> arrival, in order of queueing. A plain dict would scan the entries deleted before its first."""
+        """Request id -> arrival. A plain dict would scan the entries deleted before its first."""
 
     def view(self) -> BucketView:
-        """Raises StopIteration if no request waits."""
         return BucketView(self.index, len(self), next(iter(self._arrivals.values())))
 
     def _put(self, request: Request, now_ns: int) -> None:
@@ -188,7 +184,7 @@ class Follower:
     request: Request
     awaited: Awaited | AwaitedAdapter
     num_blocks: int
-    """Blocks that it will need beyond those shared with its leader. Requests that pass leave it these and a row."""
+    """Blocks beyond those shared with its leader. Requests that pass leave it these and a row."""
 
 
 class WaitingQueue:
@@ -200,7 +196,7 @@ class WaitingQueue:
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
         self.num_held_back = 0
-        """Requests in `_held`. Counted, so that an empty queue costs a step no calls."""
+        """Counted, so that an empty queue costs a step no calls."""
         self._aside: dict[str, Follower] = {}
         self._preempted: list[tuple[OrderKey, Request]] = []
 
@@ -214,7 +210,6 @@ class WaitingQueue:
 
     @property
     def preempted(self) -> Iterator[Request]:
-        """In the order of service."""
         return (request for _, request in self._preempted)
 
     @property
@@ -244,8 +239,7 @@ class WaitingQueue:
         self.num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
-        """Queue a preempted request by the key that it had on arrival. Among equal keys the last pushed is first, since the
-        last admitted is preempted first."""
+        """Queue a preempted request by the key that it had on arrival. Among equals the last pushed is first."""
         insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
@@ -277,7 +271,6 @@ class WaitingQueue:
         return next(iter(self._called.values()), None)
 
     def step_aside(self, follower: Follower) -> None:
-        """Let others pass a request until `call_back`."""
         self.remove(follower.request)
         self._aside[follower.request.request_id] = follower
 

@@ -16,10 +16,9 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
 
 RESUME_GROWTH_TOKENS = 32
-"""Room for each running request to grow when one resumes after its first preemption; half of it with a tier below the pool."""
+"""Room for each running request to grow when one resumes after its first preemption; half of it with a tier."""
 TELLING_SHARE = 4
-"""A step without decodes measures the cost of a prompt token if it has one in this many of the possible tokens, or measures
-less."""
+"""A step without decodes measures the cost of a prompt token if it has one in this many of the possible tokens."""
 
 
 class Running:
@@ -60,7 +59,6 @@ class Running:
             self._untold.add(request.request_id)
 
     def leave(self, request: Request) -> None:
-        """Stop a running request, and have the executor forget it."""
         del self.requests[request.request_id]
         self._order.left(request)
         self._num_final_blocks -= self._final_blocks(request)
@@ -95,14 +93,12 @@ class Running:
         return self._victim.choose(view)
 
     def _num_lost_tokens(self, request: Request) -> int:
-        """Return the tokens to compute again if the request were preempted now. Shared blocks stay."""
         kv = self._kv
         num_shared = kv.num_held_blocks(request.request_id) - kv.num_own_blocks(request.request_id)
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
     def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
-        """Take a running request's row and blocks, including what this step planned for it, and let it wait again with its
-        beams."""
+        """Take a running request's row and blocks, including what this step planned for it, and let it wait again."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
         is_swap = eviction.method is PreemptMethod.SWAP
@@ -121,7 +117,7 @@ class Running:
     # what the executor knows
 
     def tell_again(self, request: Request) -> None:
-        """Send a running request in full with its next row, because the executor's copy is out of date."""
+        """Send a running request in full with its next row: the executor's copy is out of date."""
         if request.request_id not in self._untold:
             self._untold.add(request.request_id)
             self._releases.append(request.request_id)
@@ -156,7 +152,7 @@ class Running:
         return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """Return the same until its limit. The last token is never computed. A text has one block, for one step."""
+        """Return the same until its limit. The last token is never computed."""
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def final_blocks_alone(self, request: Request) -> int:
@@ -168,10 +164,7 @@ class Running:
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
-        """Return whether the candidate could join once the requests of `without`, with their beams, had left.
-
-        `num_promised_blocks`: free blocks that running prefills will need.
-        """
+        """Return whether the candidate could join once the requests of `without`, with their beams, had left."""
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number
@@ -228,7 +221,6 @@ class Running:
     # pace
 
     def learn_pace(self, num_prefill_tokens: int, duration_ns: int) -> None:
-        """Learn the time per prompt token from a step without decodes."""
         known, ns_per_token = self.prefill_ns_per_token, duration_ns / num_prefill_tokens
         is_telling = num_prefill_tokens * TELLING_SHARE >= self._capacity.max_step_tokens
         if is_telling or ns_per_token < known or not known:
@@ -265,11 +257,10 @@ def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
-    """Return the blocks that a preempted request must find, whatever the reserve says: for its tokens, and for all to grow.
+    """Return the blocks that a preempted request must find, whatever the reserve says.
 
-    The room doubles with each preemption, up to all that they can need, so a request that was preempted often waits until it
-    can finish. With a quarter of the memory, 0.5 positions per needed one are recomputed instead of 3.4
-    (`tests/sched/test_preemption.py`).
+    The room to grow doubles with each preemption. With a quarter of the memory, 0.5 positions per needed one are recomputed
+    instead of 3.4 (`tests/sched/test_preemption.py`).
     """
     first_tokens = RESUME_GROWTH_TOKENS // 2 if view.swaps else RESUME_GROWTH_TOKENS
     growth_tokens = first_tokens << min(view.request.num_preemptions - 1, 20)
@@ -279,10 +270,7 @@ def blocks_to_resume(view: AdmissionView) -> int:
 
 
 def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
-    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit. O(n log n).
-
-    The blocks of one that ends, or of its window, become free for the others.
-    """
+    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit. O(n log n)."""
     ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
     num_left, num_freed, peak = len(ends), 0, 0
     for num_steps, num_tokens in ends:

@@ -1,8 +1,8 @@
-"""The scheduler: decides in each step which requests run and how many of their tokens are computed. `EngineCore` calls it.
+"""The scheduler: decides in each step which requests run and how many of their tokens are computed.
 
-There are no phases: each step lets requests catch up with their tokens within a budget. `schedule` asks the gate, extends
-running requests (decodes, then prefills), admits waiting ones and builds the plan. `commit` takes over what was computed,
-publishes full blocks and ends requests. Its rules are in docs/architecture.md, "Scheduler".
+There are no phases: each step lets requests catch up with their tokens within a budget. `schedule` extends running requests,
+admits waiting ones and builds the plan. `commit` takes over what was computed. The rules are in docs/architecture.md, "The
+step".
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
-"""Most forced tokens appended between two steps, while all rows wait: 16 steps compute them (`extending.py`)."""
+"""Most forced tokens appended between two steps, while all rows wait."""
 MAX_BIASES_RETOLD = 1024
-"""Requests with more biases (one per token is possible) get no forced tokens, since the biases are sent again with them."""
+"""Requests with more biases get no forced tokens, since the biases are sent again with them."""
 
 
 class Scheduler:
@@ -52,8 +52,7 @@ class Scheduler:
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit. Requests with at most
-        `max_adapters` different adapters run at once."""
+        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit."""
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
         self.capacity = capacity
@@ -117,11 +116,9 @@ class Scheduler:
         return len(self._waiting) + self._groups.num_unqueued
 
     def members(self, request: Request) -> Sequence[Request]:
-        """Return the requests that end together with this one: itself, or all beams of its search."""
         return self._groups.members(request)
 
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
-        """Return the requests of a beam search that is still incomplete."""
         return self._groups.waiting_for(parent_id)
 
     @property
@@ -162,7 +159,6 @@ class Scheduler:
         return None
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a waiting or running request, and take back its blocks."""
         if request.status is RequestStatus.RUNNING:
             # A failed row's KV may be NaN, and a beam already has its hypothesis' tokens.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
@@ -178,7 +174,6 @@ class Scheduler:
         self._policies.predictor.ended(request)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when the load of an awaited adapter has ended."""
         self._adapters.listen(wake)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
@@ -190,10 +185,10 @@ class Scheduler:
     def schedule(
         self, now_ns: int, sitting_out: Collection[str] = (), sitting_out_alone: Collection[str] = ()
     ) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute, or if the step in flight has to be committed first.
+        """Return the next step, or None if there is nothing to compute, or the step in flight must be committed first.
 
-        `sitting_out`: running requests that get no row if others do. `sitting_out_alone`: those of them that get none either if
-        no others do. In a batch that a gate calls, all get one.
+        `sitting_out`: running requests that get no row if others do. `sitting_out_alone`: those that get none either if no
+        others do.
         """
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self._adapters.seen:
@@ -342,11 +337,7 @@ class Scheduler:
         return outcome
 
     def max_forced(self, request_id: str) -> int:
-        """Return how many tokens a grammar may force after the last sampled one; 0: they are sampled one by one.
-
-        It is 0 where each token needs log-probabilities, where the step in flight already samples the next one, and where
-        sending the request again costs more than the step.
-        """
+        """Return how many tokens a grammar may force after the last sampled one; 0: they are sampled one by one."""
         request = self._running.requests[request_id]
         sampling = request.sampling
         if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_BIASES_RETOLD:
@@ -354,7 +345,7 @@ class Scheduler:
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
-        """Append up to `max_forced` tokens as if they had been sampled with those of `event`. Return the event with them."""
+        """Append forced tokens as if they had been sampled with those of `event`. Return the event with them."""
         request = self._running.requests[event.request_id]
         forced = progress.append_forced(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced.token_ids)
@@ -424,7 +415,6 @@ class Scheduler:
         self._flights.abandon()
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken. O(blocks + requests)."""
         check_kv(self.kv)
         self._flights.check(self._running)
         self._running.check()

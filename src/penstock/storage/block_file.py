@@ -1,9 +1,9 @@
 """The file of the disk tier: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from its
 worker.
 
-The file may be lost, truncated, damaged or cut short by a crash at any moment. Each read verifies a checksum over hash and
-content, so nothing is synced. Reads use system calls, since an unreadable page of a mapping would end the process. One
-process at a time has the file (`flock`). It contains users' text: mode 0600.
+The file may be damaged or cut short at any moment, so each read verifies a checksum and nothing is synced. Reads use system
+calls: an unreadable page of a mapping would end the process. One process at a time has the file (`flock`). It contains
+users' text: mode 0600.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class BlockFile:
             raise CorruptBlock(f"Slot {slot} of {self.path} does not contain what was written there.")
 
     def emptied(self) -> BlockFile:
-        """Close this object and return one for the same file with nothing in it. Later writes through this one raise
-        OSError.
+        """Close this object and return one for the same file with nothing in it.
 
         Raises OSError (EBUSY) if the device has not finished its last task.
         """

@@ -21,8 +21,6 @@ LOCK_TIMEOUT_S = 1.0
 
 
 class HostMemory:
-    """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
-
     outlives_process = False
 
     def __init__(self, num_slots: int, *, content_bytes: int) -> None:
@@ -52,11 +50,8 @@ class HostMemory:
             np.copyto(np.frombuffer(out, np.uint8), self._memory[slot])
 
     def emptied(self) -> HostMemory:
-        """Close this object and return one for the same memory with nothing in it. Later writes through this one raise
-        OSError.
-
-        Raises OSError (EBUSY) if a copy has not ended.
-        """
+        """Close this object and return one for the same memory with nothing in it. Raises OSError (EBUSY) if a copy has not
+        ended."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             raise OSError(errno.EBUSY, "a copy of a block does not end")
         try:

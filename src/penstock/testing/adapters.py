@@ -11,7 +11,6 @@ from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 
 
 def make_adapter(number: int) -> AdapterRef:
-    """Return an adapter with a fingerprint of its own."""
     return AdapterRef(number, blake2b(b"adapter %d" % number, digest_size=16).digest())
 
 
@@ -32,7 +31,6 @@ class FakeAdapters:
         failing: Collection[int] = (),
         load_ns: int = 0,
     ) -> None:
-        """`num_pages` by adapter number. `failing`: numbers that can't be loaded. `load_ns`: the claimed duration of a load."""
         self.num_loads = 0
         self.load_ns = load_ns
         self.failing = set(failing)
@@ -42,7 +40,6 @@ class FakeAdapters:
         self._wanted: dict[int, bool] = {}
         """Number -> whether it is urgent, for loads under way."""
         self._states: OrderedDict[int, AdapterState] = OrderedDict()
-        """Most recently requested last."""
         self._wake: Callable[[], None] = lambda: None
 
     def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
@@ -58,7 +55,6 @@ class FakeAdapters:
         return self._states.get(number, AdapterState())
 
     def outlook(self, number: int) -> AdapterOutlook:
-        """Sizes are always known."""
         state, num_pages = self._states.get(number), self._num_pages(number)
         is_there = state is not None and state.packed is not None
         return AdapterOutlook(num_pages, num_pages, 0 if is_there else self.load_ns)

@@ -62,7 +62,6 @@ def make_request(
 
 
 def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields: Any) -> Request:
-    """Return a request for a model that only reads texts. Fields as in `make_request`."""
     return make_request(request_id, prompt, max_tokens=1, **fields)
 
 
@@ -79,7 +78,6 @@ def make_load(
     num_blocks_total: int = 100,
     num_blocks_free: int = 100,
 ) -> EngineLoad:
-    """Return an engine's load; idle by default."""
     return EngineLoad(
         num_running=num_running,
         num_waiting=num_waiting,
@@ -106,7 +104,6 @@ def make_scheduler(
     max_adapters: int = DEFAULT_MAX_ADAPTERS,
     **capacity_fields: Any,
 ) -> Scheduler:
-    """Return a scheduler with the default policies; other fields replace those of `capacity`."""
     return Scheduler(
         replace(capacity, **capacity_fields),
         policies or make_policies(),
@@ -125,5 +122,4 @@ def make_core(
     journal: RequestJournal | None = None,
     **fields: Any,
 ) -> EngineCore:
-    """Return a core over a scheduler; other fields as in `make_scheduler`."""
     return EngineCore(make_scheduler(capacity, policies, **fields), observer=observer, journal=journal)

@@ -52,7 +52,6 @@ class LateWorker:
         return len(self._urgent) + len(self._jobs)
 
     def turn(self) -> None:
-        """Pass one step."""
         while self.num_jobs and self._random.random() < self._promptness:
             self.run()
 
@@ -72,7 +71,6 @@ class Driver:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
     transfers: Transfers | None = None
-    """Moves blocks to and from the tier; `worker` runs its jobs while steps run."""
     worker: LateWorker | None = None
     poll_aborts: Callable[[], Sequence[Command]] = tuple
     """Returns the aborts that arrive while a step runs."""

@@ -48,7 +48,6 @@ class HashAdapter:
 
 
 def root_of(adapter: AdapterRef | None) -> int:
-    """Return the value "before" position 0 of a request with this adapter."""
     return ROOT if adapter is None else mix(ROOT, int.from_bytes(adapter.fingerprint[:8], "little"))
 
 
@@ -101,8 +100,6 @@ class HashModel:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The tokens that a request must get, whatever else is going on."""
-
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | None
@@ -156,7 +153,6 @@ def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
 
 
 POISON = -1
-"""The content of a slot before it is written; reading it is an error."""
 
 NULL_BLOCK = 0
 
@@ -178,7 +174,6 @@ class HashRow:
     num_prompt_tokens: int
     sampling: SamplingParams
     num_computed_tokens: int
-    """Planned."""
     num_tokens: int
     """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
@@ -199,7 +194,6 @@ class HashRow:
 class HashStep:
     plan: StepPlan
     rows: list[HashRow]
-    """The rows that it computes; they may be released before that."""
     block_ids: frozenset[int]
     awaits_masks: bool
     masks: Mapping[str, bytes] = field(default_factory=dict)
@@ -228,7 +222,6 @@ class HashExecutor:
         self.model = model or HashModel()
         self.num_steps = 0
         self.num_computed_tokens = 0
-        """Recomputed ones and padding included."""
         self.num_padding_tokens = 0
         self.capacity = capacity
         self.block_bytes = capacity.block_size * SLOT_BYTES
@@ -250,7 +243,6 @@ class HashExecutor:
 
     @property
     def num_known_requests(self) -> int:
-        """Requests admitted and not released."""
         return len(self._rows)
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
@@ -407,7 +399,6 @@ class HashExecutor:
         self._holders.subtract(self._rows.pop(request_id).held)
 
     def _num_unread(self, num_computed_tokens: int) -> int:
-        """Return the number of blocks before the window of the next position."""
         window = self.capacity.window
         return max(0, num_computed_tokens - window + 1) // self.capacity.block_size if window else 0
 
@@ -566,7 +557,6 @@ class HashExecutor:
         self._ends[slot // self.capacity.block_size] = slot % self.capacity.block_size + 1
 
     def _read_window(self, row: HashRow, position: int) -> int:
-        """Return the value before a position, after checking the whole window."""
         first = max(0, position - self.capacity.window + 1) if self.capacity.window else position - 1
         value = self._content(row, first)
         for idx in range(first + 1, position):
@@ -589,7 +579,6 @@ class HashExecutor:
 
 
 def _scored(plan: RowPlan, row: HashRow) -> range:
-    """Return the step's positions that score the row's prompt."""
     if row.sampling.prompt_logprobs is None or isinstance(plan.request_id, PaddingId):
         return range(0)
     return scored_positions(plan.context_len, plan.query_len, row.num_prompt_tokens, row.num_scored)

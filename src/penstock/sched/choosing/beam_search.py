@@ -1,8 +1,6 @@
-"""Beam search: the scores of one search's beams, and its hypotheses. It knows no blocks and no rows.
+"""Beam search: the scores of one search's beams, and its hypotheses. No blocks and no rows.
 
-The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same. Of the best (1 + stop tokens) x
-width continuations, those of the first `width` that end are finished, with their score divided by a power of their length. The
-best `width` of the others go on, until `early_stopping` says that `width` hypotheses are enough.
+The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same.
 """
 
 from __future__ import annotations
@@ -16,14 +14,11 @@ from penstock.types.sampling import BeamParams, EarlyStopping
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The beginning of an answer, or a hypothesis."""
-
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
     """Sum of the log-probabilities; for a hypothesis, after the length penalty."""
     entries: tuple[TokenLogprobs, ...] = ()
     parent_idx: int = 0
-    """Index of the beam that it continues, in the previous step."""
     is_stopped: bool = False
 
 
@@ -33,9 +28,8 @@ class BeamSearch:
     stop_token_ids: Collection[int]
     max_tokens: int
     beams: list[Beam] = field(default_factory=lambda: [Beam()])
-    """Running beams, best first."""
     finished: list[Beam] = field(default_factory=list)
-    """Hypotheses, best first; at the end as many as the search has beams."""
+    """Hypotheses, best first."""
     is_done: bool = False
 
     def advance(self, tops: Sequence[TokenLogprobs]) -> None:

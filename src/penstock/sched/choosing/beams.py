@@ -1,8 +1,7 @@
 """Beam search over running requests: gives each beam a request that carries it, and forks requests as beams branch.
 
-The choices of one call are a group of requests, one per beam (`groups.py`). The first is queued and computes the prompt; the
-others are then forked from it and share its blocks. When each has computed a token, the search chooses, and forks replace beams
-that end. A preemption hits the whole group. Each request ends with one hypothesis, all at once.
+The first request of a group (`groups.py`) computes the prompt; the others are forked from it and share its blocks. When each
+has computed a token, the search chooses. A preemption hits the whole group. All end at once, each with one hypothesis.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from penstock.types.result import StepResult, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The whole answer of a request, which ends with it."""
-
     request: Request
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     is_stopped: bool
-    """True if the last token is a stop token, False if the answer reached its limit."""
+    """The last token is a stop token. Otherwise the answer reached its limit."""
 
 
 class Beams:
@@ -36,10 +33,9 @@ class Beams:
         self._running = running
         self._groups = groups
         self._ready: list[BeamGroup] = []
-        """Groups whose carriers have all computed their last token in this step, in that order."""
 
     def take(self, request: Request, result: StepResult) -> None:
-        """Note that a request of a group has computed all its tokens, and its blocks are published."""
+        """Note that a request has computed all its tokens, and its blocks are published."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
         self._kv.look_again(request.request_id)
@@ -49,10 +45,7 @@ class Beams:
             self._ready.append(group)
 
     def choose(self, now_ns: int) -> Iterator[Answer]:
-        """Advance each search that has all it needs by one token. Yields the answers of requests that end.
-
-        The caller must end each request before it asks for the next answer.
-        """
+        """Advance each search that has all it needs by one token. Yield the answers of requests, which the caller must end."""
         ready, self._ready = self._ready, []
         for group in ready:
             for member in group.members:
@@ -92,7 +85,7 @@ class Beams:
     def _place(self, beams: Sequence[Beam], carriers: Sequence[Request], tops: Sequence[TokenLogprobs]) -> list[Request | None]:
         """Return the carrier that continues each beam, or None where one must be forked.
 
-        A carrier continues one of its own beams, preferably the one whose token the executor has already appended to its row.
+        A carrier continues one of its own beams, preferably the one whose token the executor has sampled.
         """
         placed: list[Request | None] = [None] * len(beams)
         for idx, (carrier, top) in enumerate(zip(carriers, tops, strict=True)):
@@ -105,7 +98,6 @@ class Beams:
         return placed
 
     def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Give the child, which has no blocks, those of the parent's first `num_tokens`."""
         self._kv.free(child.request_id)
         self._kv.fork(parent.request_id, child.request_id, num_tokens)
         if child.status is RequestStatus.RUNNING:
@@ -121,7 +113,7 @@ class Beams:
             progress.fold(member)
 
     def _unfold(self, group: BeamGroup) -> None:
-        """Fork the others of a preempted group from the one that is back, sharing the whole blocks before they differ."""
+        """Fork the others of a preempted group from the one that is back."""
         first = group.carriers[0]
         for other, num_shared_blocks in group.forks:
             self._fork(first, other, num_shared_blocks * self._kv.block_size)

@@ -19,11 +19,11 @@ class BeamGroup:
     members: list[Request]
     search: BeamSearch
     carriers: list[Request] = field(default_factory=list)
-    """The request that carries each beam, in the search's order; empty until all requests have arrived."""
+    """The request that carries each beam; empty until all requests have arrived."""
     tops: dict[str, TokenLogprobs] = field(default_factory=dict)
     """Request id -> most likely next tokens, of carriers that have computed their last token."""
     forks: Sequence[tuple[Request, int]] = ()
-    """After a preemption: the carriers that follow when the first is back, and the whole blocks that they share with it."""
+    """After a preemption: the carriers that follow the first, and the whole blocks that they share with it."""
 
     @property
     def width(self) -> int:
@@ -31,7 +31,6 @@ class BeamGroup:
 
     @property
     def is_complete(self) -> bool:
-        """True once all its requests have arrived."""
         return bool(self.carriers)
 
     @property
@@ -40,7 +39,6 @@ class BeamGroup:
 
 
 def num_rows_of(request: Request) -> int:
-    """Return the rows that the request's search needs, or 1."""
     beams = request.sampling.beams
     return 1 if beams is None else beams.width
 
@@ -54,12 +52,12 @@ class Groups:
         """Parent id -> requests still to arrive, of searches that have already ended; newest last."""
 
     def members(self, request: Request) -> Sequence[Request]:
-        """Return the requests that begin, wait and end together with this one, itself included."""
+        """Return the requests that begin, wait and end with this one, itself included."""
         group = self.by_id.get(request.request_id)
         return (request,) if group is None else tuple(group.members)
 
     def running_members(self, requests: Iterable[Request]) -> Collection[Request]:
-        """Return these running requests with the running members of their groups: all that leave if these do."""
+        """Return these running requests with the running members of their groups."""
         if not self.by_id:
             return list(requests)
         leaving = {member.request_id: member for request in requests for member in self.members(request)}
@@ -67,7 +65,6 @@ class Groups:
 
     @property
     def num_unqueued(self) -> int:
-        """Requests that neither run nor are queued."""
         if not self.by_id:
             return 0
         return sum(len(group.members) - (group.num_running or group.is_complete) for group in self._all())
@@ -81,7 +78,7 @@ class Groups:
         return sum(group.width - count for group, count in running if count)
 
     def num_rows(self, running: Collection[Request]) -> int:
-        """Return the rows of these requests, reserved ones included. They include all running members of a group."""
+        """Return the rows of these requests, reserved ones included."""
         if not self.by_id:
             return len(running)
         found = ((request.request_id, self.by_id.get(request.request_id)) for request in running)
@@ -91,12 +88,11 @@ class Groups:
         return sum(widths.values())
 
     def forks(self, request: Request) -> Sequence[tuple[Request, int]]:
-        """Return the requests that follow as soon as this one runs, each with the number of blocks that it will share."""
+        """Return the requests that follow as soon as this one runs, and the blocks that each shares."""
         group = self.by_id.get(request.request_id)
         return () if group is None else group.forks
 
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
-        """Return the requests of a group that is still incomplete."""
         group = self._incomplete.get(parent_id)
         return () if group is None else tuple(group.members)
 
@@ -122,14 +118,14 @@ class Groups:
         return group.members[0]
 
     def is_broken(self, request: Request) -> bool:
-        """Return whether another request of its group has already ended, so that it would wait for ever. Ask only once."""
+        """Return whether another request of its group has already ended. Ask only once."""
         num_missing = self._broken.pop(request.parent_id, 0)
         if num_missing > 1:
             self._broken[request.parent_id] = num_missing - 1
         return num_missing > 0
 
     def is_queued(self, request: Request) -> bool:
-        """Return whether a request that does not run waits in the queue, rather than for others of its group."""
+        """Return whether a request waits in the queue, rather than for others of its group."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return True
@@ -147,7 +143,7 @@ class Groups:
         group.members.remove(request)
 
     def preempted(self, request: Request) -> Request:
-        """Note that the request and its group no longer run. Return the one to queue."""
+        """Note that the group no longer runs. Return the request to queue."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return request

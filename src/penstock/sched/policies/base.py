@@ -1,7 +1,6 @@
-"""The seams of the scheduler: what a policy sees and what it answers, in the order in which the scheduler asks.
+"""The seams of the scheduler: what a policy sees and what it answers. See docs/how-to/policy.md.
 
-A policy sees values and returns a value. A new policy inherits from its seam's class and overrides what it wants to decide;
-everything else has a safe default. See docs/how-to/policy.md.
+A new policy inherits from its seam's class and overrides what it wants to decide; everything else has a safe default.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 
 OrderKey = tuple[int, ...]
-"""The smallest is served first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketView:
-    """One bucket's requests that wait for the gate; at least one."""
+    """A bucket with waiting requests."""
 
     bucket: int
     num_waiting: int
     oldest_ns: int
-    """Arrival of the request that was queued first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,9 @@ class GateView:
     now_ns: int
     num_running: int
     num_joining: int
-    """Requests called to a batch, or preempted, that do not run. They join when there is room, without asking the gate."""
+    """Requests called to a batch, or preempted, that do not run. They join without asking the gate."""
     max_rows: int
-    """The gate's answer to `max_running`."""
     buckets: tuple[BucketView, ...]
-    """Not empty; ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +45,26 @@ class GateDecision:
     """When to ask again if nothing happens before; None: only when something happens."""
     bucket: int = 0
     is_batch: bool = False
-    """Call them now as a batch: prompts are padded, and rows run until the last request has finished. Only while no request
-    runs or joins, and never for a continuous gate."""
+    """Call them now as a batch, whose rows run until the last has finished. Only while no request runs or joins."""
     pad_to_tokens: int = 0
-    """Least padded length of the batch's prompts; the longest prompt counts in any case."""
+    """Least padded length of the batch's prompts."""
 
 
 class Gate(Protocol):
     """Decides when a batch may start or grow. Asked in each step while an uncalled request waits.
 
-    Only `decide` is required. A gate that stays closed while nothing runs must set `wakeup_ns`.
+    A gate that stays closed while nothing runs must set `wakeup_ns`.
     """
 
     is_continuous: ClassVar[bool] = False
-    """True if it never calls a batch. Required for beam search and for pausing running requests."""
+    """It never calls a batch. Required for beam search and for pausing running requests."""
     may_plan_ahead: ClassVar[bool] = False
-    """True if a step may be planned while the one before is in flight. The view then counts requests as running that end with
-    that step."""
+    """A step may be planned while the one before is in flight. The view then counts requests that end with that step."""
 
     def max_running(self, capacity: Capacity) -> int:
-        """Return how many requests may run at once. Each decode needs a row and a token per step, and a batch as many rows
-        again for padding.
+        """Return how many requests may run at once. A batch needs as many rows again for padding. Asked once.
 
-        Asked once. Raises ConfigError, with a remedy, if the gate's settings ask for more than the capacity.
+        Raises ConfigError, with a remedy, if the gate's settings ask for more than the capacity.
         """
         max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
         return min(max_rows, capacity.max_step_tokens)
@@ -87,27 +79,27 @@ class Gate(Protocol):
 
 
 class Order(Protocol):
-    """Decides which waiting request is next. Only `key` is required.
+    """Decides which waiting request is next.
 
-    Requests wait in lanes. The lane with the smallest key is next, and in it the request with the smallest key; among equals
-    the first that came. Most orders have one lane; an order that keeps accounts has one per account.
+    The lane with the smallest key is next, and in it the request with the smallest key; among equals the first that came.
+    Most orders have one lane; an order that keeps accounts has one per account.
     """
 
     reads_priority: ClassVar[bool] = False
-    """True if it reads `Request.priority`. Otherwise clients that send one are refused."""
+    """It reads `Request.priority`. Otherwise clients that send one are refused."""
 
     has_ranks: ClassVar[bool] = False
-    """True if `outranks` may return True; otherwise it is never asked."""
+    """`outranks` may return True. Otherwise it is never asked."""
 
     suits: ClassVar[Mapping[str, str]] = {}
     """Seam (`victim`, `eviction`) -> default policy with this order."""
 
     is_preemptive: bool = False
-    """True if a waiting request may pause a running one; otherwise `pauses` is never asked."""
+    """A waiting request may pause a running one. Otherwise `pauses` is never asked."""
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """Return the place within the lane. It may only grow while the request waits, and is asked again right before service.
+        """Return the place within the lane. It may only grow while the request waits, and is asked again before service.
 
         Ageing at the same rate for all needs no growth: put the arrival time into the key.
         """
@@ -130,10 +122,10 @@ class Order(Protocol):
         """Note that a request stops waiting: it is admitted next, or has ended."""
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Return whether `request` goes before `other`, which was let in already.
+        """Return whether `request` goes before `other`, which was let in already. Must be antisymmetric and free of circles.
 
-        `other` was preempted, held back or called to a batch, or it runs and has tokens left to compute. In the last case this
-        is about the step's tokens: a request that has a row keeps it. Must be antisymmetric and free of circles.
+        `other` was preempted, held back or called to a batch, or it runs and has tokens left to compute: then this is about
+        the step's tokens, and it keeps its row.
         """
         del request, other, now_ns
         return False
@@ -141,46 +133,39 @@ class Order(Protocol):
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
         """Return whether to preempt `running` if `waiting`, which is next, lacks a row or memory.
 
-        Implies that `waiting` outranks `running` once that waits, and must not be true both ways.
+        Implies that `waiting` outranks `running` once that waits. Must not be true both ways.
         """
         del waiting, running, now_ns
         return False
 
     def admitted(self, request: Request) -> None:
-        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). `num_computed_tokens` is its cached
-        prefix; the step will first compute `num_inflight_tokens`."""
+        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). The step will first compute
+        `num_inflight_tokens` after `num_computed_tokens`."""
 
     def left(self, request: Request) -> None:
-        """Note that a request stopped running: preempted or ended. Also called early if it certainly ends with the step in
-        flight."""
+        """Note that a request stopped running. Also called early if it certainly ends with the step in flight."""
 
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        """Account for a planned step. `last_step` is the last committed one.
-
-        The first `num_decodes` rows are all decodes, so an order that counts decoding requests can skip them.
-        """
+        """Account for a planned step. The first `num_decodes` rows are all decodes."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """A computed step. Treat as frozen (see `RowPlan`)."""
-
     num_decodes: int
     """Tokens of decodes: one each, and forced ones."""
     num_prefill_tokens: int
     duration_ns: int
-    """From the previous commit to its own. Without decodes, from its plan if that was later. Without `waited_ns`."""
+    """From the previous commit, or without decodes from its plan if that was later. Without `waited_ns`."""
     num_prefill_pairs: int = 0
     """(prefill token, earlier token of its request) pairs: the work of attention."""
     waited_ns: int = 0
-    """Time in which other models used the machine."""
 
 
 @dataclass(slots=True)
 class BudgetView:
-    """A step in which every decode already has its token. Treat as frozen (see `RowPlan`)."""
+    """A step in which every decode already has its token."""
 
     max_step_tokens: int
     num_decodes: int
@@ -198,61 +183,51 @@ UNLIMITED = 1 << 30
 
 @dataclass(slots=True)
 class StepLimits:
-    """Limits of a step. Treat as frozen (see `RowPlan`)."""
-
     max_tokens: int
-    """Tokens up to which prefills may fill the step, decodes included, at most `max_step_tokens`. Decodes always get theirs."""
+    """Tokens up to which prefills may fill the step, decodes included, at most `max_step_tokens`."""
     max_chunk_tokens: int = UNLIMITED
     """Tokens of one long prefill in this step, >= 1."""
     long_prefill_tokens: int = 0
     """A prefill that is further behind is long."""
     max_long_prefills: int = UNLIMITED
-    """Long prefills at the same time; shorter ones may pass those that wait. Preempted requests are exempt."""
+    """Long prefills at the same time; shorter ones may pass those that wait."""
     long_prefill_share: int | None = None
     """Long prefills get the tokens left by all others, but at least this many; None: they take their turn."""
     splits_prompts: bool = True
-    """False: a prefill that does not fit the rest of the step waits, unless it would be the only one."""
+    """False: a prefill that does not fit waits, unless it would be the only one."""
 
 
 class Budget(Protocol):
-    """Splits the step's tokens. Each decode gets its token first: no more rows run than a step has tokens."""
-
     @abstractmethod
-    def limits(self, view: BudgetView) -> StepLimits:
-        """Return the step's limits. Asked once per step, after the decodes were planned."""
-        ...
+    def limits(self, view: BudgetView) -> StepLimits: ...
 
 
 @dataclass(slots=True)
 class AdmissionView:
-    """A request that is next. Blocks are counted from the free list: a prefix hit in use costs none. Treat as frozen."""
+    """A request that is next. Blocks are counted from the free list: a prefix hit in use costs none."""
 
     request: Request
     running: Collection[Request]
     """Not empty: a request that would run alone is admitted without asking."""
     num_chunk_blocks: int
     num_prompt_blocks: int
-    """Blocks for all its tokens, generated ones included. For a beam search that resumes, the blocks of all its beams."""
+    """Blocks for all its tokens, generated ones included; in a beam search, for all beams."""
     num_final_blocks: int
-    """Blocks to reach its limit. With a window in every layer, at most what it holds at one time."""
+    """Blocks to reach its limit."""
     num_running: int
     """Running requests, and those that follow as soon as it runs."""
     num_growth_blocks: int
-    """Most blocks that running requests may still take on the way to their limits, without those promised to prefills."""
+    """Most blocks that running requests may still take, without those promised to prefills."""
     num_total_blocks: int
     block_size: int
     num_peak_blocks: int = UNLIMITED
-    """Most blocks that the request and the running ones take at one time if all advance at the same pace. Computed only where
-    memory is short."""
+    """Most blocks that all take at one time if they advance at the same pace. Computed only where memory is short."""
     swaps: bool = False
     """A tier below the pool brings a preempted request back faster than computing it."""
 
 
 class Reserve(Protocol):
-    """Decides how many free, unpromised blocks an admission must find.
-
-    A preempted request must in any case find those of its tokens and room to grow (`running.py`).
-    """
+    """Decides how many free, unpromised blocks an admission must find."""
 
     @abstractmethod
     def required_blocks(self, view: AdmissionView) -> int: ...
@@ -265,7 +240,7 @@ class PreemptMethod(StrEnum):
 
 
 def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
-    """Return the cheaper method. 0.0 means not measured yet, and a `load_ns_per_token` of None that there is no tier."""
+    """Return the cheaper method. A load time of 0.0 is not measured yet; None means that there is no tier."""
     if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
         return PreemptMethod.RECOMPUTE
     return PreemptMethod.SWAP
@@ -279,10 +254,9 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
-    """The requests that may be preempted: for a running one all but the most senior, or those that a waiting one pauses."""
+    """The requests that may be preempted."""
 
     candidates: Sequence[Request]
-    """Not empty; in the order of admission."""
     num_needed_blocks: int
     num_freed_blocks: Callable[[Request], int]
     """Return the blocks that only this candidate holds. O(its blocks)."""
@@ -291,7 +265,7 @@ class VictimView:
     prefill_ns_per_token: float
     """From steps without decodes; 0.0 before the first."""
     load_ns_per_token: float | None = None
-    """Time to load a token of a full block from the tier below the pool (0.0: not measured yet); None: no tier."""
+    """For a token of a full block from the tier below the pool (0.0: not measured yet); None: no tier."""
     block_size: int = 1
 
     @property
@@ -300,8 +274,6 @@ class VictimView:
 
 
 class Victim(Protocol):
-    """Chooses the running request to preempt, and how. Asked again until there is enough."""
-
     @abstractmethod
     def choose(self, view: VictimView) -> Eviction:
         """Return one of the candidates, and usually the view's method."""

@@ -8,11 +8,10 @@ from operator import mul
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
 PROBE_PERIOD = 64
-"""One in this many equal chunks is made smaller: equal steps do not tell what a smaller chunk would save."""
+"""One in this many equal chunks is made smaller, which shows what a smaller chunk saves."""
 STRAINED_PROBE_PERIOD = 4
-"""The same while the target can't be met: either smaller chunks save little, or the machine is too slow."""
+"""The same while the target can't be met."""
 PROBE_SHARE = 4
-"""The smaller chunk has one in this many tokens."""
 HELD_PROBE_PERIOD = 16
 """One in this many similar steps of `HoldStep` is made smaller: after a stall they may all be too long."""
 
@@ -21,11 +20,11 @@ NOISE = 0.1
 DRIFT = 0.03
 """Standard deviation of a coefficient's change per step, as a share of it."""
 MAX_DOUBT = 0.5
-"""Limit of a coefficient's uncertainty through drift, as a share of it (or the first uncertainty if larger)."""
+"""Limit of a coefficient's uncertainty through drift, as a share of it."""
 FIRST_TOKENS = 32
-"""A first step with fewer tokens counts as this many: most of its time is the fixed part."""
+"""A first step with fewer tokens counts as this many."""
 MIN_PREFILL_NS = 1.0
-"""Least cost of a prefill token, to divide by. It would shrink to 0 where steps with prefills are the shorter ones."""
+"""Least cost of a prefill token, to divide by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +60,21 @@ class StepCost:
 
         duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
 
-    where pairs are (prefill token, earlier token of its request). A Kalman filter fits the five coefficients. They drift
-    (contexts grow, others use the machine), so each step adds some uncertainty, and a step's error is divided among them by
-    their uncertainty. So a run of equal steps keeps the sum right without spoiling a single coefficient.
+    where pairs are (prefill token, earlier token of its request). A Kalman filter fits the five coefficients, which drift
+    (contexts grow, others use the machine). A step's error is divided among them by their uncertainty, so a run of equal
+    steps keeps the sum right without spoiling a single coefficient.
     """
 
     fixed_ns: float = 0.0
     decode_ns: float = 0.0
     any_prefill_ns: float = 0.0
-    """Large where other programs use the cores: each operation on more than one row then waits for a thread."""
+    """Large where other programs use the cores."""
     prefill_ns: float = 0.0
     """At least `MIN_PREFILL_NS` after the first step."""
     attention_ns: float = 0.0
     _doubt: list[list[float]] = field(default_factory=list)
     """Covariance of the five. [5, 5]"""
     _first_doubts_ns: tuple[float, ...] = ()
-    """Their standard deviations before the first step."""
 
     @property
     def is_known(self) -> bool:
@@ -104,7 +102,6 @@ class StepCost:
         return self.prefill_ns + self.attention_ns * context_len
 
     def learn(self, step: StepRecord) -> None:
-        """Learn from the duration of a step. O(1)."""
         if step.duration_ns <= 0:
             return
         if not self._doubt:
@@ -160,25 +157,19 @@ class StepCost:
 class HoldLatency(Budget):
     """Every decode gets its token. Prefill chunks get the time that the latency between tokens leaves them.
 
-    While requests decode, the latency between their tokens is a step's duration. `StepCost` predicts its mean, and prefills
-    get as many tokens as keep the step within the target. `excess` tracks how far the slowest 1 % exceed the prediction, and
-    lowers the target accordingly. Without decodes prefills get the whole step. If other models want the machine, no step
-    takes longer than `BudgetView.most_ns`.
-
-    Where other programs keep the cores busy, a few tokens may take as long as a hundred. Equal chunks would hide that, so
-    now and then one is smaller (`PROBE_PERIOD`). If even the smallest chunk misses the target, prefills get
-    `min_prefill_share` of the time, so no prompt starves.
+    `StepCost` predicts the mean duration of a step, and `excess` tracks how far the slowest 1 % exceed it. Without decodes
+    prefills get the whole step. If even the smallest chunk misses the target, prefills get `min_prefill_share` of the time,
+    so no prompt starves. No step takes longer than `BudgetView.most_ns`.
     """
 
     slo_itl_ns: int = 0
     """Latency between tokens that 99 % must meet; 0: the larger of the next two."""
     fluent_itl_ns: int = 50_000_000
-    """20 tokens a second, faster than anybody reads. Smaller chunks cost throughput, as each step has a fixed part."""
+    """20 tokens a second, faster than anybody reads. Smaller chunks cost throughput."""
     max_slowdown: float = 2.0
     """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
-    """Share of a step's time for prefill tokens if the target can't be met. At this value prefills take about three times as
-    long as in full steps. [0, 1)"""
+    """Share of a step's time for prefill tokens if the target can't be met. [0, 1)"""
     min_chunk_tokens: int = 16
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -187,16 +178,13 @@ class HoldLatency(Budget):
     """Long prefills at the same time; 0: no limit."""
     cost: StepCost = field(default_factory=StepCost)
     excess: float = 1.1
-    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills, up to 1.5: beyond, it is not the chunks
-    that make steps slow."""
+    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills, at most 1.5."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0
-    """Steps with decodes since prefills last had at most half of their possible tokens."""
+    """Since prefills last had at most half of their possible tokens."""
     _chunk_tokens: int = 0
-    """Tokens that prefills could have had in the last step with decodes, ignoring probes."""
     _is_strained: bool = False
-    """Even the smallest chunk misses the target."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
@@ -249,11 +237,8 @@ class HoldLatency(Budget):
 class HoldStep(Budget):
     """Steps take about `step_ns`, for models that compute whole texts in one step.
 
-    A text that arrives waits for the current step and is computed in the next, so short steps keep latency low. A step
-    several times its fixed part has almost the throughput of a longer one. No text waits for a step to fill. A text that
-    takes longer gets its own step.
-
-    `StepCost` predicts the duration. The next step is assumed to have as many pairs per token as recent ones.
+    Short steps keep latency low, since a text that arrives waits for the current step. A step several times its fixed part
+    has almost the throughput of a longer one. A text that takes longer gets its own step.
     """
 
     step_ns: int = 2_500_000
@@ -261,7 +246,6 @@ class HoldStep(Budget):
     max_fixed_share: float = 0.3
     """Largest share of a step's time for its fixed part. (0, 1)"""
     first_step_tokens: int = 128
-    """Tokens of the first step, when nothing is known."""
     cost: StepCost = field(default_factory=StepCost)
     pairs_per_token: float = 0.0
     """Running mean of (token, earlier token) pairs per token."""

@@ -1,9 +1,8 @@
 """Fairness between calls: a list of many texts does not hold up someone who asks for one.
 
-A call is what one client asks for at once: requests with the same `Request.parent_id`. A new call's first request is due at
-once, and each later one after the tokens of those before it. Due times are virtual: a tenant's clock advances by the tokens it
-is given, divided by its waiting calls (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989). Tenants are due in
-the same way.
+A call is the requests with one `Request.parent_id`. Its first request is due at once, and each later one after the tokens of
+those before it, in virtual time: a tenant's clock advances by the tokens it is given, divided by its waiting calls (weighted
+fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from penstock.types.request import Request
 @dataclass(slots=True)
 class Call:
     due: int
-    """When the next request to arrive is due, in its tenant's virtual time."""
     num_waiting: int = 0
 
 
@@ -28,12 +26,11 @@ class Call:
 class Tenant:
     share: int
     due: int = 0
-    """When its next request is due, in global virtual time."""
     now: int = 0
     num_waiting: int = 0
     num_calls: int = 0
     calls: dict[str, Call] = field(default_factory=dict)
-    """By id: calls with waiting requests, and calls that got more than their share."""
+    """Those with waiting requests, and those that got more than their share."""
 
     def come(self, name: str, num_tokens: int) -> int:
         """Add a waiting request of a call. Return when it is due."""
@@ -61,16 +58,12 @@ class Tenant:
 
 
 class FairCalls(Order):
-    """The tenant, then its call, that was given the fewest prompt tokens since it arrived.
-
-    A request of a new call waits for at most one request of each other call of its tenant, or as many as they lag behind.
-    """
+    """The tenant, then its call, that was given the fewest prompt tokens since it arrived."""
 
     def __init__(self, *, shares: Mapping[str, int] | None = None) -> None:
         """`shares`: tenant -> share >= 1; others have 1."""
         self._shares = dict(shares or {})
         self._tenants: dict[str, Tenant] = {}
-        """Those with waiting requests, and those that got more than their share."""
         self._num_shares = 0
         """Of tenants with waiting requests, as the next."""
         self._num_tenants = 0

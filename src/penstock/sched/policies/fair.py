@@ -1,8 +1,7 @@
 """Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588).
 
-Each tenant has a counter of the weighted tokens that it was given. The waiting tenant with the smallest counter is next, and
-its oldest request. A tenant that returns from idle is lifted to the smallest counter among waiting tenants, less a credit of
-about one prompt, so idling earns no more than that. docs/orders.md explains the rules.
+The waiting tenant with the smallest counter of weighted tokens is next, and its oldest request. A tenant that returns from
+idle is lifted to the smallest counter among waiting tenants, less a credit of about one prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Account:
     """The value that the counter would have been lifted to without credit."""
     num_waiting: int = 0
     waiting_since_ns: int = 0
-    """When the first of them arrived, or the tenant's last admission."""
     num_decoding: int = 0
     """Requests that run and have computed all tokens but one."""
     turn: int = 0
@@ -45,16 +43,14 @@ def _admitted_ns(request: Request) -> int:
 class FairShares(Order):
     """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they request.
 
-    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt and M
-    the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight). C is `max_credit_tokens`, at most U,
-    and 0 in the paper.
+    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt
+    and M the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight). C is `max_credit_tokens`,
+    at most U.
 
-    Endless new tenants, each starting at the minimum, could still starve one. So a new tenant starts where all would stand with
-    equal shares, a level that rises with every token, at most C above the minimum. And a tenant that arrives more than
-    `max_wait_ns` after another's last admission starts behind it. Within a tenant no request is overtaken.
-
-    A step's prompt tokens go first to tenants that would stand lowest once the prompt is computed. Recomputed and cached tokens
-    are not charged. A void row (`sched/flights.py`) is.
+    So that endless new tenants starve nobody, a new tenant starts at a level that rises with every token, at most C above
+    the minimum, and a tenant that arrives more than `max_wait_ns` after another's last admission starts behind it. A step's
+    prompt tokens go first to tenants that would stand lowest once the prompt is computed. Recomputed and cached tokens are
+    not charged.
     """
 
     has_ranks: ClassVar[bool] = True
@@ -83,17 +79,14 @@ class FairShares(Order):
         self._max_wait_ns = max_wait_ns
         self._max_credit = max_credit_tokens * UNIT
         self._now_ns = 0
-        """The latest arrival: there is no other clock here."""
         self._decoding: dict[str, Account] = {}
         """By request id. A request stays with its account until it leaves."""
         self._serving: dict[str, Account] = {}
         self._joined: set[str] = set()
-        """Requests admitted since the last step, whose first chunk is already charged."""
         self._num_admissions = 0
         self._level = 0
         """The counter of all busy tenants, had each been given the same recently."""
         self._last = Account(0, 0, 0)
-        """The tenant that waited last."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -107,7 +100,7 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if it had no waiting request. An unknown tenant gets no credit, or new names would be worth
+        """Lift the tenant if it had no waiting request. An unknown one gets no credit, or new names would be worth
         something."""
         credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
@@ -138,8 +131,7 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Take turns at preempted requests and at a step's prompt tokens. No running request is put off longer than
-        `max_wait_ns`.
+        """Take turns at preempted requests and at a step's prompt tokens.
 
         Tenants that were given less pass a preempted request until they catch up: its tenant may have used many times the
         memory.
@@ -151,7 +143,6 @@ class FairShares(Order):
         return self._finish(request) < self._finish(other)
 
     def _finish(self, request: Request) -> OrderKey:
-        """Return the tenant's counter once this prompt is computed."""
         account = self._account(request.tenant)
         num_charged = max(request.num_computed_tokens + request.num_inflight_tokens, request.max_computed_tokens)
         num_left = max(0, request.num_prompt_tokens - num_charged)
@@ -207,7 +198,6 @@ class FairShares(Order):
                 account.num_decoding += 1
 
     def _charge_prompt(self, account: Account, request: Request, context_len: int, query_len: int) -> None:
-        """Charge prompt tokens that were not computed before."""
         start = max(context_len, request.max_computed_tokens)
         stop = min(context_len + query_len, request.num_prompt_tokens)
         charge = account.input_charge * max(0, stop - start)

@@ -46,9 +46,8 @@ class Static(Gate):
 
 @dataclass(frozen=True, slots=True)
 class Dynamic(Gate):
-    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`, as
-    in Triton Inference Server's dynamic batcher. Prompts of similar length go together, padded to the upper end of their
-    bucket. None joins until all have finished."""
+    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`,
+    as in Triton Inference Server's dynamic batcher. Prompts are padded to the upper end of their bucket."""
 
     max_batch_size: int = 0
     """0: as many as the executor has rows for."""
@@ -56,8 +55,7 @@ class Dynamic(Gate):
     """The largest that can be filled starts at once."""
     max_queue_delay_ns: int = 20_000_000
     length_buckets: tuple[int, ...] = (128, 512, 1024, 2048)
-    """Longest prompt of each bucket, ascending. Longer prompts share a last bucket and are padded to the longest of the batch.
-    """
+    """Longest prompt of each bucket, ascending. Longer prompts share a last bucket."""
 
     def __post_init__(self) -> None:
         if list(self.length_buckets) != sorted(set(self.length_buckets)):

@@ -1,7 +1,6 @@
-"""Orders: which waiting request is next. Equal keys are served in order of arrival.
+"""Orders: which waiting request is next. Equal keys are served in order of arrival. See docs/orders.md.
 
-Every order ages, so that no request starves: each states how much later a request may come and still overtake. See
-docs/orders.md. Fair shares between tenants and calls are in `fair` and `calls`.
+Every order ages, so no request starves: each states how much later a request may come and still overtake.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class FirstComeFirstServed(Order):
 def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
     """Return the delay in [0, max_delay_ns) that stands for a size; half of the range lies below `half_size_tokens`.
 
-    Orders that prefer small requests treat a large one as if it had come later by this much. All requests age at the same rate,
-    so keys need not grow, and nothing that comes `max_delay_ns` after a request overtakes it.
+    A large request counts as if it had come later by this much. All age at the same rate, so keys need not grow.
     """
     return max_delay_ns * size_tokens // (size_tokens + half_size_tokens)
 
@@ -81,7 +79,6 @@ class PriorityClasses(Order):
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
     is_preemptive: bool = True
-    """A waiting request pauses lower classes that it may overtake, if it lacks a row or memory."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -89,7 +86,6 @@ class PriorityClasses(Order):
         return (request.arrival_ns + rank * self.class_delay_ns,)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Let a higher class go before a lower one, unless that has aged past it."""
         return request.priority < other.priority and self.key(request, now_ns) < self.key(other, now_ns)
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
@@ -99,10 +95,8 @@ class PriorityClasses(Order):
 class EarliestDeadlineFirst(Order):
     """By deadline. A request without one, or with one further off, counts as due `max_slack_ns` after its arrival.
 
-    A request that comes `max_slack_ns` after another does not overtake it, with one exception: a request that would miss its
-    deadline even if it ran at once, judged by its prompt, predicted output and recent steps, goes after all that can meet
-    theirs. Such a request ends at its deadline, so it does not starve. It is judged when its turn comes, and not again while it
-    waits.
+    A request that would miss its deadline even if it ran at once, judged by its prompt, predicted output and recent steps,
+    goes after all that can meet theirs. It is judged when its turn comes, and not again while it waits.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
@@ -112,7 +106,6 @@ class EarliestDeadlineFirst(Order):
         self._prompt_ns = 0
         """Mean extra time of a step with prompts."""
         self._prompt_tokens = 0
-        """Mean prompt tokens of such steps."""
         self._verdicts: dict[str, bool | None] = {}
         """Waiting request -> whether its deadline is lost; None: not judged yet."""
 
@@ -126,8 +119,8 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """Return whether a request is lost; it then stays lost, since keys may not shrink. The first call, on arrival, does not
-        judge: one slow step may be long past when its turn comes."""
+        """Return whether a request is lost; it then stays lost, since keys may not shrink. The first call, on arrival, does
+        not judge."""
         if request_id not in self._verdicts:
             return looks_lost  # preempted: its key is taken once
         verdict = self._verdicts[request_id]

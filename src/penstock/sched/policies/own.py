@@ -1,7 +1,7 @@
 """Users' own policies: from `package.module:Class` or `./file.py:Class` to a policy that the scheduler can rely on.
 
-`presets` calls it for a policy that is in no table. What can be wrong with a class before it runs is reported when it is
-loaded. While it runs, a guard turns exceptions and wrong answers into a `PolicyError`. Policies that ship have no guard.
+What can be wrong with a class before it runs is reported when it is loaded. While it runs, a guard turns exceptions and
+wrong answers into a `PolicyError`. Policies that ship have no guard.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SE
 
 
 class OwnPolicyError(ConfigError):
-    """A policy can't be loaded or made: the user's class, or its arguments, are wrong."""
-
     def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "", argument: str = "") -> None:
         """`argument`: the one that the policy does not take."""
         super().__init__(f"The {seam} {name!r} {cause}", remedy=remedy)
@@ -55,7 +53,6 @@ def is_own(name: str) -> bool:
 
 
 def load(seam: str, name: str) -> Callable[..., object]:
-    """Return the class, or the function that makes the policy. Raises OwnPolicyError."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         remedy = "Write package.module:Class, or ./file.py:Class for a file."
@@ -77,7 +74,7 @@ def load(seam: str, name: str) -> Callable[..., object]:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Load a file once: its policies share the module, and an engine that is made anew finds the same classes."""
+    """Load a file once: its policies share the module, and a new engine finds the same classes."""
     spec = spec_from_file_location(f"penstock own policy {path}", path)
     assert spec is not None, "a path that ends in .py has a loader"
     assert spec.loader is not None, "as above"
@@ -104,7 +101,7 @@ def _not_loaded(seam: str, name: str, where: str, error: Exception) -> OwnPolicy
 
 
 def make(seam: str, name: str, factory: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Return the policy that a class makes of its arguments, as read from a settings file. Raises OwnPolicyError."""
+    """Return the policy that a class makes of its arguments. Raises OwnPolicyError."""
     for key in sorted(getattr(factory, "__abstractmethods__", ())):
         raise _lacks(seam, name, key)
     given = _checked_arguments(seam, name, factory, arguments)
@@ -118,7 +115,7 @@ def make(seam: str, name: str, factory: Callable[..., object], arguments: Mappin
 
 
 def _told(error: Exception) -> str:
-    """Return the error with the line of the user's file that raised it, or that called what raised it."""
+    """Return the error with the line of the user's file that raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     own = [(path, line) for path, line in frames if path != __file__ and not path.startswith("<")]
     lines = [line for path, line in own if path == own[0][0]]
@@ -133,7 +130,7 @@ def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
 
 
 def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
-    """The parameters that can be given by name; empty for a class in C that does not say."""
+    """Return the parameters that can be given by name; empty for a class in C that does not say."""
     if getattr(factory, "__init__", None) is getattr(Order, "__init__"):  # noqa: B009  # a class without one inherits Protocol's
         return {}
     if all(getattr(factory, name, None) is getattr(object, name) for name in ("__init__", "__new__")):
@@ -174,7 +171,7 @@ def _checked_arguments(
 
 
 def _kind(parameter: Parameter) -> object:
-    """The type of a parameter, by its default or its annotation."""
+    """Return the type of a parameter, by its default or its annotation."""
     if parameter.default not in (Parameter.empty, None):
         return type(parameter.default)
     return {"bool": bool, "int": int, "float": float, "str": str}.get(parameter.annotation, parameter.annotation)
@@ -190,8 +187,8 @@ def _shown_parameter(parameter: Parameter) -> str:
 def guarded(seam: str, policy: object, name: str = "") -> object:
     """Return a user's own policy behind a guard, and a policy that ships as it is.
 
-    Raises OwnPolicyError if the policy lacks a required method, if a method can't take the arguments of the call, or if its
-    class inherits from another seam's.
+    Raises OwnPolicyError if the policy lacks a method, a method takes other arguments, or it inherits from another seam's
+    class.
     """
     kind = type(policy)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
@@ -228,7 +225,6 @@ class _Guard:
                 warn(f"The {seam} {name!r} has {key}, which is never asked. Did you mean {close}?", stacklevel=2)
 
     def __getattr__(self, key: str) -> object:
-        """Other attributes are the policy's own."""
         return getattr(object.__getattribute__(self, "_policy"), key)
 
     def _guarded(self, key: str, call: Callable[..., object], contract: Callable[..., object]) -> Callable[..., object]:

@@ -1,8 +1,7 @@
 """Predictors of output lengths, asked when a request is queued and told when it ends.
 
-A tenant's requests are alike: one application summarises, another classifies. So `OnlinePredictor` has a curve per tenant
-and prompt length (in powers of two) and one for all lengths, and falls back on all tenants together. It is deterministic and
-uses bounded memory.
+A tenant's requests are alike, so `OnlinePredictor` has a curve per tenant and prompt length (in powers of two) and one for
+all lengths, and falls back on all tenants together.
 """
 
 from __future__ import annotations
@@ -33,13 +32,9 @@ class NoPredictions(Predictor):
 class LengthCurve:
     """The share of outputs longer than a number of tokens, learned from those that ended.
 
-    An output cut short, by its limit or its client, would have been at least that long. Ignoring such outputs, or counting
-    them as whole, makes the estimate too short. So this is a life table (the actuarial form of the Kaplan-Meier estimator,
-    1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin count as half of it.
-
-        up to          4    5    6    7    8   10   11   13   16   19 ...     tokens; bins, four per octave
-        ended here     0    0    2    1    0    3    5    2    1    0
-        cut short      0    0    0    1    0    0    0    0    9    0
+    An output cut short would have been at least that long. So this is a life table (the actuarial form of the Kaplan-Meier
+    estimator, 1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin count as half
+    of it.
     """
 
     __slots__ = ("_cut", "_ended", "_means", "_num_tokens", "_num_unseen", "_shares", "_tail_rate", "weight")
@@ -51,7 +46,6 @@ class LengthCurve:
         self.weight = 0.0
         """Observations, older ones counting less."""
         self._num_unseen = 0
-        """Observations since the curve was computed."""
         self._shares: list[float] = []
         """Share of outputs longer than BOUNDS[k], up to the longest observed."""
         self._means: list[float] = []
@@ -73,10 +67,7 @@ class LengthCurve:
             self.weight /= 2
 
     def mean(self, max_tokens: int) -> float:
-        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations.
-
-        O(log bins), and O(bins) for one call in some.
-        """
+        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations."""
         if not self._shares or self._num_unseen * 16 >= self.weight:
             self._compute()
         idx = bisect_left(BOUNDS, min(max_tokens, BOUNDS[-1]))

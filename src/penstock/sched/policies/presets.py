@@ -108,12 +108,9 @@ def make_policies(
 ) -> Policies:
     """Return a preset's policies, with replacements by name, class or value.
 
-    A class is named `package.module:Class`, or `./file.py:Class` for a file (`own`). `settings`, by seam, are fields of a
-    policy chosen by name; None leaves a field as it is. `arguments`, by seam, are the same as written by a user, and override
-    settings.
-
-    Raises ConfigError, listing the valid names, for an unknown preset, seam or policy; LacksSetting for a setting that the
-    policy lacks; OwnPolicyError for a class that can't be loaded or made.
+    `settings`, by seam, are fields of a policy chosen by name; None leaves a field as it is. `arguments` are the same as
+    written by a user, and override settings. Raises ConfigError, listing the valid names, for an unknown preset, seam or
+    policy; LacksSetting; OwnPolicyError.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)

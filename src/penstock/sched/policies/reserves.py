@@ -10,7 +10,7 @@ from penstock.types.request import Request
 
 
 class FirstChunk(Reserve):
-    """The blocks of the next step. A request so admitted may be preempted before its prompt is computed."""
+    """The blocks of the next step. A request may be preempted before its prompt is computed."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_chunk_blocks
@@ -60,9 +60,8 @@ class PredictedOutput(Reserve):
 class Watermark(Reserve):
     """The blocks of the request's tokens, room for running requests to grow, and a share of the pool.
 
-    Without room to grow, a full pool admits a request, preempts it a few steps later, and computes it again: with half of the
-    memory, 1.19 positions per needed one instead of 1.02 (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20;
-    independent of the machine).
+    Without room to grow, a full pool preempts requests just admitted: with half of the memory, 1.19 positions are computed
+    per needed one instead of 1.02 (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20).
     """
 
     share: float = 0.01
@@ -70,7 +69,7 @@ class Watermark(Reserve):
     growth_tokens: int = 32
     """Per running request, or less if all of them together can't grow by as much."""
     swap_growth_tokens: int = 16
-    """The same if a preempted request is loaded back instead of computed again, when idle blocks cost more."""
+    """The same if a preempted request is loaded back instead of computed again."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         growth_tokens = min(self.growth_tokens, self.swap_growth_tokens) if view.swaps else self.growth_tokens

@@ -1,6 +1,6 @@
 """Victims: which request is preempted when blocks are needed and none are free. All swap if a tier makes that cheaper.
 
-Among equals the latest arrival is taken, then the latest admission, so that the oldest make progress.
+Among equals the latest arrival is taken, then the latest admission.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ class LeastComputed(Victim):
 
 
 class Cheapest(Victim):
-    """The request that is fastest to restore, among those that free enough blocks; if none does, among all.
-
-    Unlike `least-computed` it ignores blocks shared with others, which are neither lost nor freed, and full blocks that a
-    tier keeps.
-    """
+    """The request that is fastest to restore, among those that free enough blocks; if none does, among all."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(
