@@ -60,7 +60,7 @@ def routes(parts):
 ECHO = Api(
     "Echo",
     routes,
-    Wording(echo_words, paths=("/echo",), client_header=b"x-echo", id_header=b"x-echo-id"),
+    Wording(echo_words, paths="/echo", client_header=b"x-echo", id_header=b"x-echo-id"),
     takes_any_type=True,
     refused=[Refused("DELETE /echo", "An echo ends by itself.")],
 )

@@ -14,13 +14,13 @@ from starlette.types import Scope
 from penstock.calls.call import Call
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
-from penstock.serve.anthropic.read import NAMES, MessagesReader
+from penstock.serve.anthropic.read import MessagesReader
 from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList, MessageWriter
 from penstock.serve.api import Parts
 from penstock.serve.asking import CallEndpoint, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
-from penstock.serve.errors import ApiError, invalid, renamed, shorten
+from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.streams import NewWriter
 
@@ -31,7 +31,7 @@ DEFAULT_PAGE, MAX_PAGE = 20, 1000
 class MessagesEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._endpoint = CallEndpoint(parts.reader, parts.in_flight, parts.off_loop)
-        self._reader = MessagesReader(parts.reader, parts.deployment, parts.ignored)
+        self._reader = MessagesReader(parts.reader)
         self._config = parts.config
         self._off_loop = parts.off_loop
 
@@ -41,16 +41,13 @@ class MessagesEndpoint:
         def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
             return self._reader.message(data, scope), MessageWriter
 
-        return await self._endpoint.answer(data, http, read, NAMES)
+        return await self._endpoint.answer(data, http, read)
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
         """The number of tokens of a conversation with its tools, as the model would read them."""
-        try:
-            running, conversation = await self._off_loop.run(
-                len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
-            )
-        except ApiError as error:
-            raise renamed(error, NAMES) from None
+        running, conversation = await self._off_loop.run(
+            len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
+        )
         with running.using():
             tenant = read_owner(http.scope, self._config).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))

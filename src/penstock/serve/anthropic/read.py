@@ -1,49 +1,34 @@
-"""From a body of Anthropic's Messages API to a `Call`, or the 400 that names what is wrong.
-
-Messages become those of a conversation. All else becomes the fields of a chat, whose reader knows the rules.
-"""
+"""From a body of Anthropic's Messages API to a neutral request, or the 400 that names what is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from starlette.types import Scope
 
-from penstock.calls.call import NAME_RULE, TOOL_NAME, Call, Conversation
-from penstock.deploy.deployment import Deployment
+from penstock.calls.call import NAME_RULE, TOOL_NAME, Call, ChatRequest, Conversation, FunctionTool, Names, ToolChoice
+from penstock.calls.check import check_conversation, told_tools
 from penstock.deploy.running import RunningModel
-from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
+from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS
 from penstock.serve.asking import Reader, find_model
-from penstock.serve.bodies import (
-    MAX_CALL_ID_CHARS,
-    MAX_TOOLS,
-    FunctionBody,
-    IgnoredParameters,
-    NotYet,
-    ToolBody,
-    check_depth,
-    parse_body,
-)
+from penstock.serve.bodies import MAX_CALL_ID_CHARS, MAX_TOOLS, NotYet, check_depth, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.generation import ChatTemplateFields, read_told_conversation
-from penstock.serve.openai.read import call_of_chat
-from penstock.serve.openai.schemas import ChatCompletionBody, JsonSchemaFormat, ResponseFormat
+from penstock.serve.generation import json_grammar
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 
-ANSWER_PREFIX = "msg_"
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "response_format.json_schema": "output_config.format",
-        **{f"tools[{index}].function.parameters": f"tools[{index}].input_schema" for index in range(MAX_TOOLS)},
-        **{f"tools[{index}].function": f"tools[{index}]" for index in range(MAX_TOOLS)},
-    }
+_NAMES = Names(
+    "anthropic",
+    fields={
+        "tools.*.parameters": "tools[{}].input_schema",
+        "stop": "stop_sequences",
+        "max_reasoning_tokens": "thinking.budget_tokens",
+    },
 )
-"""Fields of a chat as this API calls them, for errors."""
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "text": frozenset({"text"}),
@@ -84,115 +69,91 @@ _EFFORTS: Mapping[str, str] = MappingProxyType(
 class MessagesReader:
     """Reads what clients of Anthropic's API ask. Thread-safe."""
 
-    def __init__(self, reader: Reader, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._deployment = deployment
-        self._ignored = ignored
 
     def message(self, data: bytes, scope: Scope) -> Call:
-        """The body of `/v1/messages`. Raises `ApiError`."""
-        body = parse_body(data, MessagesBody, self._ignored)
+        """Return the call of a body of `/v1/messages`. Raises `ApiError` and `Rejected`."""
+        body = parse_body(data, MessagesBody, self._reader.ignored)
         if body.thread is not None:
             message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
             raise ApiError(400, message, code=NO_THREADS, param="thread")
-        user = None if body.metadata is None else body.metadata.user_id
-        running = self._reader.find(body.model, scope, user or "")[0].answerer()
-        chat = ChatCompletionBody.model_construct(
+        user = (None if body.metadata is None else body.metadata.user_id) or ""
+        dialect = self._reader.find(body.model, scope, user)[0].answerer().dialect
+        budget, output = _reasoning_budget(body, dialect), body.output_config
+        schema = None if output is None or output.format is None else output.format.schema_
+        param = "output_config.format.schema"
+        check_depth(schema, param)
+        request = ChatRequest(
+            names=_NAMES,
+            answer_prefix="msg_",
             model=body.model,
             max_tokens=body.max_tokens,
-            stream=body.stream,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences,
+            is_streamed=bool(body.stream),
+            sampling=sampling_of(body, "anthropic"),
+            stop=body.stop_sequences or (),
             user=user,
-            **self._chat_fields(body, running.dialect),
+            conversation_name=user,
+            conversation=Conversation(variables=_variables(body, dialect), **_messages(body)),
+            tools=_tools(body),
+            tool_choice=_tool_choice(body),
+            grammar=None if schema is None else json_grammar(schema, param),
+            max_reasoning_tokens=budget,
+            has_reasoning=body.thinking is None or body.thinking.display != "omitted",
         )
-        call = call_of_chat(self._reader, chat, data, scope)
-        assert isinstance(call.prompts, Conversation)
-        return dataclasses.replace(
-            call,
-            prompts=_conversation(body, call.prompts),
-            answer=dataclasses.replace(call.answer, answer_id=f"{ANSWER_PREFIX}{call.terms.request_id}"),
-        )
+        return self._reader.call(request, data, scope)
 
     def prompt(self, data: bytes, scope: Scope) -> tuple[RunningModel, Conversation]:
-        """The body of `/v1/messages/count_tokens`, and the model that is meant. Raises `ApiError`."""
-        body = parse_body(data, CountTokensBody, self._ignored)
-        running = find_model(body.model, self._deployment, scope)
+        """Return the prompt of a body of `/v1/messages/count_tokens`, and its model. Raises `ApiError` and `Rejected`."""
+        body = parse_body(data, CountTokensBody, self._reader.ignored)
+        running = find_model(body.model, self._reader.deployment, scope)
         if running.model.encoder is not None:
             raise invalid(f"{running.name} turns texts into numbers and takes no messages. Ask another model.", "model")
-        fields = self._chat_fields(body, running.dialect)
-        if fields.get("tool_choice") == "none":
-            fields.pop("tools", None)
-        template = ChatTemplateFields.model_construct(
-            **{name: value for name, value in fields.items() if name in ChatTemplateFields.model_fields}
-        )
-        return running, _conversation(body, read_told_conversation(template))
-
-    def _chat_fields(self, body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
-        """The fields of a chat that speak of tools, reasoning and the form of the answer; its messages come later."""
-        fields: dict[str, Any] = {"messages": []}
-        variables: dict[str, Any] = {}
-        if body.tools:
-            fields["tools"] = _tools(body.tools)
-        if body.tool_choice is not None:
-            fields |= _tool_choice(body)
-        self._read_thinking(body, dialect, fields, variables)
-        output = body.output_config
-        if output is not None and output.effort is not None and dialect.takes_effort:
-            variables["reasoning_effort"] = _EFFORTS[output.effort]
-        if output is not None and output.format is not None:
-            check_depth(output.format.schema_, "output_config.format.schema")
-            schema = JsonSchemaFormat.model_construct(name="answer", schema_=output.format.schema_)
-            fields["response_format"] = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
-        if variables:
-            fields["chat_template_kwargs"] = variables
-        return fields
-
-    def _read_thinking(
-        self, body: CountTokensBody, dialect: Dialect, fields: dict[str, Any], variables: dict[str, Any]
-    ) -> None:
-        """Anthropic's default is not to think. A template that has no switch for it has its block ended at once."""
-        thinking = body.thinking
-        kind = "disabled" if thinking is None else thinking.type
-        budget = None if thinking is None else thinking.budget_tokens
-        if thinking is not None and (kind == "enabled") != (budget is not None):
-            param = "thinking.budget_tokens"
-            if budget is None:
-                raise invalid(f"Missing required parameter: '{param}'.", param)
-            raise invalid(f"'{param}' is for thinking of the type 'enabled', not '{kind}'.", param)
-        if dialect.takes_enable_thinking:
-            variables["enable_thinking"] = kind != "disabled"
-        elif kind == "disabled" and dialect.reasoning is not None:
-            fields["thinking_budget"] = 0
-        if budget is not None and dialect.reasoning is not None:
-            fields["thinking_budget"] = budget
-        if thinking is not None and thinking.display == "omitted":
-            fields["include_reasoning"] = False
+        _reasoning_budget(body, running.dialect)
+        tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
+        conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
+        return running, replace(check_conversation(conversation, _NAMES), tools=tools)
 
 
-# Tools
+def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
+    """Return what the template is told about reasoning. Anthropic's default is not to think."""
+    variables: dict[str, Any] = {}
+    if dialect.takes_enable_thinking:
+        variables["enable_thinking"] = body.thinking is not None and body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None and dialect.takes_effort:
+        variables["reasoning_effort"] = _EFFORTS[body.output_config.effort]
+    return variables
 
 
-def _tools(tools: Sequence[ClientTool]) -> list[ToolBody]:
+def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
+    """Return the limit of the reasoning block. Without thinking it is 0 if the template has no switch. Raises 400."""
+    thinking = body.thinking
+    kind = "disabled" if thinking is None else thinking.type
+    budget = None if thinking is None else thinking.budget_tokens
+    if thinking is not None and (kind == "enabled") != (budget is not None):
+        param = "thinking.budget_tokens"
+        if budget is None:
+            raise invalid(f"Missing required parameter: '{param}'.", param)
+        raise invalid(f"'{param}' is for thinking of the type 'enabled', not '{kind}'.", param)
+    if dialect.reasoning is None:
+        return None
+    return 0 if kind == "disabled" and not dialect.takes_enable_thinking else budget
+
+
+def _tools(body: CountTokensBody) -> list[FunctionTool]:
+    tools = body.tools or ()
+    for index, tool in enumerate(tools):
+        check_depth(tool.input_schema, f"tools[{index}].input_schema")
     return [
-        ToolBody.model_construct(
-            type="function",
-            function=FunctionBody.model_construct(
-                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-            ),
-        )
+        FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema, is_strict=bool(tool.strict))
         for tool in tools
     ]
 
 
-def _tool_choice(body: CountTokensBody) -> dict[str, Any]:
-    """The choice in a chat's words."""
-    choice = body.tool_choice
-    assert choice is not None
-    names = [tool.name for tool in body.tools or ()]
+def _tool_choice(body: CountTokensBody) -> ToolChoice:
+    choice, names = body.tool_choice, [tool.name for tool in body.tools or ()]
+    if choice is None:
+        return ToolChoice()
     if choice.type in ("any", "tool") and not names:
         raise invalid(f"'tool_choice' is '{choice.type}', but there are no 'tools'.", "tool_choice")
     if (choice.type == "tool") != (choice.name is not None):
@@ -202,16 +163,21 @@ def _tool_choice(body: CountTokensBody) -> dict[str, Any]:
     if choice.name is not None and choice.name not in names:
         message = f"'tool_choice.name' is {shorten(choice.name)!r}, which none of the 'tools' has."
         raise invalid(message, "tool_choice.name")
-    words: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
-    words["tool"] = {"type": "function", "function": {"name": choice.name}}
-    return {"tool_choice": words[choice.type], "parallel_tool_calls": not choice.disable_parallel_tool_use}
+    is_parallel = not choice.disable_parallel_tool_use
+    match choice.type:
+        case "tool":
+            return ToolChoice("required", frozenset([choice.name or ""]), is_parallel=False)
+        case "any":
+            return ToolChoice("required", is_parallel=is_parallel)
+        case other:
+            return ToolChoice(other, is_parallel=is_parallel)
 
 
 # Messages
 
 
-def _conversation(body: CountTokensBody, told: Conversation) -> Conversation:
-    """A conversation that has tools and variables already, with the body's messages."""
+def _messages(body: CountTokensBody) -> dict[str, Any]:
+    """Return the fields of a conversation that come of the messages. Raises 400."""
     made = _Messages()
     if body.system not in (None, "", []):
         made.add("system", body.system, "system")
@@ -221,7 +187,7 @@ def _conversation(body: CountTokensBody, told: Conversation) -> Conversation:
     if goes_on and messages[-1].calls:
         param = f"messages[{len(body.messages) - 1}]"
         raise invalid(f"'{param}' calls tools and is the last message: one with their results must follow.", param)
-    return dataclasses.replace(told, messages=messages, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    return {"messages": messages, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
 
 
 class _Messages:

@@ -40,7 +40,5 @@ def _routes(parts: Parts) -> Sequence[Route]:
 API = Api(
     "Anthropic",
     _routes,
-    Wording(
-        anthropic_words, paths=("/v1/messages", "/v1/messages/count_tokens"), client_header=_VERSION, id_header=b"request-id"
-    ),
+    Wording(anthropic_words, paths="/v1/messages /v1/messages/count_tokens", client_header=_VERSION, id_header=b"request-id"),
 )

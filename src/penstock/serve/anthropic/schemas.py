@@ -24,6 +24,7 @@ from penstock.serve.bodies import (
     NotYet,
     Schema,
     Unread,
+    has_sampling,
 )
 from penstock.serve.errors import RULE, shorten
 
@@ -127,15 +128,12 @@ class CountTokensBody(Body):
     mcp_servers: Annotated[Any, NotYet([])] = None
 
 
+@has_sampling("anthropic")
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """0 and -1 keep all."""
     stop_sequences: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],

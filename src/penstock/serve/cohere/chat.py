@@ -1,11 +1,7 @@
-"""`POST /v2/chat`, Cohere's chat (https://docs.cohere.com/reference/chat). The body becomes a chat of OpenAI's; `write` has the
-answer. Cohere's embeddings and reranking are in `serve/texts`.
-"""
+"""`POST /v2/chat`, Cohere's chat (https://docs.cohere.com/reference/chat)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.calls.call import Call
+from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.api import Parts
 from penstock.serve.asking import CallEndpoint
 from penstock.serve.bodies import (
@@ -31,27 +27,22 @@ from penstock.serve.bodies import (
     ToolBody,
     ToolCallBody,
     Unread,
-    check_body,
+    has_sampling,
     parse_body,
+    sampling_of,
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
-from penstock.serve.openai.read import call_of_chat
-from penstock.serve.openai.schemas import ChatCompletionBody
+from penstock.serve.generation import json_grammar, make_message, read_tools
 from penstock.serve.streams import NewWriter
+from penstock.text.dialects import Message
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "response_format.json_schema.schema": "response_format.json_schema",
-        "thinking_token_budget": "thinking.token_budget",
-        "reasoning_effort": "thinking",
-        "stop": "stop_sequences",
-        "top_k": "k",
-        "top_p": "p",
-    }
+_NAMES = Names(
+    "cohere",
+    fields={"tools.*": "tools[{}].function", "stop": "stop_sequences", "max_reasoning_tokens": "thinking.token_budget"}
+    | {"reasoning_effort": "thinking"},
 )
-"""Fields of OpenAI's chat -> their names here, for errors."""
-_TOOL_CHOICES = {"REQUIRED": "required", "NONE": "none"}
+_TOOL_CHOICES = {"REQUIRED": ToolChoice("required"), "NONE": ToolChoice("none")}
 
 
 class CohereMessage(Body):
@@ -76,6 +67,7 @@ class CohereThinking(Body):
     token_budget: ReasoningBudget | None = None
 
 
+@has_sampling("cohere")
 class CohereChatBody(Body):
     """`POST /v2/chat`. Null is the same as absent."""
 
@@ -91,13 +83,6 @@ class CohereChatBody(Body):
     thinking: CohereThinking | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     stop_sequences: StopStrings | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=1)] | None = None
-    k: Annotated[int, Field(ge=0, le=500)] | None = None
-    """Keep the k most likely tokens; 0 keeps all."""
-    p: Annotated[float, Field(gt=0, le=1)] | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     documents: Annotated[Any, NotYet([])] = None
     citation_options: Annotated[Any, NotYet({"mode": "OFF"})] = None
@@ -112,91 +97,83 @@ class CohereChat(CallEndpoint):
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in the shape of Cohere's chat."""
-        return await self.answer(data, http, self._read, NAMES)
+        return await self.answer(data, http, self._read)
 
     def _read(self, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        body = parse_body(data, CohereChatBody, self.reader.ignored)
-        return call_of_chat(self.reader, check_body(_chat(body), ChatCompletionBody), data, scope), CohereWriter
+        return self.reader.call(_request(parse_body(data, CohereChatBody, self.reader.ignored)), data, scope), CohereWriter
 
 
-def _chat(body: CohereChatBody) -> dict[str, Any]:
-    """Return the fields of OpenAI's chat."""
-    return {
-        "model": body.model,
-        "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)],
-        "stream": body.stream,
-        "tools": body.tools,
-        "tool_choice": None if body.tool_choice is None else _TOOL_CHOICES[body.tool_choice],
-        "response_format": _response_format(body.response_format),
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "temperature": body.temperature,
-        "seed": body.seed,
-        "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty,
-        "top_k": body.k,
-        "top_p": body.p,
-        "priority": body.priority,
-        **_thinking(body.thinking),
-    }
+def _request(body: CohereChatBody) -> ChatRequest:
+    """Return the neutral request of a body. Raises 400."""
+    thinking, names = body.thinking, [tool.function.name for tool in body.tools or ()]
+    is_disabled = thinking is not None and thinking.type == "disabled"
+    budget = None if thinking is None or thinking.token_budget == -1 else thinking.token_budget
+    if is_disabled and budget is not None:
+        raise invalid("'thinking.token_budget' needs 'thinking.type' 'enabled'.", "thinking.token_budget")
+    if body.tool_choice == "REQUIRED" and not names:
+        raise invalid("'tool_choice' is 'REQUIRED', but there are no 'tools'.", "tool_choice")
+    asked = body.response_format
+    return ChatRequest(
+        names=_NAMES,
+        answer_prefix="chatcmpl-",
+        model=body.model,
+        conversation=Conversation([_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]),
+        is_streamed=bool(body.stream),
+        tools=read_tools(body.tools or ()),
+        tool_choice=ToolChoice() if body.tool_choice is None else _TOOL_CHOICES[body.tool_choice],
+        grammar=None if asked is None or asked.type == "text" else _grammar(asked),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or (),
+        sampling=sampling_of(body, "cohere"),
+        priority=body.priority,
+        reasoning_effort="none" if is_disabled else None,
+        max_reasoning_tokens=budget,
+    )
 
 
-def _message(message: CohereMessage, param: str) -> dict[str, Any]:
+def _grammar(asked: CohereFormat) -> AskedGrammar:
+    schema = asked.json_schema
+    return json_grammar(schema, "response_format" if schema is None else "response_format.json_schema")
+
+
+def _message(message: CohereMessage, at: str) -> Message:
     if message.tool_plan and message.content:
-        raise invalid(f"'{param}' has both 'tool_plan' and 'content': send the text once.", f"{param}.tool_plan")
-    return {
-        "role": message.role,
-        "content": message.tool_plan or "" if message.content in (None, "", []) else _content(message.content),
-        "reasoning_content": _reasoning(message.content, f"{param}.content"),
-        "tool_calls": message.tool_calls,
-        "tool_call_id": message.tool_call_id,
-    }
-
-
-def _content(content: Any) -> Any:
-    """Return OpenAI's parts for Cohere's, one for each, so that errors name the client's."""
-    return [_as_text(part) for part in content] if isinstance(content, list) else content
+        raise invalid(f"'{at}' has both 'tool_plan' and 'content': send the text once.", f"{at}.tool_plan")
+    content = message.content
+    if content in (None, "", []):
+        content = message.tool_plan or ""
+    elif isinstance(content, list):
+        content = [_as_text(part) for part in content]
+    return make_message(
+        at,
+        message.role,
+        content,
+        calls=message.tool_calls or (),
+        call_id=message.tool_call_id,
+        reasoning=_reasoning(message.content, f"{at}.content"),
+    )
 
 
 def _is_thinking(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking"
 
 
-def _reasoning(content: Any, param: str) -> str | None:
-    """Return the text of the parts of reasoning, or None. Raises 400."""
+def _reasoning(content: Any, param: str) -> str:
+    """Return the text of the parts of reasoning. Raises 400."""
     texts: list[str] = []
     for index, part in enumerate(content if isinstance(content, list) else ()):
-        if not _is_thinking(part):
-            continue
-        text = part.get("thinking")
-        if not isinstance(text, str):
-            raise invalid(f"'{param}[{index}].thinking' must be a string.", f"{param}[{index}].thinking")
-        texts.append(text)
-    return "".join(texts) or None
+        if _is_thinking(part):
+            text = part.get("thinking")
+            if not isinstance(text, str):
+                raise invalid(f"'{param}[{index}].thinking' must be a string.", f"{param}[{index}].thinking")
+            texts.append(text)
+    return "".join(texts)
 
 
 def _as_text(part: Any) -> Any:
-    """Return a tool's document as a part of text, and a part of reasoning as an empty one. The chat checks all others."""
+    """Return a tool's document as a part of text, and a part of reasoning as an empty one: indices stay the client's."""
     if _is_thinking(part):
         return {"type": "text", "text": ""}
     document = part.get("document") if isinstance(part, dict) and part.get("type") == "document" else None
     data = document.get("data") if isinstance(document, dict) else None
     return {"type": "text", "text": data} if isinstance(data, str) else part
-
-
-def _response_format(asked: CohereFormat | None) -> dict[str, Any] | None:
-    if asked is None or asked.type == "text":
-        return None
-    if asked.json_schema is None:
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.json_schema}}
-
-
-def _thinking(thinking: CohereThinking | None) -> dict[str, Any]:
-    if thinking is None:
-        return {}
-    if thinking.type == "disabled":
-        if thinking.token_budget is not None:
-            raise invalid("'thinking.token_budget' needs 'thinking.type' 'enabled'.", "thinking.token_budget")
-        return {"reasoning_effort": "none"}
-    return {"thinking_token_budget": thinking.token_budget}

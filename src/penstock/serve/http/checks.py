@@ -91,8 +91,8 @@ class Wording:
     """How an API spells errors, and for which requests."""
 
     words: ErrorWords
-    paths: Sequence[str] = ()
-    """One that ends with a slash stands for all paths below it."""
+    paths: str = ""
+    """With spaces between. One that ends with a slash stands for all paths below it."""
     client_header: bytes = b""
     """A header of every request of this API's clients, in small letters: errors of other paths are spelled so for them, too."""
     id_header: bytes = b""
@@ -100,7 +100,8 @@ class Wording:
 
     def owns(self, path: str) -> bool:
         """Return whether errors at this path are spelled so."""
-        return path in self.paths or path[: path.find("/", 1) + 1] in self.paths
+        paths = self.paths.split()
+        return path in paths or path[: path.find("/", 1) + 1] in paths
 
 
 @dataclass(slots=True)
@@ -213,7 +214,7 @@ class RequestChecks:
         self._admin_keys = admin_keys
         self._cors = cors
         self._open_paths = OPEN_PATHS | more_open_paths
-        self._words_of_path = {path: wording.words for wording in wordings for path in wording.paths}
+        self._words_of_path = {path: wording.words for wording in wordings for path in wording.paths.split()}
         self._of_clients = [wording for wording in wordings if wording.client_header]
         self._max_body_bytes = max_body_bytes
 

@@ -49,7 +49,7 @@ def api(read_chat: ReadChat, chat_body: type[Body]) -> Api:
         partial(_routes, read_chat=read_chat, chat_body=chat_body),
         Wording(
             llama_words,
-            paths=("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/"),
+            paths="/completion /infill /apply-template /embedding /props /slots /lora-adapters /slots/",
         ),
         takes_any_type=True,
         refused=[

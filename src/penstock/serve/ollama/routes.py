@@ -42,7 +42,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
 API = Api(
     "Ollama",
     _routes,
-    Wording(error_words, paths=("/api/")),
+    Wording(error_words, paths="/api/"),
     stream_type="application/x-ndjson",
     takes_any_type=True,
     refused=[

@@ -327,4 +327,4 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths=("/embed", "/predict", "/info")))
+API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths="/embed /predict /info"))

@@ -18,4 +18,4 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("text-generation-inference", _routes, Wording(tgi_words, paths=("/", "/generate", "/generate_stream")))
+API = Api("text-generation-inference", _routes, Wording(tgi_words, paths="/ /generate /generate_stream"))
