@@ -16,7 +16,7 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.asking import Reader
+from penstock.serve.asking import CallEndpoint, Reader
 from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
@@ -48,6 +48,7 @@ class Parts:
     ignored: IgnoredParameters | None
     """As for `parse_body`."""
     reader: Reader
+    calls: CallEndpoint
     texts: TextsEndpoint
     folder: FolderWatch
     cards: ModelCards

@@ -20,7 +20,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Parts, Refused, Route
-from penstock.serve.asking import Reader
+from penstock.serve.asking import CallEndpoint, Reader
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
@@ -69,12 +69,14 @@ def create_app(
     """Return the ASGI application over started models. Raises `ConfigError` for useless key files and origins."""
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     in_flight = InFlight(config)
+    reader = Reader(deployment, config, ignored)
     parts = Parts(
         deployment=deployment,
         config=config,
         in_flight=in_flight,
         ignored=ignored,
-        reader=Reader(deployment, config, ignored),
+        reader=reader,
+        calls=CallEndpoint(reader, in_flight, deployment.off_loop),
         texts=TextsEndpoint(deployment, config, in_flight, ignored),
         folder=FolderWatch(deployment),
         cards=ModelCards(),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -27,13 +29,13 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, IgnoredParameters
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, as_api_error, invalid, model_not_found, renamed, unavailable
-from penstock.serve.http.checks import entry_of, headers_of, identity_of, key_name, key_of, values_of
+from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, unavailable
+from penstock.serve.http.checks import JsonEndpoint, entry_of, headers_of, identity_of, key_name, key_of, values_of
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, NameUnknown, Rejected
+from penstock.types.errors import ConfigError, NameUnknown
 
 _log = logging.getLogger(__name__)
 
@@ -301,10 +303,6 @@ def _bad_header(name: str, rule: str) -> ApiError:
 
 # From a request to an answer
 
-Read = Callable[[bytes, Scope], tuple[Call, NewWriter]]
-"""Makes a call of a body and the request's headers, and says who writes the answer. Raises `ApiError` and `Rejected`."""
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
-
 
 class Reader:
     """Makes calls of neutral requests, for the model that each one names. Thread-safe."""
@@ -350,8 +348,26 @@ class Reader:
         return make_call(request, running, terms, adapter, num_bytes=len(data), claim=claim)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as an API's function reads it beside its body."""
+
+    reader: Reader
+    data: bytes
+    scope: Scope
+
+    def call(self, request: ChatRequest | CompletionRequest) -> Call:
+        """As `Reader.call`."""
+        return self.reader.call(request, self.data, self.scope)
+
+
+_Body = TypeVar("_Body", bound=Body)
+_Made = tuple[Call, NewWriter]
+"""A call, and who writes its answer."""
+
+
 class CallEndpoint:
-    """Answers a body of any API that asks a model to write. Only its `Read` and its `Writer` know which API it is."""
+    """Answers bodies of all APIs that ask a model to write. Only the function that reads one knows which API it is."""
 
     def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
         """`off_loop` is for large bodies, which have to be read before their model is known."""
@@ -359,13 +375,27 @@ class CallEndpoint:
         self._in_flight = in_flight
         self._off_loop = off_loop
 
-    async def answer(self, data: bytes, http: HttpRequest, read: Read, names: Mapping[str, str] = NO_NAMES) -> Response:
-        """Return the response. Raises `ApiError`. `names`: other names of fields in errors."""
-        try:
-            call, new_writer = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
-            if (entry := entry_of(http.scope)) is not None:
-                entry.model = call.answer.model_name
-            opened = await unless_gone(http, run(call, self._in_flight))
-            return await respond(http, opened, new_writer)
-        except (ApiError, Rejected) as error:
-            raise renamed(as_api_error(error), names) from None
+    def answers(
+        self,
+        body_type: type[_Body],
+        read: Callable[[_Body, Asked], _Made],
+        check: Callable[[Any, type[_Body], IgnoredParameters | None], _Body] = check_body,
+    ) -> JsonEndpoint:
+        """Return the endpoint of a route whose body `read` makes a call of. Both functions raise `ApiError` and `Rejected`."""
+
+        @wraps(read)
+        async def answer(data: bytes, http: HttpRequest) -> Response:
+            return await self.answer(
+                data, http, lambda asked: read(check(load_json(data), body_type, self.reader.ignored), asked)
+            )
+
+        return answer
+
+    async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], _Made]) -> Response:
+        """Return the response. Raises `ApiError` and `Rejected`."""
+        asked = Asked(self.reader, data, http.scope)
+        call, new_writer = await self._off_loop.run(len(data), lambda: read(asked), limit=INLINE_MAX_BYTES)
+        if (entry := entry_of(http.scope)) is not None:
+            entry.model = call.answer.model_name
+        opened = await unless_gone(http, run(call, self._in_flight))
+        return await respond(http, opened, new_writer)

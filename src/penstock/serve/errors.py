@@ -6,7 +6,6 @@ This file knows causes by their types alone. docs/http-api.md has the table.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NotRequired
@@ -122,31 +121,6 @@ def openai_words(error: ApiError) -> Error:
     if error.sizes is not None:
         detail["n_prompt_tokens"], detail["n_ctx"] = error.sizes
     return {"error": detail}
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error, in which fields have other names: those that a client has sent, whose API calls them so.
-
-    `names`: OpenAI's name of a field -> the client's.
-    """
-
-    def new_name(found: re.Match[str]) -> str:
-        return "'" * found[0].startswith("'") + names[found[1]]
-
-    if not names:
-        return error
-    pattern = "|".join(map(re.escape, names))
-    message = re.sub(rf"'({pattern})(?=['.\[])", new_name, error.message)
-    param = None if error.param is None else re.sub(rf"^({pattern})(?=$|[.\[])", new_name, error.param)
-    return ApiError(
-        error.status_code,
-        message,
-        code=error.code,
-        error_type=error.error_type,
-        param=param,
-        headers=error.headers,
-        sizes=error.sizes,
-    )
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

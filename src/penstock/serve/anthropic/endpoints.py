@@ -1,4 +1,4 @@
-"""Anthropic's API as endpoints: `POST /v1/messages`, `/v1/messages/count_tokens`, and `GET /v1/models` in its shape."""
+"""`POST /v1/messages/count_tokens`, and `GET /v1/models` in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -9,47 +9,33 @@ from datetime import UTC, datetime
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
 
-from penstock.calls.call import Call
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
-from penstock.serve.anthropic.read import MessagesReader
-from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList, MessageWriter
+from penstock.serve.anthropic.read import read_prompt
+from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList
 from penstock.serve.api import Parts
-from penstock.serve.asking import CallEndpoint, read_owner
+from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.exchange import unless_gone
-from penstock.serve.streams import NewWriter
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Models that one answer lists; as at Anthropic."""
 
 
-class MessagesEndpoint:
+class CountEndpoint:
     def __init__(self, parts: Parts) -> None:
-        self._endpoint = CallEndpoint(parts.reader, parts.in_flight, parts.off_loop)
-        self._reader = MessagesReader(parts.reader)
-        self._config = parts.config
-        self._off_loop = parts.off_loop
-
-    async def create(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a conversation, in the shape of Anthropic's Messages API."""
-
-        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-            return self._reader.message(data, scope), MessageWriter
-
-        return await self._endpoint.answer(data, http, read)
+        self._parts = parts
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
         """The number of tokens of a conversation with its tools, as the model would read them."""
-        running, conversation = await self._off_loop.run(
-            len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
+        running, conversation = await self._parts.off_loop.run(
+            len(data), lambda: read_prompt(data, http.scope, self._parts.reader), limit=INLINE_MAX_BYTES
         )
         with running.using():
-            tenant = read_owner(http.scope, self._config).tenant
+            tenant = read_owner(http.scope, self._parts.config).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
             num_tokens = await running.off_loop.run(len(prompt), lambda: _num_tokens(prompt, running))
         counted: AnthropicCount = {"input_tokens": num_tokens}

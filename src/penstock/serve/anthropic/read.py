@@ -13,11 +13,12 @@ from penstock.calls.call import NAME_RULE, TOOL_NAME, Call, ChatRequest, Convers
 from penstock.calls.check import check_conversation, told_tools
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
-from penstock.serve.anthropic.write import NO_THREADS
-from penstock.serve.asking import Reader, find_model
+from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
+from penstock.serve.asking import Asked, Reader, find_model
 from penstock.serve.bodies import MAX_CALL_ID_CHARS, MAX_TOOLS, NotYet, check_depth, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
 from penstock.serve.generation import json_grammar
+from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 
@@ -66,53 +67,47 @@ _EFFORTS: Mapping[str, str] = MappingProxyType(
 """Anthropic's words, and those of the chat templates that know efforts."""
 
 
-class MessagesReader:
-    """Reads what clients of Anthropic's API ask. Thread-safe."""
+def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Answer a conversation, in the shape of Anthropic's Messages API."""
+    if body.thread is not None:
+        message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
+        raise ApiError(400, message, code=NO_THREADS, param="thread")
+    user = (None if body.metadata is None else body.metadata.user_id) or ""
+    dialect = asked.reader.find(body.model, asked.scope, user)[0].answerer().dialect
+    budget, output = _reasoning_budget(body, dialect), body.output_config
+    schema = None if output is None or output.format is None else output.format.schema_
+    param = "output_config.format.schema"
+    check_depth(schema, param)
+    request = ChatRequest(
+        names=_NAMES,
+        answer_prefix="msg_",
+        model=body.model,
+        max_tokens=body.max_tokens,
+        is_streamed=bool(body.stream),
+        sampling=sampling_of(body, "anthropic"),
+        stop=body.stop_sequences or (),
+        user=user,
+        conversation_name=user,
+        conversation=Conversation(variables=_variables(body, dialect), **_messages(body)),
+        tools=_tools(body),
+        tool_choice=_tool_choice(body),
+        grammar=None if schema is None else json_grammar(schema, param),
+        max_reasoning_tokens=budget,
+        has_reasoning=body.thinking is None or body.thinking.display != "omitted",
+    )
+    return asked.call(request), MessageWriter
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
 
-    def message(self, data: bytes, scope: Scope) -> Call:
-        """Return the call of a body of `/v1/messages`. Raises `ApiError` and `Rejected`."""
-        body = parse_body(data, MessagesBody, self._reader.ignored)
-        if body.thread is not None:
-            message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
-            raise ApiError(400, message, code=NO_THREADS, param="thread")
-        user = (None if body.metadata is None else body.metadata.user_id) or ""
-        dialect = self._reader.find(body.model, scope, user)[0].answerer().dialect
-        budget, output = _reasoning_budget(body, dialect), body.output_config
-        schema = None if output is None or output.format is None else output.format.schema_
-        param = "output_config.format.schema"
-        check_depth(schema, param)
-        request = ChatRequest(
-            names=_NAMES,
-            answer_prefix="msg_",
-            model=body.model,
-            max_tokens=body.max_tokens,
-            is_streamed=bool(body.stream),
-            sampling=sampling_of(body, "anthropic"),
-            stop=body.stop_sequences or (),
-            user=user,
-            conversation_name=user,
-            conversation=Conversation(variables=_variables(body, dialect), **_messages(body)),
-            tools=_tools(body),
-            tool_choice=_tool_choice(body),
-            grammar=None if schema is None else json_grammar(schema, param),
-            max_reasoning_tokens=budget,
-            has_reasoning=body.thinking is None or body.thinking.display != "omitted",
-        )
-        return self._reader.call(request, data, scope)
-
-    def prompt(self, data: bytes, scope: Scope) -> tuple[RunningModel, Conversation]:
-        """Return the prompt of a body of `/v1/messages/count_tokens`, and its model. Raises `ApiError` and `Rejected`."""
-        body = parse_body(data, CountTokensBody, self._reader.ignored)
-        running = find_model(body.model, self._reader.deployment, scope)
-        if running.model.encoder is not None:
-            raise invalid(f"{running.name} turns texts into numbers and takes no messages. Ask another model.", "model")
-        _reasoning_budget(body, running.dialect)
-        tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
-        conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
-        return running, replace(check_conversation(conversation, _NAMES), tools=tools)
+def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel, Conversation]:
+    """Return the prompt of a body of `/v1/messages/count_tokens`, and its model. Raises `ApiError` and `Rejected`."""
+    body = parse_body(data, CountTokensBody, reader.ignored)
+    running = find_model(body.model, reader.deployment, scope)
+    if running.model.encoder is not None:
+        raise invalid(f"{running.name} turns texts into numbers and takes no messages. Ask another model.", "model")
+    _reasoning_budget(body, running.dialect)
+    tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
+    conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
+    return running, replace(check_conversation(conversation, _NAMES), tools=tools)
 
 
 def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:

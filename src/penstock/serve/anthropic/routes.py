@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.serve.anthropic.endpoints import AnthropicModels, MessagesEndpoint
+from penstock.serve.anthropic.endpoints import AnthropicModels, CountEndpoint
+from penstock.serve.anthropic.read import create
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import (
     AnthropicCount,
@@ -21,10 +22,10 @@ _VERSION = b"anthropic-version"
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    messages, models = MessagesEndpoint(parts), AnthropicModels(parts)
+    messages, models = parts.calls.answers(MessagesBody, create), AnthropicModels(parts)
     return [
-        Route("POST /v1/messages", "Chat", messages.create, MessagesBody, AnthropicMessage, AnthropicEvent),
-        Route("POST /v1/messages/count_tokens", "Count tokens", messages.count, CountTokensBody, AnthropicCount),
+        Route("POST /v1/messages", "Chat", messages, MessagesBody, AnthropicMessage, AnthropicEvent),
+        Route("POST /v1/messages/count_tokens", "Count tokens", CountEndpoint(parts).count, CountTokensBody, AnthropicCount),
         Route(
             "GET /v1/models /models",
             "List models",

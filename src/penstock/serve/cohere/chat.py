@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Scope
 
 from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
-from penstock.serve.api import Parts
-from penstock.serve.asking import CallEndpoint
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
@@ -28,7 +24,6 @@ from penstock.serve.bodies import (
     ToolCallBody,
     Unread,
     has_sampling,
-    parse_body,
     sampling_of,
 )
 from penstock.serve.cohere.write import CohereWriter
@@ -91,16 +86,9 @@ class CohereChatBody(Body):
     logprobs: Annotated[Any, NotYet(False)] = None
 
 
-class CohereChat(CallEndpoint):
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
-
-    async def chat(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a conversation, in the shape of Cohere's chat."""
-        return await self.answer(data, http, self._read)
-
-    def _read(self, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        return self.reader.call(_request(parse_body(data, CohereChatBody, self.reader.ignored)), data, scope), CohereWriter
+def chat(body: CohereChatBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Answer a conversation, in the shape of Cohere's chat."""
+    return asked.call(_request(body)), CohereWriter
 
 
 def _request(body: CohereChatBody) -> ChatRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Route
-from penstock.serve.cohere.chat import CohereChat, CohereChatBody
+from penstock.serve.cohere.chat import CohereChatBody, chat
 from penstock.serve.cohere.embed import CohereEmbedBody, CohereEmbeddings, embed
 from penstock.serve.cohere.rerank import Ranking, RerankBody, rerank, rerank_v2
 from penstock.serve.cohere.write import CohereAnswer, CohereEvent, cohere_words
@@ -13,9 +13,9 @@ from penstock.serve.http.checks import Wording
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    texts, chat = parts.texts, CohereChat(parts)
+    texts, answer_chat = parts.texts, parts.calls.answers(CohereChatBody, chat)
     return [
-        Route("POST /v2/chat", "Chat", chat.chat, CohereChatBody, CohereAnswer, CohereEvent),
+        Route("POST /v2/chat", "Chat", answer_chat, CohereChatBody, CohereAnswer, CohereEvent),
         Route("POST /v2/embed", "Embed", texts.answers(CohereEmbedBody, embed), CohereEmbedBody, CohereEmbeddings),
         Route("POST /v2/rerank", "Rerank", texts.answers(RerankBody, rerank_v2), RerankBody, Ranking),
         Route("POST /v1/rerank /rerank", "Rerank", texts.answers(RerankBody, rerank), RerankBody, Ranking),

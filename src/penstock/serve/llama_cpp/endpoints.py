@@ -17,11 +17,11 @@ from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import CallEndpoint, Reader, find_model, read_owner
+from penstock.serve.asking import Asked, Reader, find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.http.exchange import unless_gone
-from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
+from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_mixed
 from penstock.serve.shapes import Count
 from penstock.serve.streams import NewWriter
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
@@ -47,31 +47,20 @@ LlamaPiece = TypedDict("LlamaPiece", {"id": Count, "piece": str | list[Count]})
 LlamaTokens = TypedDict("LlamaTokens", {"tokens": list[Count] | list[LlamaPiece]})
 
 
-class LlamaFace(CallEndpoint):
+def completion(body: LlamaCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue one or more prompts, in the words of llama.cpp's server."""
+    return LlamaReader(asked.reader).completion(body, asked.data, asked.scope)
+
+
+def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Fill a hole in a text, beside which other files may stand, in the words of llama.cpp's server."""
+    return LlamaReader(asked.reader).infill(body, asked.data, asked.scope)
+
+
+class LlamaFace:
     def __init__(self, parts: Parts, read_chat: ReadChat) -> None:
-        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
-        self._deployment = parts.deployment
-        self._config = parts.config
+        self._parts = parts
         self._read_chat = read_chat
-        self._read = LlamaReader(parts.reader)
-
-    async def completion(self, data: bytes, http: HttpRequest) -> Response:
-        """Continue one or more prompts, in the words of llama.cpp's server."""
-        body = await self._body(data, LlamaCompletionBody)
-
-        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-            return self._read.completion(body, data, scope)
-
-        return await self.answer(data, http, read)
-
-    async def infill(self, data: bytes, http: HttpRequest) -> Response:
-        """Fill a hole in a text, beside which other files may stand, in the words of llama.cpp's server."""
-        body = await self._body(data, LlamaInfillBody)
-
-        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-            return self._read.infill(body, data, scope)
-
-        return await self.answer(data, http, read)
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
         """The prompt that the model's chat template makes of a chat, whose fields are those of `/v1/chat/completions`."""
@@ -91,11 +80,11 @@ class LlamaFace(CallEndpoint):
         self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
         """Return what `tell` makes of the prompt of a chat, and of its model."""
-        call = await self._off_loop.run(
-            len(data), lambda: self._read_chat(self.reader, data, http.scope), limit=INLINE_MAX_BYTES
+        call = await self._parts.off_loop.run(
+            len(data), lambda: self._read_chat(self._parts.reader, data, http.scope), limit=INLINE_MAX_BYTES
         )
         assert isinstance(call.prompts, Conversation)
-        tenant, running = read_owner(http.scope, self._config).tenant, call.running
+        tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running
         with running.using():
             prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
             content = await running.off_loop.run(len(prompt), lambda: orjson.dumps(tell(prompt, running)))
@@ -103,18 +92,13 @@ class LlamaFace(CallEndpoint):
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text, in the words of llama.cpp's server."""
-        body = await self._off_loop.run(
-            len(data), lambda: parse_body(data, LlamaTokenizeBody, self.reader.ignored), limit=INLINE_MAX_BYTES
+        body = await self._parts.off_loop.run(
+            len(data), lambda: parse_body(data, LlamaTokenizeBody, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
-        running = find_model(body.model, self._deployment, http.scope)
+        running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
             content = await running.off_loop.run(len(data), lambda: orjson.dumps(_tokens(body, running)))
         return Response(content, media_type="application/json")
-
-    async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
-        return await self._off_loop.run(
-            len(data), lambda: read_body(data, body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
-        )
 
 
 def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:

@@ -29,8 +29,8 @@ from penstock.serve.bodies import (
     Schema,
     StopStrings,
     Unread,
+    check_body,
     has_sampling,
-    parse_body,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid, shorten
@@ -226,9 +226,9 @@ def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
 
 
-def read_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """The body of these bytes. Raises 400. `ignored`: as for `parse_body`."""
-    body = parse_body(data, body_type, ignored)
+def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
+    """Return the body of a JSON value. Raises 400. `ignored`: as for `parse_body`."""
+    body = check_body(value, body_type, ignored)
     for names in (_LIMITS, _CHOICES, _PROBS):
         said = {value: name for name in names if (value := getattr(body, name)) is not None}
         if len(said) > 1:

@@ -8,8 +8,17 @@ from functools import partial
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.bodies import Body
 from penstock.serve.http.checks import Wording
-from penstock.serve.llama_cpp.endpoints import InputTokens, LlamaFace, LlamaPrompt, LlamaTokenizeBody, LlamaTokens, ReadChat
-from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
+from penstock.serve.llama_cpp.endpoints import (
+    InputTokens,
+    LlamaFace,
+    LlamaPrompt,
+    LlamaTokenizeBody,
+    LlamaTokens,
+    ReadChat,
+    completion,
+    infill,
+)
+from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody, read_body
 from penstock.serve.llama_cpp.status import LlamaProps, LlamaSlot, LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbedding, LlamaEmbeddingBody, embedding
 from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
@@ -18,10 +27,11 @@ from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
 def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequence[Route]:
     llama, status = LlamaFace(parts, read_chat), LlamaStatus(parts)
     embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
-    completion = LlamaCompletion | list[LlamaCompletion]
+    complete = parts.calls.answers(LlamaCompletionBody, completion, read_body)
+    fill, completed = parts.calls.answers(LlamaInfillBody, infill, read_body), LlamaCompletion | list[LlamaCompletion]
     return [
-        Route("POST /completion", "Complete", llama.completion, LlamaCompletionBody, completion, LlamaCompletion),
-        Route("POST /infill", "Fill in the middle", llama.infill, LlamaInfillBody, completion, LlamaCompletion),
+        Route("POST /completion", "Complete", complete, LlamaCompletionBody, completed, LlamaCompletion),
+        Route("POST /infill", "Fill in the middle", fill, LlamaInfillBody, completed, LlamaCompletion),
         Route(
             "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
             "Count a chat's tokens",

@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
 
 from penstock.calls.call import Call
-from penstock.calls.in_flight import RunningCall
 from penstock.serve.api import Parts
-from penstock.serve.asking import CallEndpoint, find_allowed
+from penstock.serve.asking import Asked, find_allowed
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import entry_of
@@ -29,14 +27,13 @@ from penstock.serve.ollama.read import (
 )
 from penstock.serve.ollama.write import OllamaWriter, utc
 from penstock.serve.streams import NewWriter
-from penstock.text.tokenizer import Tokenizer
 
 _Body = TypeVar("_Body", bound=OllamaBody)
 
 
-class OllamaFace(CallEndpoint):
+class OllamaFace:
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
+        self._parts = parts
         self._deployment = parts.deployment
         self._read = OllamaReader(parts.reader)
 
@@ -46,10 +43,10 @@ class OllamaFace(CallEndpoint):
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
 
-        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-            return self._read.chat(body, data, scope), partial(_writer, body.model, True)
+        def read(asked: Asked) -> tuple[Call, NewWriter]:
+            return self._read.chat(body, data, asked.scope), partial(OllamaWriter, model_name=body.model, is_chat=True)
 
-        return await self.answer(data, http, read)
+        return await self._parts.calls.answer(data, http, read)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a prompt, in Ollama's words, through the chat template unless it is `raw`. Without one the model is loaded."""
@@ -57,14 +54,14 @@ class OllamaFace(CallEndpoint):
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})
 
-        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-            return self._read.generate(body, data, scope), partial(_writer, body.model, False)
+        def read(asked: Asked) -> tuple[Call, NewWriter]:
+            return self._read.generate(body, data, asked.scope), partial(OllamaWriter, model_name=body.model, is_chat=False)
 
-        return await self.answer(data, http, read)
+        return await self._parts.calls.answer(data, http, read)
 
     async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
-        return await self._off_loop.run(
-            len(data), lambda: read_body(load_json(data), body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
+        return await self._parts.off_loop.run(
+            len(data), lambda: read_body(load_json(data), body_type, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
 
     def _loaded(self, body: OllamaBody, http: HttpRequest, said: dict[str, Any]) -> Response:
@@ -85,7 +82,3 @@ class OllamaFace(CallEndpoint):
         reason = "unload" if leaves else "load"
         told = {"model": body.model, "created_at": created_at, **said, "done": True, "done_reason": reason}
         return Response(orjson.dumps(told) + b"\n", media_type="application/json")
-
-
-def _writer(model_name: str, is_chat: bool, call: RunningCall, tokenizer: Tokenizer) -> OllamaWriter:
-    return OllamaWriter(call, tokenizer, model_name=model_name, is_chat=is_chat)

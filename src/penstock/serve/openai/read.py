@@ -1,12 +1,10 @@
-"""`/v1/completions` and `/v1/chat/completions`: from their bodies to neutral requests, on any thread, and their endpoints."""
+"""`/v1/completions` and `/v1/chat/completions`: from their bodies to neutral requests, on any thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.calls.call import (
@@ -20,15 +18,15 @@ from penstock.calls.call import (
     TokenPrompt,
     ToolChoice,
 )
-from penstock.serve.asking import CallEndpoint, Reader
+from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import MAX_CHOICES, parse_body
-from penstock.serve.errors import as_api_error, invalid, refuse_unknown
+from penstock.serve.errors import invalid, refuse_unknown
 from penstock.serve.generation import fields_of, grammar_of, json_grammar, read_conversation, read_tools, structured_grammar
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody, ResponseFormat
 from penstock.serve.openai.write import ChatWriter, CompletionWriter
+from penstock.serve.streams import NewWriter
 from penstock.text.grammar import GrammarKind
-from penstock.types.errors import Rejected
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. Chat answers can use the rest of the context."""
@@ -38,36 +36,20 @@ _ONLY_WITH_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
 """Fields of a beam search, and vLLM's defaults."""
 
 
-class ChatEndpoint(CallEndpoint):
-    async def create(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a conversation. The model's own chat template turns the messages into its prompt."""
-        return await self.answer(data, http, lambda data, scope: (read_chat(self.reader, data, scope), ChatWriter))
+def chat(body: ChatCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Answer a conversation. The model's own chat template turns the messages into its prompt."""
+    return asked.call(chat_request(body, asked.scope)), ChatWriter
 
 
-class CompletionsEndpoint(CallEndpoint):
-    async def create(self, data: bytes, http: HttpRequest) -> Response:
-        """Continue one or more prompts, given as text or token ids."""
-        return await self.answer(data, http, lambda data, scope: (read_completion(self.reader, data, scope), CompletionWriter))
+def completion(body: CompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue one or more prompts, given as text or token ids."""
+    return asked.call(completion_request(body, asked.scope)), CompletionWriter
 
 
 def read_chat(reader: Reader, data: bytes, scope: Scope) -> Call:
     """Return the call of a body of `/v1/chat/completions`. Raises `ApiError` and `Rejected`."""
     body = parse_body(data, ChatCompletionBody, reader.ignored)
     return reader.call(chat_request(body, scope), data, scope)
-
-
-def read_completion(reader: Reader, data: bytes, scope: Scope) -> Call:
-    """Return the call of a body of `/v1/completions`. Raises `ApiError` and `Rejected`."""
-    body = parse_body(data, CompletionBody, reader.ignored)
-    return reader.call(completion_request(body, scope), data, scope)
-
-
-def call_of_chat(reader: Reader, body: ChatCompletionBody, data: bytes, scope: Scope) -> Call:
-    """Return the call of a chat that another API has made of its body. Raises `ApiError`."""
-    try:
-        return reader.call(chat_request(body, scope), data, scope)
-    except Rejected as rejected:
-        raise as_api_error(rejected) from None
 
 
 def chat_request(body: ChatCompletionBody, scope: Scope) -> ChatRequest:

@@ -7,31 +7,18 @@ from collections.abc import Sequence
 from penstock.serve.api import Api, Parts, Route
 from penstock.serve.cards import ModelCard, ModelList, ModelsEndpoint
 from penstock.serve.openai.embeddings import Embeddings, EmbeddingsBody, create
-from penstock.serve.openai.read import ChatEndpoint, CompletionsEndpoint
+from penstock.serve.openai.read import chat, completion
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.write import ChatChunk, ChatCompletion, Completion, CompletionChunk
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    call = parts.reader, parts.in_flight, parts.off_loop
-    embed, models = parts.texts.answers(EmbeddingsBody, create), ModelsEndpoint(parts.deployment, parts.folder)
+    answers, models = parts.calls.answers, ModelsEndpoint(parts.deployment, parts.folder)
+    complete, answer = answers(CompletionBody, completion), answers(ChatCompletionBody, chat)
+    embed, at_chat = parts.texts.answers(EmbeddingsBody, create), "POST /v1/chat/completions /chat/completions"
     return [
-        Route(
-            "POST /v1/completions /completions",
-            "Complete",
-            CompletionsEndpoint(*call).create,
-            CompletionBody,
-            Completion,
-            CompletionChunk,
-        ),
-        Route(
-            "POST /v1/chat/completions /chat/completions",
-            "Chat",
-            ChatEndpoint(*call).create,
-            ChatCompletionBody,
-            ChatCompletion,
-            ChatChunk,
-        ),
+        Route("POST /v1/completions /completions", "Complete", complete, CompletionBody, Completion, CompletionChunk),
+        Route(at_chat, "Chat", answer, ChatCompletionBody, ChatCompletion, ChatChunk),
         Route("POST /v1/embeddings /embeddings", "Embed", embed, EmbeddingsBody, Embeddings),
         Route("GET /v1/models /models", "List models", models.list, returns=ModelList),
         Route("GET /v1/models/{model_id:path}", "Get a model", models.get, returns=ModelCard),

@@ -23,17 +23,16 @@ from penstock.calls.run import run
 from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
-from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
+from penstock.serve.errors import ApiError, internal, invalid
 from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.responses.answers import Response, ResponseForgotten
-from penstock.serve.responses.read import NAMES, Question, read, references
+from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import Kept, Key, MemoryStore, ResponseStore, as_json, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.errors import Rejected
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +63,6 @@ class ResponsesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
         """Answer items with items: messages, reasoning, calls of functions. The answer is kept, unless `store` is false."""
-        try:
-            return await self._create(data, http)
-        except (ApiError, Rejected) as error:
-            raise renamed(as_api_error(error), NAMES) from None
-
-    async def _create(self, data: bytes, http: HttpRequest) -> HttpResponse:
         body = await self._off_loop.run(
             len(data), lambda: parse_body(data, ResponsesBody, self._reader.ignored), limit=INLINE_MAX_BYTES
         )

@@ -1,28 +1,24 @@
-"""The first pass of a response: from a body, and what was said before, to a `Call` and what the answer repeats of the question.
+"""From a body of `/v1/responses`, and what was said before, to a `Call` and to what the answer repeats of the question.
 
-Items become the messages of a chat, and the rest the fields of one, whose rules are those of chats (`openai/read`). May run on
-any thread, and waits for nothing.
+Items become messages of a neutral request. May run on any thread, and waits for nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import orjson
 from starlette.types import Scope
 
-from penstock.calls.call import Call
+from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Reader
-from penstock.serve.bodies import MAX_MESSAGES, CalledFunction, ToolCallBody, check_part, past_call
-from penstock.serve.errors import ApiError, invalid, refuse_unknown, renamed, shorten
-from penstock.serve.generation import ChatMessage
+from penstock.serve.bodies import MAX_MESSAGES, check_part, past_call, sampling_of
+from penstock.serve.errors import invalid, refuse_unknown, shorten
+from penstock.serve.generation import json_grammar
 from penstock.serve.http.checks import identity_of
-from penstock.serve.openai.read import call_of_chat
-from penstock.serve.openai.schemas import ChatCompletionBody, JsonSchemaFormat, ResponseFormat
 from penstock.serve.responses.answers import Response
 from penstock.serve.responses.schemas import (
     LOGPROBS,
@@ -37,6 +33,7 @@ from penstock.serve.responses.schemas import (
 )
 from penstock.serve.responses.tools import Tools, chat_name, read_tools
 from penstock.serve.streams import fingerprint
+from penstock.text.dialects import Message
 
 Item = Any
 """An item as it is told and kept: plain JSON data, with an `id`."""
@@ -58,41 +55,12 @@ NO_COMPACTION = (
     "does so itself where the provider in its configuration has another name than 'OpenAI'."
 )
 _PARTS_NOT_YET = ("input_image", "input_file", "input_audio", "refusal")
-_SAME = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logit_bias",
-    "stop",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "thinking_budget",
-    "priority",
-    "request_id",
-    "cache_salt",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-)
-"""Fields that a chat has, too, and that mean the same there."""
-
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "messages": "input",
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-        "max_completion_tokens": "max_output_tokens",
-        "reasoning_effort": "reasoning.effort",
-    }
-)
-"""Fields of a chat, and what they are called in a response."""
+_FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "max_reasoning_tokens": "thinking_budget",
+}
+"""Fields of a neutral request with other names here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +109,8 @@ def _is_reference(item: Any) -> bool:
 
 
 def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> tuple[Call, Question]:
-    """The call, and the question that its answer belongs to.
+    """Return the call, and the question that its answer belongs to. Raises `ApiError` and `Rejected`.
 
-    Raises `ApiError`, which may call fields as chats do: `NAMES` has the others.
     `keeps`: the server keeps responses, unless the body says otherwise.
     """
     is_named = body.request_id is not None or identity_of(scope).is_from_header
@@ -153,15 +120,12 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
     bodies = [*map(_body_of, before), *items]
     tools = read_tools(body.tools)
-    try:
-        call = call_of_chat(reader, _chat(body, _messages(body.instructions, bodies), tools), data, scope)
-    except ApiError as error:
-        raise renamed(error, tools.renames) from None
+    call = reader.call(_request(body, _messages(body.instructions, bodies), tools), data, scope)
     # A name that a client gives may be given twice; an id that is asked for may not.
     name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
-    answer = dataclasses.replace(call.answer, answer_id=response_id)
-    call = dataclasses.replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
+    answer = replace(call.answer, answer_id=response_id)
+    call = replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
     kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
     return call, Question(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
 
@@ -261,111 +225,119 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
     return [{"type": part["type"], "text": part["text"], **annotations.get(part["type"], {})} for part in content]
 
 
-# The chat
+# The neutral request
 
 
-def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatMessage]:
-    """The messages of a chat. Templates know one message of the system, so those at the beginning become one.
+def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
+    """Return the messages. Templates know one system message, so those at the beginning become one.
 
     Items of the assistant in a row, reasoning first and calls last, become one message. A call that was cut is left out.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     of_system = [instructions] if instructions else []
+    has_text = False  # the last message is an assistant's and has its text
     for item in items:
-        last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+        is_assistant = bool(messages) and messages[-1].role == "assistant"
         match item:
             case MessageItem(role="assistant"):
                 text = _text(item.content, "input", 0, "content")
-                if last["role"] == "assistant" and last["content"] is None and not last["tool_calls"]:
-                    last["content"] = text
+                if is_assistant and not has_text and not messages[-1].calls:
+                    messages[-1] = replace(messages[-1], content=text)
                 else:
-                    messages.append(_of_assistant(content=text))
+                    messages.append(Message(role="assistant", content=text))
+                has_text = True
             case MessageItem():
                 text, is_system = _text(item.content, "input", 0, "content"), item.role in ("system", "developer")
                 if is_system and not messages:
                     of_system.append(text)
                 else:
-                    messages.append({"role": "system" if is_system else item.role, "content": text})
+                    messages.append(Message(role="system" if is_system else item.role, content=text))
             case ReasoningItem():
-                said = "".join([part.text for part in item.content or item.summary or ()])
-                if said:
-                    messages.append(_of_assistant(reasoning_content=said))
+                if said := "".join([part.text for part in item.content or item.summary or ()]):
+                    messages.append(Message(role="assistant", content="", reasoning=said))
+                    has_text = False
             case FunctionCallItem():
                 if item.status == "incomplete":
                     continue
-                if last["role"] != "assistant":
-                    messages.append(_of_assistant())
-                name = chat_name(item.namespace, item.name)
-                function = CalledFunction.model_construct(name=name, arguments=item.arguments)
-                messages[-1]["tool_calls"].append(
-                    ToolCallBody.model_construct(id=item.call_id, type="function", function=function)
-                )
+                if not is_assistant:
+                    messages.append(Message(role="assistant", content=""))
+                    has_text = False
+                call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, "input")
+                messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             case FunctionOutputItem():
                 text = _text(item.output, "input", 0, "output")
-                messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
-    for message in messages:
-        if message["content"] is None and not message["tool_calls"]:
-            message["content"] = ""
+                messages.append(Message(role="tool", content=text, call_id=item.call_id))
     if of_system:
-        messages.insert(0, {"role": "system", "content": "\n\n".join(of_system)})
-    return [ChatMessage.model_construct(**message) for message in messages]
+        messages.insert(0, Message(role="system", content="\n\n".join(of_system)))
+    return messages
 
 
-def _of_assistant(content: str | None = None, reasoning_content: str | None = None) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, "reasoning_content": reasoning_content, "tool_calls": []}
-
-
-def _chat(body: ResponsesBody, messages: list[ChatMessage], tools: Tools) -> ChatCompletionBody:
-    """The fields of a chat that asks for the same. Raises 400."""
-    fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    fields["messages"] = messages
+def _request(body: ResponsesBody, messages: list[Message], tools: Tools) -> ChatRequest:
+    """Return the neutral request. Raises 400."""
     if body.background and body.stream:
         raise invalid("'background' with 'stream' is not supported yet: leave one of them out.", "background")
-    if body.max_output_tokens is not None:
-        fields["max_completion_tokens"] = body.max_output_tokens
-    if LOGPROBS in (body.include or ()):
-        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    elif body.top_logprobs:
+    has_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
         raise invalid(f"'top_logprobs' needs {LOGPROBS!r} in 'include'.", "top_logprobs")
-    if body.text is not None and body.text.format is not None:
-        fields["response_format"] = _format(body.text.format)
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
-    if tools.bodies:
-        fields["tools"] = tools.bodies
-    if body.tool_choice is not None:
-        fields["tool_choice"] = _choice(body.tool_choice, tools.names)
-    return ChatCompletionBody.model_construct(**fields)
+    places = {f"tools.{index}": place for index, place in enumerate(tools.places)}
+    return ChatRequest(
+        names=Names("responses", fields=_FIELDS | places),
+        model=body.model,
+        conversation=Conversation(messages, variables=body.chat_template_kwargs or {}, param="input"),
+        tools=tools.functions,
+        tool_choice=_choice(
+            body.tool_choice,
+            [tool.name for tool in tools.functions],
+            is_parallel=body.parallel_tool_calls is not False,
+        ),
+        grammar=None if body.text is None or body.text.format is None else _grammar(body.text.format),
+        sampling=sampling_of(body, "responses"),
+        logit_bias=body.logit_bias or {},
+        stop=body.stop or (),
+        max_tokens=body.max_output_tokens,
+        max_reasoning_tokens=None if body.thinking_budget == -1 else body.thinking_budget,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        logprobs=(body.top_logprobs or 0) if has_logprobs else None,
+        is_streamed=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        conversation_name=body.prompt_cache_key or body.user or "",
+        user=body.safety_identifier or body.user or "",
+    )
 
 
-def _format(asked: TextFormat) -> ResponseFormat:
+def _grammar(asked: TextFormat) -> AskedGrammar | None:
     if asked.type != "json_schema":
         for name in ("name", "schema", "strict"):
             if getattr(asked, "schema_" if name == "schema" else name) is not None:
                 raise invalid(f"'text.format.{name}' needs 'type': 'json_schema', not '{asked.type}'.", f"text.format.{name}")
-        return ResponseFormat.model_construct(type=asked.type)
+        return None if asked.type == "text" else json_grammar(None, "text.format")
     if asked.name is None or asked.schema_ is None:
         name = "text.format.name" if asked.name is None else "text.format.schema"
         raise invalid(f"Missing required parameter: '{name}'.", name)
-    return ResponseFormat.model_construct(
-        type="json_schema", json_schema=JsonSchemaFormat.model_construct(name=asked.name, schema_=asked.schema_)
-    )
+    return json_grammar(asked.schema_, "text.format.schema")
 
 
-def _choice(choice: Any, names: Sequence[str]) -> Any:
-    """In the form that chats have. Raises 400."""
-    if isinstance(choice, str):
-        return choice
+def _choice(choice: Any, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
+    """Return which tools the answer calls. Raises 400."""
+    match choice:
+        case "required" if not names:
+            raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
+        case None | "auto" | "none" | "required":
+            return ToolChoice(choice or "auto", is_parallel=is_parallel)
+        case str():
+            message = "'tool_choice' must be 'none', 'auto', 'required', or an object that names a tool."
+            raise invalid(message, "tool_choice")
+        case {"type": "function"}:
+            return ToolChoice("required", frozenset([_named(choice, names, "tool_choice")]), is_parallel=False)
+        case {"type": "allowed_tools"}:
+            refuse_unknown(choice, ("type", "mode", "tools"), "tool_choice")
+            mode, listed = choice.get("mode"), choice.get("tools")
+            if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+                raise invalid("'tool_choice' must have a 'mode' of 'auto' or 'required', and 'tools'.", "tool_choice")
+            found = [_named(one, names, f"tool_choice.tools[{at}]") for at, one in enumerate(listed)]
+            return ToolChoice(mode, frozenset(found), is_parallel=is_parallel)
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        return {"type": "function", "function": {"name": _named(choice, names, "tool_choice")}}
-    if kind == "allowed_tools":
-        refuse_unknown(choice, ("type", "mode", "tools"), "tool_choice")
-        mode, listed = choice.get("mode"), choice.get("tools")
-        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise invalid("'tool_choice' must have a 'mode' of 'auto' or 'required', and 'tools'.", "tool_choice")
-        tools = [{"function": {"name": _named(one, names, f"tool_choice.tools[{at}]")}} for at, one in enumerate(listed)]
-        return {"type": kind, "allowed_tools": {"mode": mode, "tools": tools}}
     told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
     raise invalid(f"'tool_choice.type'{told} is not supported; it must be 'function' or 'allowed_tools'.", "tool_choice.type")
 

@@ -24,6 +24,7 @@ from penstock.serve.bodies import (
     TemplateVariables,
     Unread,
     at_most,
+    has_sampling,
 )
 from penstock.types.sampling import MAX_LOGPROBS
 
@@ -56,7 +57,7 @@ Included = Literal[
 reasoning that is encrypted, as it stands here in the clear."""
 
 
-class FunctionTool(Body):
+class FunctionBody(Body):
     """A function that an answer may call. A schema is followed in any case; with `strict`, one that can't be is refused."""
 
     type: Literal["function"]
@@ -76,7 +77,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ReasoningOptions(Body):
@@ -105,6 +106,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Unread = None
 
 
+@has_sampling("responses")
 class ResponsesBody(Body):
     """`POST /v1/responses`. Null is the same as absent."""
 
@@ -124,8 +126,6 @@ class ResponsesBody(Body):
     include: Annotated[list[Included], Field(max_length=32, fail_fast=True)] | None = None
 
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, NoEffect()] = None
     """No item is ever dropped: a conversation that is too long is refused."""
@@ -141,12 +141,6 @@ class ResponsesBody(Body):
     """A limit of built-in tools."""
 
     # vLLM's names for what OpenAI does not have.
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
     chat_template_kwargs: TemplateVariables | None = None

@@ -12,15 +12,12 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from penstock.calls.call import AskedGrammar, Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.asking import CallEndpoint
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     INT32_MAX,
     MAX_TOKENS_LIMIT,
@@ -28,7 +25,6 @@ from penstock.serve.bodies import (
     NotYet,
     StopStrings,
     has_sampling,
-    parse_body,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid
@@ -131,26 +127,26 @@ class TgiError(TypedDict):
     error_type: str
 
 
-class TgiFace(CallEndpoint):
-    async def generate(self, data: bytes, http: HttpRequest) -> Response:
-        """Continue a prompt, in the shape of text-generation-inference."""
-        return await self.answer(data, http, self._read)
+def generate(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue a prompt, in the shape of text-generation-inference."""
+    return _read(body, asked, is_streamed=bool(body.stream))
 
-    async def generate_stream(self, data: bytes, http: HttpRequest) -> Response:
-        """Continue a prompt as a stream, in the shape of text-generation-inference."""
-        return await self.answer(data, http, partial(self._read, is_streamed=True))
 
-    async def root(self, data: bytes, http: HttpRequest) -> Response:
-        """As `/generate`, but the answer is in a list."""
-        return await self.answer(data, http, partial(self._read, is_list=True))
+def generate_stream(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue a prompt as a stream, in the shape of text-generation-inference."""
+    return _read(body, asked, is_streamed=True)
 
-    def _read(self, data: bytes, scope: Scope, *, is_list: bool = False, is_streamed: bool = False) -> tuple[Call, NewWriter]:
-        body = parse_body(data, TgiBody, self.reader.ignored)
-        parameters = body.parameters or TgiParameters()
-        request = _request(body, parameters, is_streamed=is_streamed or bool(body.stream))
-        call = self.reader.call(request, data, scope)
-        prefix = body.inputs if parameters.return_full_text else ""
-        return call, partial(TgiWriter, prefix=prefix, has_details=bool(parameters.details), is_list=is_list)
+
+def root(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """As `/generate`, but the answer is in a list."""
+    return _read(body, asked, is_list=True, is_streamed=bool(body.stream))
+
+
+def _read(body: TgiBody, asked: Asked, *, is_list: bool = False, is_streamed: bool) -> tuple[Call, NewWriter]:
+    parameters = body.parameters or TgiParameters()
+    call = asked.call(_request(body, parameters, is_streamed=is_streamed))
+    prefix = body.inputs if parameters.return_full_text else ""
+    return call, partial(TgiWriter, prefix=prefix, has_details=bool(parameters.details), is_list=is_list)
 
 
 def tgi_words(error: ApiError) -> TgiError:

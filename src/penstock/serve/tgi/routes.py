@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Route
 from penstock.serve.http.checks import Wording
-from penstock.serve.tgi.generate import TgiAnswer, TgiBody, TgiEvent, TgiFace, tgi_words
+from penstock.serve.tgi.generate import TgiAnswer, TgiBody, TgiEvent, generate, generate_stream, root, tgi_words
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    tgi, root = TgiFace(parts.reader, parts.in_flight, parts.off_loop), "What the default model is for"
+    answers, title = parts.calls.answers, "What the default model is for"
     return [
-        Route("POST /generate", "Complete", tgi.generate, TgiBody, TgiAnswer, TgiEvent),
-        Route("POST /generate_stream", "Complete as a stream", tgi.generate_stream, TgiBody, None, TgiEvent),
-        Route("POST /", root, tgi.root, TgiBody, list[TgiAnswer], TgiEvent),
+        Route("POST /generate", "Complete", answers(TgiBody, generate), TgiBody, TgiAnswer, TgiEvent),
+        Route("POST /generate_stream", "Complete as a stream", answers(TgiBody, generate_stream), TgiBody, None, TgiEvent),
+        Route("POST /", title, answers(TgiBody, root), TgiBody, list[TgiAnswer], TgiEvent),
     ]
 
 
