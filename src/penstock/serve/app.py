@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import orjson
@@ -38,7 +38,7 @@ from penstock.serve.http.checks import (
 )
 from penstock.serve.http.cors import Cors
 from penstock.serve.llama_cpp.routes import api as llama_cpp
-from penstock.serve.loading import AdapterLooks, FolderWatch, when_loaded
+from penstock.serve.loading import FolderWatch, Waits
 from penstock.serve.ollama.routes import API as OLLAMA
 from penstock.serve.openai.read import read_chat
 from penstock.serve.openai.routes import API as OPENAI
@@ -130,17 +130,16 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 
 
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
-    looks = AdapterLooks(parts.deployment)
-    waits = partial(when_loaded, parts.deployment, parts.folder, parts.in_flight)
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]
-        answer = looks.when_looked_up(parts.folder.when_found(_chosen(operation)))
+        answer = waits.around(_chosen(operation), loads=base.body is not None)
         if base.body is None:
             endpoint = _without_body(answer)
         else:
             of_any_type = api.takes_any_type and api.wording.owns(operation.path)
-            endpoint = takes_json(waits(answer), of_any_type=of_any_type)
+            endpoint = takes_json(answer, of_any_type=of_any_type)
         return StarletteRoute(operation.path, endpoint, methods=[operation.method])
 
     return [mount(operation) for operation in operations]
