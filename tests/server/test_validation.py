@@ -14,10 +14,12 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
-from penstock.serve.asking import Reader
+from penstock.serve.asking import Asked, Reader
+from penstock.serve.bodies import parse_body
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
-from penstock.serve.openai.read import read_chat, read_completion
+from penstock.serve.openai.read import chat, completion
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
@@ -56,8 +58,10 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    read = read_completion if path == "completion" else read_chat
-    return read(Reader(Deployment.of(RUNNING), ServerConfig()), orjson.dumps(body), scope)
+    asked = Asked(Reader(Deployment.of(RUNNING), ServerConfig()), data := orjson.dumps(body), scope)
+    if path == "completion":
+        return completion(parse_body(data, CompletionBody), asked)[0]
+    return chat(parse_body(data, ChatCompletionBody), asked)[0]
 
 
 def sampling(path="completion", **fields):

@@ -14,11 +14,6 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
 
-_MOST_AROUND = 4
-"""Special tokens that a model wants before a text, or behind it, at most."""
-_LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI writes this for a probability of zero."""
-
 
 class CompletionTokens(TypedDict):
     """Log-probabilities of a completion."""
@@ -86,8 +81,9 @@ class CompletionLogprobs:
         normaliser changes. `begins`: where each token begins, and where the last ends.
         """
         is_special, num_tokens = self._tokenizer.is_special, len(token_ids)
-        for first in range(min(num_tokens, _MOST_AROUND) + 1):
-            for last in range(num_tokens, max(first, num_tokens - _MOST_AROUND) - 1, -1):
+        most = min(num_tokens, 4)  # no model wants more of them at an end
+        for first in range(most + 1):
+            for last in range(num_tokens, max(first, num_tokens - most) - 1, -1):
                 if begins[last] - begins[first] == num_chars and all(map(is_special, (*token_ids[:first], *token_ids[last:]))):
                     return begins[first]
         return begins[-1] - num_chars
@@ -211,4 +207,4 @@ def _legacy_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, -9999.0)  # JSON has no infinity: OpenAI writes this for a probability of zero

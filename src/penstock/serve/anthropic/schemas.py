@@ -28,8 +28,6 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.errors import RULE, shorten
 
-MAX_USER_ID_CHARS = 512
-"""Anthropic's limit."""
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
 
@@ -101,7 +99,7 @@ class ContextManagementBody(Body):
 
 
 class MetadataBody(Body):
-    user_id: Annotated[Annotated[str, Field(max_length=MAX_USER_ID_CHARS)] | None, NoEffect()] = None
+    user_id: Annotated[Annotated[str, Field(max_length=512)] | None, NoEffect()] = None
 
 
 class CountTokensBody(Body):

@@ -36,10 +36,6 @@ _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
 """By the status. All others have OpenAI's word."""
 NOT_SUPPORTED = "not_supported"
 """Code of the error that says that a model can't do something. Its status is the client's fault: another model can."""
-NO_SLOT = -1
-"""There are no slots: a client that sends this back asks for any."""
-_LEAST_LOGPROB = -3.4028234663852886e38
-"""JSON has no infinity; llama.cpp writes the least float for a probability of zero."""
 _OFF: Mapping[str, Any] = MappingProxyType(
     {
         "dynatemp_range": 0.0,
@@ -198,7 +194,7 @@ class LlamaWriter(Writer):
             "content": chunk.text,
             "tokens": chunk.token_ids,
             "stop": False,
-            "id_slot": NO_SLOT,
+            "id_slot": -1,  # any: there are no slots
             "tokens_predicted": chunk.num_generated_tokens,
             "tokens_evaluated": self._call.requests[index].num_prompt_tokens,
         }
@@ -226,7 +222,7 @@ class LlamaWriter(Writer):
             "index": index,
             "content": text,
             "tokens": tokens,
-            "id_slot": NO_SLOT,
+            "id_slot": -1,  # any: there are no slots
             "stop": True,
             "model": self._options.model_name,
             "tokens_predicted": chunk.num_generated_tokens,
@@ -265,7 +261,8 @@ class LlamaWriter(Writer):
     def _token(self, token_id: int, logprob: float) -> LlamaToken:
         data = self._tokenizer.token_bytes(token_id)
         text = data.decode("utf-8", "ignore")
-        return {"id": token_id, "token": text, "bytes": list(data), "logprob": max(logprob, _LEAST_LOGPROB)}
+        # JSON has no infinity: llama.cpp writes the least float for a probability of zero.
+        return {"id": token_id, "token": text, "bytes": list(data), "logprob": max(logprob, -3.4028234663852886e38)}
 
 
 def _event(value: LlamaCompletion | LlamaError) -> bytes:

@@ -19,7 +19,6 @@ from penstock.serve.http.checks import require_admin
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.shapes import Success
 
-MAX_UNLOAD_S = 24 * 3600.0
 _Result = TypeVar("_Result")
 
 
@@ -31,7 +30,7 @@ class LoadModelBody(Body):
 
 class UnloadModelBody(Body):
     model: str
-    timeout_s: Annotated[float, Field(ge=0, le=MAX_UNLOAD_S)] = 30.0
+    timeout_s: Annotated[float, Field(ge=0, le=24 * 3600)] = 30.0
     """Time for the requests that use it; those that have not ended then are aborted."""
 
 

@@ -19,9 +19,6 @@ from penstock.serve.errors import unavailable
 from penstock.serve.ops.requests import json_answer
 from penstock.serve.shapes import Count
 
-SHARED_NS = 100_000_000
-"""Time for which a drawing is shown."""
-
 
 class Owner(TypedDict):
     request: str | None
@@ -68,7 +65,7 @@ class PoolEndpoint:
         with self._lock:
             now_ns = running.clock.now_ns()
             drawn_ns, drawn = self._drawn.get(running.name, (0, None))
-            if drawn is None or now_ns - drawn_ns >= SHARED_NS:
+            if drawn is None or now_ns - drawn_ns >= 100_000_000:
                 try:
                     drawn = running.engine.pool_map()
                 except TimeoutError as error:

@@ -25,8 +25,6 @@ from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")
 _ENDS = {**FINISH_WORDS, FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
-_MAX_ENDED = 100
-"""Ended requests in a list."""
 
 
 TimesMs = dict[str, float]
@@ -150,8 +148,8 @@ def _max_ended(text: str | None) -> int:
     """Raises 400 for what is no number in the range."""
     if text is None:
         return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= _MAX_ENDED):
-        raise invalid(f"'ended' must be a whole number from 0 to {_MAX_ENDED}.", "ended")
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
+        raise invalid("'ended' must be a whole number from 0 to 100.", "ended")
     return int(text)
 
 

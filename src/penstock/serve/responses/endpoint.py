@@ -37,8 +37,6 @@ from penstock.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 _CANCELLED = "the response was cancelled"
-MAX_LISTED = 100
-"""Items in one answer."""
 
 
 class _Running(NamedTuple):
@@ -196,8 +194,8 @@ class ResponsesEndpoint:
         """The items of a response's question, without those of the responses that it follows; the last first."""
         kept, query = await self._find(http), http.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_LISTED):
-            raise invalid(f"'limit' must be an integer from 1 to {MAX_LISTED}.", "limit")
+        if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+            raise invalid("'limit' must be an integer from 1 to 100.", "limit")
         if order not in ("asc", "desc"):
             raise invalid("'order' must be 'asc' or 'desc'.", "order")
         items = kept.items[: kept.num_asked]

@@ -22,12 +22,8 @@ from penstock.serve.responses.answers import Response
 from penstock.serve.responses.read import Item, Past
 from penstock.types.errors import counted
 
-MAX_KEPT = 1 << 14
 MAX_RUNNING = 256
 """Responses in the background that have not ended."""
-MAX_REMEMBERED = 1 << 12
-"""Forgotten responses of which the reason is known."""
-_RETRY_AFTER_S = 5.0
 _ENTRY_BYTES = 720
 """Python's share of one response: its objects, its names, and its places in the store's dictionaries."""
 
@@ -145,7 +141,7 @@ class _Shelf:
 
 
 class MemoryStore:
-    def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = MAX_KEPT) -> None:
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14) -> None:
         """`max_bytes`: of all responses; 0 keeps none. `ttl_s`: time after its last use for which a response is kept."""
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -197,7 +193,7 @@ class MemoryStore:
         num_bytes = sum([kept.num_bytes for kept in self._running.values()])
         if len(self._running) >= MAX_RUNNING or num_bytes >= self._max_bytes:
             running = f"{counted(len(self._running), 'response')} of {num_bytes} bytes"
-            raise overloaded(f"Overloaded: {running} run in the background already.", _RETRY_AFTER_S)
+            raise overloaded(f"Overloaded: {running} run in the background already.", retry_after_s=5.0)
 
     def _use(self, kept: Kept) -> None:
         self._used_ns[kept.key] = self._clock.now_ns()
@@ -255,7 +251,7 @@ class MemoryStore:
     def _forget(self, kept: Kept, why: str) -> None:
         self._remove(kept)
         self._gone[kept.key] = why
-        if len(self._gone) > MAX_REMEMBERED:
+        if len(self._gone) > 1 << 12:
             self._gone.popitem(last=False)
 
     def _not_found(self, owner: Owner, response_id: str, param: str | None) -> ApiError:

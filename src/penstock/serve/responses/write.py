@@ -23,15 +23,12 @@ from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Pa
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
-_RATE_LIMITED = 429
-_CLIENT_FAULTS = range(400, 500)
-
 
 def response_error(error: ApiError) -> ResponseError:
     """The words of a response that failed: OpenAI's codes, of which few fit."""
-    if error.status_code == _RATE_LIMITED:
+    if error.status_code == 429:
         code = "rate_limit_exceeded"
-    elif error.status_code in _CLIENT_FAULTS and error.error_type == "invalid_request_error":
+    elif 400 <= error.status_code < 500 and error.error_type == "invalid_request_error":
         code = "invalid_prompt"
     else:
         code = "server_error"

@@ -36,8 +36,6 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """The parameters of every text: nothing is sampled."""
 WINDOW_STEPS = 2
 """Full steps whose tokens a call has with the engine: one runs while the next texts come."""
-_CHARS_PER_TOKEN = 4
-"""The mean for English. The door decides about a list before its tokens are known."""
 
 _Key = tuple[str, Text]
 """The tenant, or empty where tenants share texts, and the text."""
@@ -240,8 +238,8 @@ def _ask(call: TextsCall) -> Ask:
     for text in call.texts:
         if num_tokens >= WINDOW_STEPS * model.max_step_tokens:
             break
-        texts.append(text)
-        num_tokens += min(max(1, _size(text) // _CHARS_PER_TOKEN), model.max_model_len)
+        texts.append(text)  # four characters for a token, as English has
+        num_tokens += min(max(1, _size(text) // 4), model.max_model_len)
     num_token_ids = sum([_size(text) for text in texts if isinstance(text, TokenIds)])
     return ask_of(
         call.terms,

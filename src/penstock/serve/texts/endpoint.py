@@ -28,11 +28,6 @@ from penstock.serve.texts.read import TextsRequest
 from penstock.serve.texts.tokens import work_size
 from penstock.serve.texts.write import write_json
 
-INLINE_MAX_ANSWER_SIZE = 1 << 16
-"""Answers up to here, 25 vectors of 384, are written within a millisecond, so the event loop does it."""
-ITEM_SIZE = 1024
-"""A vector, or a label with its score, takes as long as so many bytes of numbers beside its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -98,7 +93,7 @@ class TextsEndpoint:
         if entry is not None:
             num_tokens = results.num_tokens
             entry.count_tokens = lambda: (num_tokens, 0)
-        if _size(call, results) <= INLINE_MAX_ANSWER_SIZE:
+        if _size(call, results) <= 1 << 16:  # 25 vectors of 384: the event loop writes them within a millisecond
             content = write_json(answer.write(results))
         else:  # its time is no memory: others' long texts are refused for the bytes that are in flight
             num_bytes = max(results.num_bytes, LARGE_SIZE + 1)
@@ -111,4 +106,5 @@ def _size(call: TextsCall, results: TextResults) -> int:
     """The work of writing an answer, in bytes: its numbers, its items, and the texts, which some faces tell back."""
     encoder = call.running.model.encoder
     num_labels = 1 if encoder is None else max(1, len(encoder.labels))
-    return results.num_bytes + ITEM_SIZE * num_labels * len(results.results) + work_size(call)
+    # A vector, or a label with its score, takes as long as 1,024 bytes of numbers beside its own.
+    return results.num_bytes + 1024 * num_labels * len(results.results) + work_size(call)

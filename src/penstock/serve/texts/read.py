@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, TypeAdapter, WithJsonSchema
 from starlette.types import Scope
 
 from penstock.calls.call import Terms
@@ -23,56 +23,25 @@ from penstock.serve.http.checks import identity_of
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import EncoderInfo, Task, TruncationSide
 
-Texts = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_TEXTS},
-            ]
-        }
-    ),
-]
+_DOCUMENT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+
+
+def _described(kind: Any) -> WithJsonSchema:
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_TEXTS)
+Texts = Annotated[Any, _described(_Text | Annotated[list[_Text], _Several])]
 """A text or several. `read_texts` checks them, whose messages can name the element."""
-TextsOrIds = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {
-                        "anyOf": [
-                            {"type": "string", "minLength": 1},
-                            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                        ]
-                    },
-                    "minItems": 1,
-                    "maxItems": MAX_TEXTS,
-                },
-            ]
-        }
-    ),
-]
-Documents = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_TEXTS,
-            "items": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-                ]
-            },
-        }
-    ),
-]
+TextsOrIds = Annotated[Any, _described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
+Documents = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _DOCUMENT})]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]
 KeptTokens = Annotated[int, Field(ge=-1, le=INT32_MAX)]

@@ -23,11 +23,6 @@ MAX_ANSWER_BYTES = 1 << 25
 """Numbers of one answer: 2,048 vectors of 4,096. As JSON they are three times as many bytes."""
 PIECE_TEXTS = 64
 """Texts that are tokenised at once: Python's part of that takes half a millisecond."""
-PIECE_CHARS = 1 << 16
-"""Characters at which a piece ends: the tokenizer needs some 300 bytes of memory for each until it is done."""
-CHARS_PER_TEXT = 64
-"""A text costs as much as so many characters, however short it is."""
-_NAME_BYTES = 16
 MAX_TOLD_TOKENS = 1 << 16
 """Tokens of one answer of `/tokenize`: 4 MB of JSON."""
 
@@ -43,7 +38,8 @@ def work_size(call: TextsCall) -> int:
     """The work of `tokenise` in characters: of each different text once, and a share for each that was sent."""
     different = {part for text in call.texts for part in parts_of(text)}
     num_ids = sum([len(text.token_ids) for text in call.texts if isinstance(text, TokenIds)])
-    return sum(map(len, different)) + num_ids + CHARS_PER_TEXT * len(call.texts)
+    # A text costs as much as 64 characters, however short it is.
+    return sum(map(len, different)) + num_ids + 64 * len(call.texts)
 
 
 def tokenise(call: TextsCall) -> list[Text]:
@@ -76,7 +72,7 @@ def tokenise(call: TextsCall) -> list[Text]:
 
 def named(tokens: TextTokens) -> Text:
     """A text with its name, which is the same for equal tokens alone."""
-    digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=_NAME_BYTES)
+    digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=16)
     return Text(digest.digest(), tokens)
 
 
@@ -104,7 +100,8 @@ def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
     piece: list[str] = []
     num_chars = 0
     for text in texts:
-        if piece and (len(piece) == PIECE_TEXTS or num_chars + len(text) > PIECE_CHARS):
+        # The tokenizer needs some 300 bytes of memory for each character until it is done.
+        if piece and (len(piece) == PIECE_TEXTS or num_chars + len(text) > 1 << 16):
             yield piece
             piece, num_chars = [], 0
         piece.append(text)

@@ -23,7 +23,6 @@ from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import require_admin
 from penstock.types.errors import ConfigError, ModelError
 
-MAX_PATH = 4096
 LOAD_TIMEOUT_S = 60.0
 
 
@@ -31,7 +30,7 @@ class LoadAdapterBody(Body):
     model: str | None = None
     """The model that it belongs to; by default the first that is served with adapters."""
     lora_name: Annotated[str, Field(min_length=1)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
     """True: it may take the place of another of that name."""
 
