@@ -112,8 +112,7 @@ class ErrorDetail(TypedDict):
     n_ctx: NotRequired[int]
 
 
-class Error(TypedDict):
-    error: ErrorDetail
+Error = TypedDict("Error", {"error": ErrorDetail})
 
 
 def openai_words(error: ApiError) -> Error:

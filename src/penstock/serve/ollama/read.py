@@ -165,8 +165,7 @@ class OllamaGenerateBody(_AnswerBody):
     steps: Annotated[Any, NotYet()] = None
 
 
-class OllamaError(TypedDict):
-    error: str
+OllamaError = TypedDict("OllamaError", {"error": str})
 
 
 def error_words(error: ApiError) -> OllamaError:

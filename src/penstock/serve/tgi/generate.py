@@ -85,20 +85,13 @@ class TgiBody(Body):
     stream: bool | None = None
 
 
-class TgiToken(TypedDict):
-    id: Count
-    text: str
-    logprob: float
-    special: bool
+TgiToken = TypedDict("TgiToken", {"id": Count, "text": str, "logprob": float, "special": bool})
 
 
 FinishWord = Literal["length", "eos_token", "stop_sequence"]
 
 
-class TgiEnd(TypedDict):
-    finish_reason: FinishWord
-    generated_tokens: Count
-    seed: int
+TgiEnd = TypedDict("TgiEnd", {"finish_reason": FinishWord, "generated_tokens": Count, "seed": int})
 
 
 class TgiDetails(TgiEnd):
@@ -106,9 +99,7 @@ class TgiDetails(TgiEnd):
     tokens: list[TgiToken]
 
 
-class TgiAnswer(TypedDict):
-    generated_text: str
-    details: NotRequired[TgiDetails]
+TgiAnswer = TypedDict("TgiAnswer", {"generated_text": str, "details": NotRequired[TgiDetails]})
 
 
 class TgiStreamDetails(TgiEnd):
@@ -122,9 +113,7 @@ class TgiEvent(TypedDict):
     details: TgiStreamDetails | None
 
 
-class TgiError(TypedDict):
-    error: str
-    error_type: str
+TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 
 
 def generate(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:

@@ -55,9 +55,7 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
-class Detokenized(TypedDict):
-    prompt: str
-    content: str
+Detokenized = TypedDict("Detokenized", {"prompt": str, "content": str})
 
 
 class TokenizeEndpoint:
