@@ -1,4 +1,4 @@
-"""The facts of models' files, for answers that describe a model whether it is loaded or not: Ollama's and llama.cpp's."""
+"""Descriptions of models: the facts of their files, and the list of names that clients can ask for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.serve.shapes import Count
 
 
 class ModelCards:
-    """Reads each model's files once, from the first question on. A disk that hangs keeps one thread for each model."""
+    """Reads each model's files once, when first asked. A disk that hangs keeps one thread for each model."""
 
     def __init__(self) -> None:
         self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[FileCard]] = WeakKeyDictionary()
@@ -38,7 +38,7 @@ class ModelCards:
 
 
 LISTED_AT_ONCE = 128
-"""Names of models that are told without giving way to other threads: half a millisecond."""
+"""Names to write at once, which takes half a millisecond."""
 
 
 ModelStatus = TypedDict("ModelStatus", {"value": str, "cause": NotRequired[str]})
@@ -61,7 +61,7 @@ ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Mode
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A name that clients may ask for."""
+    """A name that clients can ask for."""
 
     name: str
     served: ServedModel
@@ -70,7 +70,7 @@ class Listed:
     is_adapter: bool = False
 
     def card(self) -> ModelCard:
-        """The name's facts. Those that only a load can tell are null before the first one. An adapter's are in vLLM's form."""
+        """Return the name's facts. Facts that need a loaded model are null before the first load."""
         served, info = self.served, self.served.info
         root = self.path.name if self.path is not None else self.name if info is None else info.root
         status: ModelStatus = {"value": served.state.value}
@@ -95,14 +95,11 @@ class ModelsEndpoint:
         self._folder = folder
 
     async def list(self, http: HttpRequest) -> Response:
-        """The names under which models are served, and those of adapters that were named or asked for.
-
-        A key that opens some models alone sees those.
-        """
+        """List the names of served models, and of adapters that were named or requested, as far as the key opens them."""
         return await self.tell(http, _written)
 
     async def tell(self, http: HttpRequest, write: Callable[[Sequence[Listed]], bytes]) -> Response:
-        """The answer that `write` makes of the list, in a thread: adapters may have a hundred thousand names."""
+        """Return what `write` makes of the list, in a thread: there may be a hundred thousand adapters."""
         await self._folder.look()
         data = await asyncio.to_thread(lambda: write(self._listed(http.scope)))
         return Response(data, media_type="application/json")
@@ -121,7 +118,7 @@ class ModelsEndpoint:
         return found
 
     async def get(self, http: HttpRequest) -> ModelCard:
-        """The model with this name."""
+        """Describe the model with this name."""
         model_id = http.path_params["model_id"]
         served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the OpenAI API. One writer per choice; called by `completions` and `chat`."""
+"""Log-probabilities in the two shapes of OpenAI's API. Each choice has its own writer."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ PromptTokens = list[dict[str, PromptToken] | None]
 
 
 class CompletionLogprobs:
-    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`: where in the answer's text each token begins.
+    """Log-probabilities of completions.
 
-    An offset counts characters; a token that ends in the middle of a character begins where that character does.
+    `text_offset` is where each token begins in the answer's text, in characters. A token that starts within a character begins
+    where that character does.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, text_offset: int) -> None:
@@ -75,10 +76,10 @@ class CompletionLogprobs:
         }
 
     def _num_hidden(self, token_ids: Sequence[int], begins: Sequence[int], num_chars: int) -> int:
-        """Characters at the beginning of a prompt's tokens that are no part of its text, which has `num_chars`.
+        """Return how many characters before the prompt's text its tokens have. `num_chars`: length of the text.
 
-        They are those of special tokens, of which as many stand at the end as fit; else a space, or what a tokenizer's
-        normaliser changes. `begins`: where each token begins, and where the last ends.
+        They belong to special tokens, as many of which as fit stand at the end. Or they are a space, or what a normaliser
+        changes. `begins`: where each token begins, and where the last ends.
         """
         is_special, num_tokens = self._tokenizer.is_special, len(token_ids)
         most = min(num_tokens, 4)  # no model wants more of them at an end
@@ -89,7 +90,7 @@ class CompletionLogprobs:
         return begins[-1] - num_chars
 
     def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
-        """Where this token begins. `is_shown`: also a special one."""
+        """Return where this token begins. `is_shown`: count it although it is special."""
         begin = self._offset
         if self._skips_special_tokens and not is_shown and self._tokenizer.is_special(token_id):
             return begin
@@ -112,9 +113,9 @@ class CompletionLogprobs:
     def write_prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, text: str
     ) -> CompletionTokens:
-        """The same of a prompt, before anything else; its first token has null. `text`: the prompt as it is shown.
+        """Return the same for a prompt, before any other call. The first token has null.
 
-        Tokens around the prompt that its text does not have, such as the one that begins every text, begin where it does.
+        `text`: the prompt as it is shown. Tokens that the text does not have, such as a start token, begin where it does.
         """
         begins = [self._advance(token_id, is_shown=True) for token_id in token_ids]
         num_hidden = self._num_hidden(token_ids, [*begins, self._offset], len(text))
@@ -129,7 +130,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> PromptTokens:
-    """vLLM's `prompt_logprobs`: of each token of the prompt by id the token's own and the likeliest; the first has null."""
+    """Return vLLM's `prompt_logprobs`: by token id, each prompt token and its likeliest alternatives. The first is null."""
     return [None, *[_of_prompt(tokenizer, entry, num_top) for entry in entries]]
 
 
@@ -143,11 +144,10 @@ def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict
 
 
 class ChatLogprobs:
-    """`content`: of each token of the message its text, bytes and log-probability, and the same of the most likely ones.
+    """Log-probabilities of chats: each shown token with its text, bytes and likeliest alternatives.
 
-    The bytes of all entries join to the message's content, in which bytes that are no UTF-8 became U+FFFD. A token of which
-    nothing is shown has no entry: an end token, a special token that is skipped, a token within or behind a stop string. One
-    that is shown in part has the bytes of that part, with the log-probability of the whole.
+    The bytes of all entries join to the message's content, in which invalid UTF-8 became U+FFFD. End tokens, skipped special
+    tokens, and tokens within or behind a stop string have no entry. A token that is shown in part has the bytes of that part.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
@@ -155,14 +155,14 @@ class ChatLogprobs:
         self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_decoded = 0
-        """Characters of all tokens so far, without one that is incomplete."""
+        """Characters of all tokens so far, without an incomplete one."""
         self._num_shown = 0
-        """Characters of the content so far. Fewer, where text is held back that may begin a stop string."""
+        """Characters of the content so far: fewer while text is held back that may begin a stop string."""
         self._waiting: deque[tuple[TokenLogprobs, bytes, list[int]]] = deque()
-        """Tokens not shown to their end: (entry, bytes, how many characters have to be shown for each byte to be)."""
+        """Tokens not completely shown: (entry, bytes, characters that must be shown for each byte)."""
 
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
-        """The entries of all tokens that are shown now. `text`: the next of the content; `entries`: of the tokens beside it."""
+        """Return the entries of tokens that are now shown. `text`: the next content; `entries`: the tokens beside it."""
         self._num_shown += len(text)
         waiting = self._waiting
         for entry in entries:
@@ -198,7 +198,7 @@ def _chat_token(data: bytes, logprob: float) -> Token:
 
 
 def _legacy_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text; for part of a character its bytes, as OpenAI writes them (`bytes:\\xe2\\x82`)."""
+    """Return the token's text, or its bytes as OpenAI writes parts of characters (`bytes:\\xe2\\x82`)."""
     token_bytes = tokenizer.token_bytes(token_id)
     try:
         return token_bytes.decode()

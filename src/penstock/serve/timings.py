@@ -1,4 +1,4 @@
-"""llama.cpp's `timings` and `prompt_progress`: a writer makes one for answers that want either of them."""
+"""llama.cpp's `timings` and `prompt_progress`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from penstock.engine.ports import OutputChunk
 
 
 class Timings:
-    """The times of one call's choices. Prompt times begin with the first step, so no waiting is in them."""
+    """The times of one call's choices. Prompt times begin with the first step and include no waiting."""
 
     def __init__(self, call: RunningCall) -> None:
         self._call = call
         self._times_ns: dict[int, tuple[int, int]] = {}
-        """By choice: when its first step began, and when its first token was there."""
+        """By choice: when its first step began, and when its first token came."""
 
     def of(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        """Return `timings` up to this chunk, which no later one precedes."""
+        """Return `timings` up to this chunk."""
         begun_ns, first_ns = self._times(index, chunk)
         num_cached = chunk.num_cached_tokens
         num_prompt = self._call.requests[index].num_prompt_tokens - num_cached
@@ -39,7 +39,7 @@ class Timings:
         }
 
     def _times(self, index: int, chunk: OutputChunk) -> tuple[int, int]:
-        """When the choice's first step began, and when its first token was there: a choice's first chunk has both."""
+        """Return when the choice's first step began, and when its first token came."""
         if index not in self._times_ns and chunk.first_token_ns is not None:
             begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
             self._times_ns[index] = begun_ns, chunk.first_token_ns

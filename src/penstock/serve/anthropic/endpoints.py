@@ -22,7 +22,7 @@ from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.exchange import unless_gone
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
-"""Models that one answer lists; as at Anthropic."""
+"""Models in one answer, as at Anthropic."""
 
 
 class CountEndpoint:
@@ -30,7 +30,7 @@ class CountEndpoint:
         self._parts = parts
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
-        """The number of tokens of a conversation with its tools, as the model would read them."""
+        """Count the tokens of a conversation with its tools, as the model would read them."""
         running, conversation = await self._parts.off_loop.run(
             len(data), lambda: read_prompt(data, http.scope, self._parts.reader), limit=INLINE_MAX_BYTES
         )
@@ -48,18 +48,16 @@ def _num_tokens(prompt: str, running: RunningModel) -> int:
 
 
 class AnthropicModels:
-    """The models in Anthropic's shape."""
-
     def __init__(self, parts: Parts) -> None:
         self._models = ModelsEndpoint(parts.deployment, parts.folder)
 
     async def list(self, http: HttpRequest) -> Response:
-        """The models in Anthropic's shape, by its `limit`, `after_id` and `before_id`."""
+        """List the models in Anthropic's shape, by its `limit`, `after_id` and `before_id`."""
         query = http.query_params
         return await self._models.tell(http, lambda listed: orjson.dumps(_page(listed, query)))
 
     async def get(self, http: HttpRequest) -> AnthropicModel:
-        """The model with this name, in Anthropic's shape."""
+        """Describe the model with this name in Anthropic's shape."""
         return _card(await self._models.get(http))
 
 

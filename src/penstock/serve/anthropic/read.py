@@ -1,4 +1,4 @@
-"""From a body of Anthropic's Messages API to a neutral request, or the 400 that names what is wrong."""
+"""Reads bodies of Anthropic's Messages API into neutral requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "thinking": frozenset({"thinking", "signature"}),
     }
 )
-"""The blocks that are understood, and their own fields beside `type`. Signatures say nothing here."""
+"""Supported blocks and their own fields beside `type`. Signatures are ignored."""
 _HINTS: Mapping[str, NotYet] = MappingProxyType(
     {
         "citations": NotYet([]),
@@ -46,7 +46,7 @@ _HINTS: Mapping[str, NotYet] = MappingProxyType(
         "toolset_name": NotYet(),
     }
 )
-"""Fields of any block, and their values that ask for nothing: clients send along what they keep of an answer."""
+"""Fields of any block, and the values that ask for nothing. Clients send back what they keep of an answer."""
 _IN_ROLE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "system": frozenset({"text"}),
@@ -64,7 +64,7 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
 _EFFORTS: Mapping[str, str] = MappingProxyType(
     {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 )
-"""Anthropic's words, and those of the chat templates that know efforts."""
+"""Anthropic's efforts, and those of chat templates."""
 
 
 def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
@@ -172,7 +172,7 @@ def _tool_choice(body: CountTokensBody) -> ToolChoice:
 
 
 def _messages(body: CountTokensBody) -> dict[str, Any]:
-    """Return the fields of a conversation that come of the messages. Raises 400."""
+    """Return the fields of a `Conversation` that the messages give. Raises 400."""
     made = _Messages()
     if body.system not in (None, "", []):
         made.add("system", body.system, "system")
@@ -186,14 +186,14 @@ def _messages(body: CountTokensBody) -> dict[str, Any]:
 
 
 class _Messages:
-    """Messages of the conversation, put together from blocks. Turns of one role that follow each other become one, as at
-    Anthropic: many chat templates take no others."""
+    """Builds messages from blocks. Consecutive turns of one role become one, as at Anthropic: many chat templates accept no
+    others."""
 
     def __init__(self) -> None:
         self._found: list[Message] = []
         self._call_ids: set[str] = set()
         self._role = ""
-        """The role of the turn that is being put together; empty: there is none."""
+        """The role of the open turn, or empty."""
         self._texts: list[str] = []
         self._calls: list[PastCall] = []
         self._reasoning: list[str] = []
@@ -259,7 +259,7 @@ class _Messages:
         self._role = "user"
 
     def _end_turn(self) -> None:
-        """Make a message of the turn: an assistant's texts are one, and others' have a line each."""
+        """Make a message of the turn. An assistant's texts are joined, and others' are separate lines."""
         if self._texts or self._calls or self._reasoning:
             between = "" if self._role == "assistant" else "\n"
             message = Message(
@@ -273,7 +273,7 @@ class _Messages:
 
 
 def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each block of a content with its place in the body, checked to be one that a message of this role may have."""
+    """Return the blocks of a content with their places in the body. Raises 400 for a block that this role may not have."""
     if not isinstance(blocks, list) or not blocks:
         raise invalid(f"'{param}' must be a string, or a list of blocks that is not empty.", param)
     checked: list[tuple[str, dict[str, Any]]] = []

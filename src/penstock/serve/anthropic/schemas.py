@@ -1,7 +1,6 @@
-"""The request bodies of Anthropic's Messages API, as types with names, kinds and ranges of every field.
+"""Request bodies of Anthropic's Messages API (https://platform.claude.com/docs/en/api/messages).
 
-Messages and their blocks are checked in `read`, where an error can name the block. Facts of the API are from
-https://platform.claude.com/docs/en/api/messages.
+`read` checks messages and their blocks, so that an error can name the block.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class ClientTool(Body):
     input_schema: Schema
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    """True: a schema that can't be followed is refused. Else the input is any object then."""
+    """True refuses a schema that can't be enforced. Otherwise the input is then any object."""
     eager_input_streaming: Unread = None
-    """Input is streamed as it is written in any case."""
+    """Input is always streamed as it is written."""
     cache_control: Unread = None
     allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
     defer_loading: Annotated[Any, NotYet(False)] = None
@@ -65,16 +64,16 @@ class ClientTool(Body):
 class ToolChoiceBody(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """The tool, with `tool`."""
+    """The tool, for the type `tool`."""
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Tokens of the reasoning block, after which its end is forced."""
+    """Most tokens of the reasoning block. Then its end is forced."""
     display: Literal["summarized", "omitted"] | None = None
-    """Omitted: the answer leaves the reasoning out. Else it is shown as it is."""
+    """`omitted` leaves the reasoning out of the answer. Otherwise the answer shows it in full."""
 
 
 class OutputFormatBody(Body):
@@ -88,7 +87,7 @@ class OutputConfigBody(Body):
 
 
 class ClearThinking(Body):
-    """An edit that drops the reasoning of earlier turns, or with `keep` `all` none of it."""
+    """An edit that drops the reasoning of earlier turns. With `keep` `all` it drops nothing."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -103,7 +102,7 @@ class MetadataBody(Body):
 
 
 class CountTokensBody(Body):
-    """`POST /v1/messages/count_tokens`: what a prompt is made of."""
+    """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
     model: str
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -117,7 +116,7 @@ class CountTokensBody(Body):
     ) = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
-    """Without it nothing is reasoned."""
+    """Without it the model does not reason."""
     output_config: OutputConfigBody | None = None
 
     cache_control: Unread = None
@@ -141,7 +140,7 @@ class MessagesBody(CountTokensBody):
     ) = None
     metadata: MetadataBody | None = None
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
-    """Refused in `read`, in the way that has the client send whole conversations."""
+    """Refused in `read`, so that the client sends whole conversations."""
 
     diagnostics: Unread = None
     inference_geo: Unread = None

@@ -1,6 +1,7 @@
-"""From the chunks of a running call to a message of Anthropic's API, or to its server-sent events; and its errors.
+"""Writes messages and errors of Anthropic's API.
 
-Events: https://platform.claude.com/docs/en/build-with-claude/streaming. Errors: https://platform.claude.com/docs/en/api/errors.
+Events: https://platform.claude.com/docs/en/build-with-claude/streaming. Errors:
+https://platform.claude.com/docs/en/api/errors.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""By the status. All others are the client's fault."""
+"""By status. All others are `invalid_request_error`."""
 NO_THREADS = "thread_unsupported_request"
-"""Code of the error that has Anthropic's client send the whole conversation each time, and hold no thread at the server."""
+"""Code of the error that makes Anthropic's client send the whole conversation each time."""
 _ID_PREFIX = "toolu_"
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -107,7 +108,7 @@ AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error":
 
 
 def anthropic_words(error: ApiError) -> AnthropicError:
-    """An error as Anthropic's API tells it. The message names the field, for which there is no place beside it."""
+    """Return an error in Anthropic's shape. The message names the field, as no other field does."""
     kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
     lead = "Prompt is too long: " if error.code == "context_length_exceeded" else ""  # Claude Code looks for these words
     told: AnthropicErrorDetail = {"type": kind, "message": lead + error.message}
@@ -117,22 +118,22 @@ def anthropic_words(error: ApiError) -> AnthropicError:
 
 
 class MessageWriter(Writer):
-    """The events of a streamed message are its head, blocks that begin, grow and end, one after the other, and its end."""
+    """A stream is the message's head, blocks that start, grow and end one after the other, and the message's end."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
         self._choice = ReadChoice(call, 0, tokenizer, id_prefix=_ID_PREFIX)
         self._is_plain = call.is_plain
         self._kind = ""
-        """Type of the block that is open; empty: none is."""
+        """Type of the open block, or empty."""
         self._index = 0
-        """The number of the block that is open, or comes next."""
+        """Number of the open block, or of the next one."""
         self._text_head = b""
-        """Stands before a piece of text."""
+        """The bytes before a piece of text."""
         self._signature = hashlib.blake2b(digest_size=16)
 
     def open(self) -> bytes:
-        """Return the head, whose usage counts the whole prompt: the last event says what of it was cached."""
+        """Return the head. Its usage counts the whole prompt. The last event says how much of the prompt was cached."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event({"type": "message_start", "message": message}) + _PING
 
@@ -168,7 +169,7 @@ class MessageWriter(Writer):
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
 
     def _usage(self) -> AnthropicUsage:
-        """Tokens that were found in the cache are none of `input_tokens` at Anthropic."""
+        """Return the usage. Anthropic's `input_tokens` do not include tokens that were found in the cache."""
         num_prompt, num_generated = self.usage.counts()
         num_cached = self.usage.num_cached
         return {
@@ -217,7 +218,7 @@ class MessageWriter(Writer):
         return opened + self._text_head + orjson.dumps(text) + b"}}\n\n"
 
     def _open(self, block: dict[str, Any]) -> bytes:
-        """The beginning of a block, unless one of this type is open. Another one ends."""
+        """Open a block of this type unless one is open, and close any other."""
         if self._kind == block["type"]:
             return b""
         closed = self._close()
@@ -243,7 +244,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 def _blocks(parts: Sequence[Part]) -> list[Block]:
-    """The blocks of an answer that comes whole: reasoning, text and calls. A call that was cut is text."""
+    """Return the blocks of a whole answer: reasoning, text and calls. A call that was cut becomes text."""
     answer = gather(parts)
     blocks: list[Block] = []
     if answer.reasoning:

@@ -33,7 +33,7 @@ _PROMPTS = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""Cohere's uses of a text, and the names that prompts for them have in models' files."""
+"""Names that models' files have for prompts of Cohere's uses of a text."""
 _KINDS = ("float", "base64")
 
 
@@ -41,13 +41,13 @@ class CohereEmbedBody(Body):
     texts: Texts
     model: str | None = None
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    """The use of the texts: the model's prompt for it, if it has one, is put before them."""
+    """The use of the texts. If the model has a prompt for it, that goes before them."""
     embedding_types: Annotated[list[str], Field(min_length=1, max_length=8, fail_fast=True)] | None = None
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    """The side of a text that is too long and is cut off; END by default, as at Cohere."""
+    """The side to cut off a text that is too long, by default END, as at Cohere."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest text; what is longer is cut, or refused with NONE."""
+    """A longer text is cut, or refused with NONE."""
     priority: Priority | None = None
     images: Annotated[Any, NotYet([])] = None
     inputs: Annotated[Any, NotYet([])] = None

@@ -1,6 +1,5 @@
-"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`: documents in the order in which they answer a question, in the shapes of Jina
-and Cohere. `/rerank` with `texts` is text-embeddings-inference's, see `tei`.
-"""
+"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`: sorts documents by how well they answer a question, in Jina's and Cohere's
+shapes."""
 
 from __future__ import annotations
 
@@ -36,16 +35,16 @@ class RerankBody(Body):
     documents: Documents
     model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
-    """Answer with so many of the documents; more than there are: with all."""
+    """Return only this many documents, the best ones."""
     return_documents: bool | None = None
-    """True by default, but at `/v2/rerank`."""
+    """True by default, except at `/v2/rerank`."""
     user: Annotated[str | None, NoEffect()] = None
-    """The name of who asks (docs/ab.md)."""
+    """The name of the user (docs/ab.md)."""
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep so many tokens of question and document together; -1: as many as the model takes."""
+    """Keep this many tokens of question and document together; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    """Cohere's: a document that is longer is cut. The model takes fewer as a rule."""
+    """Cohere's limit. Longer documents are cut. Most models take fewer tokens."""
     max_chunks_per_doc: Annotated[Any, NotYet()] = None
     rank_fields: Annotated[Any, NotYet(["text"])] = None
     priority: Priority | None = None
@@ -78,7 +77,7 @@ def rerank(body: RerankBody, request: TextsRequest) -> Answer:
 
 
 def rerank_v2(body: RerankBody, request: TextsRequest) -> Answer:
-    """As `/v1/rerank`, by the rules of Cohere's second version: what is too long is cut, documents are not told back."""
+    """As `/v1/rerank`, by Cohere's second version: long texts are cut, and documents are not returned."""
     return _rerank(body, request, is_v2=True)
 
 

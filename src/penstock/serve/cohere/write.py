@@ -1,7 +1,4 @@
-"""From the chunks of a running call to an answer of Cohere's chat, or to its server-sent events; and its errors.
-
-Events: https://docs.cohere.com/v2/docs/streaming.
-"""
+"""Writes answers and errors of Cohere's chat. Events: https://docs.cohere.com/v2/docs/streaming."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def cohere_words(error: ApiError) -> CohereError:
 
 
 class CohereWriter(Writer):
-    """The events of a stream: its start, blocks of content and calls that start, grow and end, and its end."""
+    """A stream starts, then blocks of content and calls start, grow and end, then it ends."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)

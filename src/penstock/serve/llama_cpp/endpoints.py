@@ -1,4 +1,4 @@
-"""llama.cpp's server as endpoints: `POST /completion`, `/infill`, `/apply-template`, and `/tokenize` with `content`."""
+"""`POST /completion`, `/infill`, `/apply-template`, and `/tokenize` with `content`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LlamaTokenizeBody(Body):
     content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
     """A text, or a list of token ids and texts."""
     add_special: bool | None = None
-    """True: with the tokens that begin and end every text."""
+    """True adds the tokens that begin and end every text."""
     parse_special: Annotated[Any, NotYet(True)] = None
     with_pieces: bool | None = None
 
@@ -48,12 +48,12 @@ LlamaTokens = TypedDict("LlamaTokens", {"tokens": list[Count] | list[LlamaPiece]
 
 
 def completion(body: LlamaCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Continue one or more prompts, in the words of llama.cpp's server."""
+    """Continue one or more prompts."""
     return LlamaReader(asked.reader).completion(body, asked.data, asked.scope)
 
 
 def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Fill a hole in a text, beside which other files may stand, in the words of llama.cpp's server."""
+    """Fill a hole in a text, with other files as context."""
     return LlamaReader(asked.reader).infill(body, asked.data, asked.scope)
 
 
@@ -63,11 +63,11 @@ class LlamaFace:
         self._read_chat = read_chat
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
-        """The prompt that the model's chat template makes of a chat, whose fields are those of `/v1/chat/completions`."""
+        """Return the prompt that the model's chat template makes of a body of `/v1/chat/completions`."""
         return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt})
 
     async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
-        """The number of tokens of a chat, whose fields are those of `/v1/chat/completions`."""
+        """Count the tokens of a body of `/v1/chat/completions`."""
 
         def count(prompt: str, running: RunningModel) -> InputTokens:
             check_text_size(prompt, running, "messages")
@@ -79,7 +79,7 @@ class LlamaFace:
     async def _of_chat(
         self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
-        """Return what `tell` makes of the prompt of a chat, and of its model."""
+        """Return what `tell` makes of a chat's prompt and model."""
         call = await self._parts.off_loop.run(
             len(data), lambda: self._read_chat(self._parts.reader, data, http.scope), limit=INLINE_MAX_BYTES
         )
@@ -91,7 +91,7 @@ class LlamaFace:
         return Response(content, media_type="application/json")
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """Token ids of a text, in the words of llama.cpp's server."""
+        """Return the token ids of a text."""
         body = await self._parts.off_loop.run(
             len(data), lambda: parse_body(data, LlamaTokenizeBody, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
@@ -122,7 +122,7 @@ def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """The text of a token; its bytes, if they are no UTF-8."""
+    """Return the text of a token, or its bytes if they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

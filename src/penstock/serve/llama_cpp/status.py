@@ -1,6 +1,6 @@
-"""`GET /props` and `/slots`, as llama.cpp's server describes itself. Changes nothing.
+"""`GET /props` and `/slots`, as llama.cpp's server describes itself.
 
-A slot is a row of the engine's steps. Rows of other owners are told by their number alone, and of nobody a text.
+A slot is a row of the engine's steps. Rows of other owners appear only as busy, and no slot shows a text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LlamaDefaults = TypedDict("LlamaDefaults", {"params": Object, "n_ctx": Count})
 
 
 class PropsHead(TypedDict):
-    """The fields of `/props` that need no loaded model."""
+    """Fields of `/props` that need no loaded model."""
 
     model_alias: str
     model_path: str
@@ -68,9 +68,9 @@ class LlamaStatus:
         self._in_flight = parts.in_flight
 
     async def props(self, http: HttpRequest) -> LlamaProps:
-        """Tell what a model is, and how it samples by default. `model_path` is its name: paths are not told.
+        """Describe a model and its sampling defaults. `model_path` is its name: paths are not shown.
 
-        A model that is not loaded is asleep: it is described by its files, as far as these say something.
+        A model that is not loaded is asleep. Its files describe it.
         """
         served, _ = find_allowed(http.query_params.get("model"), self._deployment, http.scope)
         try:
@@ -92,7 +92,7 @@ class LlamaStatus:
         }
 
     async def slots(self, http: HttpRequest) -> list[LlamaSlot]:
-        """The requests that run, a slot for each, and the slots that are free. With `fail_on_no_slot` 503 if none is."""
+        """List the running requests, a slot for each, and the free slots. With `fail_on_no_slot` 503 if none is free."""
         running = self._find(http)
         owner = read_owner(http.scope, self._in_flight.config)
         total, num_running = _num_slots(running)
@@ -139,7 +139,7 @@ def _of_files(name: str, card: ModelCard) -> LlamaProps:
 
 
 def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
-    """Return what chats can have. Tools work with every template: where one knows none, the system message has them."""
+    """Return what chats can have. Tools work with every template: the system message describes them if the template can't."""
     return {
         "supports_tools": has_template,
         "supports_tool_calls": has_template,
@@ -153,16 +153,17 @@ def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
 
 
 def _num_slots(running: RunningModel) -> tuple[int, int]:
-    """Rows of a step, and those that requests have."""
+    """Return the rows of a step, and how many are busy."""
     load = running.engine.load()
     return load.num_running + load.num_rows_free, load.num_running
 
 
 def _told(request: Request) -> tuple[dict[str, Any], NextToken]:
-    """How far a request of the one who asks has come, and its settings: numbers, booleans and the names of samplers.
+    """Return a request's settings and progress.
 
-    Where there are no keys, whoever asks may be another client. So stop strings are not told, nor biases, of which a request of
-    OpenAI's routes may have one for each token of the vocabulary."""
+    Without keys the caller may be another client. So stop strings are left out, and biases, of which there may be one for each
+    token.
+    """
     sampling, num_decoded = replace(request.sampling, logit_bias=()), len(request.output_token_ids)
     settings = generation_settings(sampling, n_predict=sampling.max_tokens)
     del settings["logit_bias"], settings["stop"]

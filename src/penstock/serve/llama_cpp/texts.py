@@ -1,4 +1,4 @@
-"""`POST /embedding`, llama.cpp's."""
+"""`POST /embedding`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LlamaEmbeddingBody(Body):
     model: str | None = None
     content: TextsOrIds
     embd_normalize: Annotated[int, Field(ge=-1, le=64)] | None = None
-    """-1: the vector as it is; 0: its largest number becomes 32760; p: its p-norm becomes 1. The default is 2."""
+    """-1: no change; 0: the largest number becomes 32760; p: the p-norm becomes 1. The default is 2."""
     encoding_format: Literal["float"] | None = None
 
 
@@ -31,7 +31,7 @@ LlamaEmbedding = TypedDict("LlamaEmbedding", {"index": Count, "embedding": list[
 
 
 def embedding(body: LlamaEmbeddingBody, request: TextsRequest) -> Answer:
-    """Turn one or more texts into vectors, in the words of llama.cpp's server."""
+    """Turn one or more texts into vectors."""
     asked = request.open(model=body.model)
     require_embeddings(asked)
     encoder, norm = asked.encoder, EUCLIDEAN if body.embd_normalize is None else body.embd_normalize

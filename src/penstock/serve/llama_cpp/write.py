@@ -1,6 +1,4 @@
-"""Answers in the words of llama.cpp's server: an object for each choice, or its events, of which the last has counts and times;
-and its errors. Times are those of the engine.
-"""
+"""Writes answers and errors of llama.cpp's server: an object for each choice, or its events. Times are the engine's."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         503: "unavailable_error",
     }
 )
-"""By the status. All others have OpenAI's word."""
+"""By status. All others have OpenAI's type."""
 NOT_SUPPORTED = "not_supported"
-"""Code of the error that says that a model can't do something. Its status is the client's fault: another model can."""
+"""Code of the error for what another model could do."""
 _OFF: Mapping[str, Any] = MappingProxyType(
     {
         "dynatemp_range": 0.0,
@@ -52,7 +50,7 @@ _OFF: Mapping[str, Any] = MappingProxyType(
         "lora": [],
     }
 )
-"""Settings that no request here can change."""
+"""Settings that no request can change here."""
 SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         sampler: {name: one.neutral for name, one in PARAMETERS.items() if one.sampler == sampler and one.neutral is not None}
@@ -105,7 +103,7 @@ LlamaError = TypedDict("LlamaError", {"error": LlamaErrorDetail})
 
 
 def llama_words(error: ApiError) -> LlamaError:
-    """An error as llama.cpp's server tells it: `code` is the status, and the message names the field."""
+    """Return an error in llama.cpp's shape: `code` is the status."""
     kind = _ERROR_TYPES.get(error.status_code, error.error_type)
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
@@ -118,7 +116,7 @@ def llama_words(error: ApiError) -> LlamaError:
 
 
 def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
-    """How answers are sampled. `n_predict`: as the client asked; -1 for no limit but the context."""
+    """Return how answers are sampled. `n_predict`: as the client asked; -1: up to the context."""
     lines = sampling.lines
     return {
         **_OFF,
@@ -135,12 +133,12 @@ def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The parts of a request that its answer tells back, or depends on."""
+    """Parts of a request that the answer repeats or depends on."""
 
     settings: Mapping[str, Any]
-    """All but the seed."""
+    """All except the seed."""
     fields: tuple[str, ...]
-    """`response_fields`; empty: all."""
+    """`response_fields`, or empty for all."""
     has_tokens: bool
     has_timings: bool
     """In every event."""
@@ -153,7 +151,7 @@ class Shown:
 
 
 class LlamaWriter(Writer):
-    """The events of a stream are pieces of text with their tokens, and the end of each choice."""
+    """Events of a stream are pieces of text with their tokens, and the end of each choice."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, shown: Shown) -> None:
         super().__init__(call)
@@ -215,7 +213,7 @@ class LlamaWriter(Writer):
         tokens: Sequence[int],
         entries: Sequence[TokenLogprobs] = (),
     ) -> LlamaCompletion:
-        """The answer of a choice whose last chunk this is. `text`, `tokens`, `entries`: what no event has told."""
+        """Return the answer of a choice with its last chunk. `text`, `tokens`, `entries`: what no event has shown."""
         request, call = self._call.requests[index], self._call
         num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
         answer: LlamaCompletion = {
@@ -245,7 +243,7 @@ class LlamaWriter(Writer):
         return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
 
     def _is_at_limit(self, chunk: OutputChunk) -> bool:
-        """The choice ended before it had as many tokens as were asked for, and by no stop."""
+        """Return whether the choice ended at a limit before it had the requested tokens."""
         asked = self._call.max_tokens
         return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
 
@@ -270,7 +268,7 @@ def _event(value: LlamaCompletion | LlamaError) -> bytes:
 
 
 def _chosen(answer: LlamaCompletion, fields: Sequence[str]) -> LlamaCompletion:
-    """These fields, by names in which `/` goes into an object. One that is not there is left out."""
+    """Return these fields. In a name, `/` leads into an object. Missing fields are left out."""
     chosen: dict[str, Any] = {}
     for field in fields:
         value: Any = answer

@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `/api/generate`, Ollama's: a face of the same call as OpenAI's chats and completions."""
+"""`POST /api/chat` and `/api/generate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OllamaFace:
         self._read = OllamaReader(parts.reader)
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a conversation, in Ollama's words. Without messages the model is loaded, or unloaded."""
+        """Answer a conversation. Without messages the model is loaded, or unloaded."""
         body = await self._body(data, OllamaChatBody)
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
@@ -49,7 +49,7 @@ class OllamaFace:
         return await self._parts.calls.answer(data, http, read)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a prompt, in Ollama's words, through the chat template unless it is `raw`. Without one the model is loaded."""
+        """Answer a prompt, through the chat template unless it is `raw`. Without a prompt the model is loaded."""
         body = await self._body(data, OllamaGenerateBody)
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})
@@ -65,7 +65,7 @@ class OllamaFace:
         )
 
     def _loaded(self, body: OllamaBody, http: HttpRequest, said: dict[str, Any]) -> Response:
-        """The answer to a question that asks for nothing but a model in memory, or out of it. Raises `ModelAway`."""
+        """Answer a request that only loads or unloads a model. Raises `ModelAway`."""
         served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, http.scope)
         leaves = keep_ns(body) == 0
         if not leaves:

@@ -1,7 +1,4 @@
-"""Models in the words of Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`.
-
-Headers of files are read in a thread, and once.
-"""
+"""`GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show` and `/api/pull`."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from penstock.types.encoder import Task
 class OllamaNameBody(Body):
     model: Annotated[str, Field(min_length=1)] | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
-    """The older word for `model`."""
+    """The older name of `model`."""
 
 
 class OllamaShowBody(OllamaNameBody):
     verbose: Unread = None
-    """Lists of tokens are left out in any case."""
+    """Lists of tokens are never included."""
 
 
 class OllamaPullBody(OllamaNameBody):
@@ -95,11 +92,11 @@ class OllamaModels:
         self._ignored = parts.ignored
 
     async def version(self, _http: HttpRequest) -> Version:
-        """This server's version, which is not one of Ollama's."""
+        """Return this server's version, not one of Ollama's."""
         return {"version": penstock.__version__}
 
     async def tags(self, http: HttpRequest) -> OllamaModelList:
-        """The models that are served, in Ollama's words. A key that opens some models alone sees those."""
+        """List the served models that the key opens."""
         await self._folder.look()
         models: list[ModelOnDisk] = []
         for served, name in self._seen(http):
@@ -108,7 +105,7 @@ class OllamaModels:
         return {"models": models}
 
     async def ps(self, http: HttpRequest) -> OllamaRunning:
-        """The models that are in memory, in Ollama's words: the memory that they may use, and when they leave."""
+        """List the models in memory that the key opens, with the memory that they may use and when they leave."""
         models: list[ModelInMemory] = []
         for served, name in self._seen(http):
             running = served.running
@@ -132,12 +129,12 @@ class OllamaModels:
         return {"models": models}
 
     async def show(self, data: bytes, http: HttpRequest) -> Response:
-        """Tell what a model is, in Ollama's words. It is not loaded for that."""
+        """Describe a model without loading it."""
         served = self._find(parse_body(data, OllamaShowBody, self._ignored), http)
         return Response(orjson.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
-        """Confirm that a model is here. Clients pull a model before they use it. Others are not fetched: 501."""
+        """Confirm that a model is here, as clients pull a model before they use it. Other models are not fetched: 501."""
         body = parse_body(data, OllamaPullBody, self._ignored)
         if body.model is None and body.name is None:
             raise invalid("Missing required parameter: 'model'.", "model")
@@ -158,7 +155,7 @@ class OllamaModels:
         return served
 
     def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
-        """The models that the request's key opens, with their names."""
+        """Return the models that the request's key opens, with their names."""
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
         return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
 
@@ -168,7 +165,7 @@ def _not_done(message: str) -> ApiError:
 
 
 def _named(served: ServedModel, name: str, card: ModelCard) -> OllamaModel:
-    """The fields that lists have alike. The digest is one of the facts, and not of the files' contents, which nobody reads."""
+    """Return the fields that lists share. The digest is of these facts: nobody reads whole files for it."""
     digest = hashlib.sha256(f"{served.name} {card}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
 
@@ -207,7 +204,7 @@ def _show(served: ServedModel, card: ModelCard) -> OllamaShow:
 
 
 def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
-    """Words of Ollama's for what can be asked; of a model that is not loaded what its template shows."""
+    """Return what the model can do, in Ollama's words. A model that is not loaded is judged by its template."""
     running = served.running
     encoder = None if served.info is None else served.info.encoder
     if encoder is not None:
@@ -220,7 +217,7 @@ def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
 
 
 def _parameters(served: ServedModel) -> str:
-    """The sampling defaults of the model's files, a line for each; of a model that is not loaded none."""
+    """Return the sampling defaults of the model's files, one per line, or nothing if it is not loaded."""
     if served.running is None:
         return ""
     defaults = served.running.defaults
@@ -236,7 +233,7 @@ def _parameters(served: ServedModel) -> str:
 
 
 def _short(number: int) -> str:
-    """`134.5M`, as Ollama writes counts of parameters."""
+    """Return a count of parameters as Ollama writes it: `134.5M`."""
     for factor, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= factor:
             return f"{number / factor:.1f}{letter}"

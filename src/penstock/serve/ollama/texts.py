@@ -1,4 +1,4 @@
-"""`POST /api/embed` and `/api/embeddings`, Ollama's."""
+"""`POST /api/embed` and `/api/embeddings`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.serve.texts.read import (
 class OllamaEmbedBody(OllamaBody):
     input: TextsOrIds
     truncate: bool | None = None
-    """True by default: a text that is too long loses its end."""
+    """By default a text that is too long loses its end."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -47,7 +47,7 @@ OllamaEmbedding = TypedDict("OllamaEmbedding", {"embedding": Vector})
 
 
 def embed(body: OllamaEmbedBody, request: TextsRequest) -> Answer:
-    """Turn one or more texts into vectors of length 1, in Ollama's words."""
+    """Turn one or more texts into vectors of length 1."""
     asked = _open(body, request)
     encoder, running = asked.encoder, asked.running
     check_dimensions(body.dimensions, encoder)
@@ -67,7 +67,7 @@ def embed(body: OllamaEmbedBody, request: TextsRequest) -> Answer:
 
 
 def embeddings(body: OllamaEmbeddingsBody, request: TextsRequest) -> Answer:
-    """The vector of one text, in Ollama's older words."""
+    """Turn one text into a vector, in the older shape."""
     asked = _open(body, request)
     texts = read_prompted(body.prompt, "prompt", asked, None)
 

@@ -1,4 +1,4 @@
-"""Answers in Ollama's words: lines of JSON, the last with counts and times, or one object. Times are those of the engine."""
+"""Writes answers of Ollama's API: lines of JSON, or one object. Times are the engine's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Pa
 from penstock.text.tokenizer import Tokenizer
 
 FOREVER = "2300-01-01T00:00:00Z"
-"""When a model leaves that stays for good: Ollama's clients take a time without meaning for one that has passed."""
+"""When a model leaves that stays: Ollama's clients take an empty time for one in the past."""
 
 
 def utc(unix_s: float) -> str:
-    """A time as RFC 3339 writes it."""
+    """Return a time in RFC 3339's form."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -40,7 +40,7 @@ class OllamaAnswerMessage(TypedDict):
 
 
 class OllamaLine(TypedDict):
-    """The fields of every line; the last line of an answer has the optional ones."""
+    """The fields of every line. The optional ones are in the last line."""
 
     model: str
     created_at: str
@@ -65,12 +65,12 @@ class OllamaGenerate(OllamaLine):
 
 
 class OllamaWriter(Writer):
-    """The lines of a stream are pieces of what the model says, and whole calls of tools."""
+    """Lines of a stream are pieces of text or reasoning, and whole calls of tools."""
 
     media_type: ClassVar[bytes] = b"application/x-ndjson"
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, model_name: str, is_chat: bool) -> None:
-        """`model_name`: as the client calls it. `is_chat`: told in messages, as by `/api/chat`."""
+        """`model_name`: as the client calls it. `is_chat`: the answer is a message, as of `/api/chat`."""
         super().__init__(call)
         self._is_chat = is_chat
         self._head = {"model": model_name, "created_at": utc(call.answer.created_unix_s)}
@@ -82,7 +82,7 @@ class OllamaWriter(Writer):
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
 
     def keepalive(self) -> bytes:
-        """Return a message that says nothing: every line is JSON."""
+        """Return an empty message: every line is JSON."""
         return orjson.dumps(self._line({"content": ""})) + b"\n"
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
@@ -128,7 +128,7 @@ class OllamaWriter(Writer):
         return {**self._head, "response": said["content"], **thinking, "done": False}
 
     def _said(self, part: Part) -> dict[str, Any] | None:
-        """Fields of a message; None: there is nothing to say yet."""
+        """Return the fields of a message, or None if nothing is complete yet."""
         match part:
             case Content(text):
                 return {"content": text}
@@ -146,7 +146,7 @@ class OllamaWriter(Writer):
         return None
 
     def _end(self, chunk: OutputChunk) -> dict[str, Any]:
-        """Fields of the last line. A model that had to be loaded was waited for, which `total_duration` counts, too."""
+        """Return the fields of the last line. `total_duration` includes the time to load the model."""
         assert chunk.finish_reason is not None
         terms = self._call.terms
         num_prompt_tokens, num_generated = self.usage.counts()

@@ -34,15 +34,15 @@ class EmbeddingsBody(Body):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """The vectors' first numbers, so many of them, made a vector of length 1 again."""
+    """Keep this many first numbers of each vector, scaled to length 1 again."""
     user: Annotated[str | None, NoEffect()] = None
-    """The name of who asks (docs/ab.md)."""
+    """The name of the user (docs/ab.md)."""
     prompt_name: str | None = None
-    """The name of a prompt of the model's files that is put before each text."""
+    """A prompt in the model's files, put before each text."""
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep so many tokens of a text; -1: as many as the model takes."""
+    """Keep this many tokens of a text; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None
-    """The side of a text that is cut off; right by default."""
+    """The side to cut off, by default the right one."""
     priority: Priority | None = None
     request_id: RequestId | None = None
     add_special_tokens: Annotated[Any, NotYet(True)] = None

@@ -1,10 +1,7 @@
-"""The last pass of a chat or a completion: from the chunks of a running call to one JSON answer, or to server-sent events.
+"""Writes completions and chats in OpenAI's shapes: one JSON answer, or server-sent events.
 
-`respond` sends what any API's `Writer` makes; here are OpenAI's.
-
-An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends it as a message
-of ASGI, and waits where the client reads slowly. A stream begins as soon as its call was admitted: whatever fails later is an
-event. It has an honest end: `[DONE]` after a complete answer, an error object and nothing more after any other.
+An event is bytes, made once per step from prepared parts. A complete stream ends with `[DONE]`, any other with an error
+object.
 """
 
 from __future__ import annotations
@@ -154,12 +151,12 @@ class ChatChunk(AnswerHead):
 
 
 class AnswerWriter(Writer):
-    """OpenAI's shapes: here is what chats and completions have alike."""
+    """What chats and completions share."""
 
     kind: ClassVar[str]
     event_kind: ClassVar[str]
     text_key: ClassVar[bytes]
-    """Stands between a choice's index and its text."""
+    """The bytes between a choice's index and its text."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
@@ -168,7 +165,7 @@ class AnswerWriter(Writer):
         self._timings = Timings(call) if options.has_timings or options.has_progress else None
         self._has_progress = [False] * len(call.requests)
         self._timed = b""
-        """The fields of `timings.Timings` in the events of a chunk."""
+        """The fields of `Timings` in a chunk's events."""
         self._is_plain = not (
             options.has_logprobs or options.has_token_ids or options.has_continuous_usage or self._timings is not None
         )
@@ -177,7 +174,7 @@ class AnswerWriter(Writer):
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
 
     def begin(self, timing: str) -> bytes:
-        """Make the parts of the events, as an adapter's fingerprint is known now, and tell the times that no header could."""
+        """Prepare parts of the events, now that an adapter's fingerprint is known. The comment is a late `Server-Timing`."""
         self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
@@ -203,10 +200,10 @@ class AnswerWriter(Writer):
 
     @abstractmethod
     def _choice(self, index: int, record: ChoiceRecord) -> CompletionChoice | ChatChoice:
-        """One choice of the answer that is not streamed."""
+        """Return one choice of a whole answer."""
 
     def _answer_head(self, kind: str) -> dict[str, object]:
-        """The fields that every answer and every event of a stream begins with."""
+        """Return the first fields of every answer and event."""
         options = self._options
         return {
             "id": options.answer_id,
@@ -230,7 +227,7 @@ class AnswerWriter(Writer):
         return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
 
     def _count(self, index: int, chunk: OutputChunk) -> None:
-        """Take note of a chunk before its events are written."""
+        """Count a chunk before its events are written."""
         self.usage.add(index, chunk)
         if self._timings is None:
             return
@@ -244,12 +241,12 @@ class AnswerWriter(Writer):
         return self.usage.body()
 
     def _stop_reason(self, chunk: OutputChunk) -> int | str | None:
-        """The client's stop string or stop token that ended the choice; None for any other end."""
+        """Return the client's stop string or stop token that ended the choice, or None."""
         return None if chunk.stop_reason in self._options.end_token_ids else chunk.stop_reason
 
 
 class ChatWriter(AnswerWriter):
-    """The events of a streamed message are its role, pieces of reasoning, content and calls, and the finish reason."""
+    """Events of a stream are the role, pieces of reasoning, content and calls, and the finish reason."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
@@ -260,7 +257,7 @@ class ChatWriter(AnswerWriter):
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ReadChoice] | None = None
-        """None: answers are nothing but content."""
+        """None if answers are only content."""
         if not call.is_plain:
             self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
@@ -299,8 +296,8 @@ class ChatWriter(AnswerWriter):
         return usage
 
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
-        """Events of what a chunk says, taken apart; log-probabilities and tokens, which are of the text as it was sampled, have
-        one of their own."""
+        """Return the events of a chunk's parts. Log-probabilities and tokens belong to the sampled text and have an event of
+        their own."""
         parts = choice.read(chunk)
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]
@@ -353,7 +350,7 @@ class ChatWriter(AnswerWriter):
 
 
 def _delta(part: Part) -> ChatDelta | None:
-    """The content of an event about a part; None: there is none."""
+    """Return the content of an event about a part, or None."""
     match part:
         case Content(text):
             return {"content": text}
@@ -379,7 +376,7 @@ def _message(answer: Answer) -> ChatAnswerMessage:
 
 
 class CompletionWriter(AnswerWriter):
-    """The events of a streamed completion are its echo and pieces of text, the last with the finish reason."""
+    """Events of a stream are the echo and pieces of text. The last one has the finish reason."""
 
     kind = event_kind = "text_completion"
     text_key = b'"text":'
@@ -410,7 +407,7 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _scored_echo(self, index: int) -> bytes:
-        """The event of a prompt with its log-probabilities, which are there with the first token; none if it failed before."""
+        """Return the event of a prompt with its log-probabilities, or nothing if the request failed before."""
         if not self._call.scores_of(index).is_scored:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}

@@ -1,7 +1,6 @@
-"""`/docs`: the OpenAPI document as a page for a browser, one row per route. `app` calls it.
+"""`/docs`: the OpenAPI document as a page with one row per route.
 
-The page names no other host and runs no script: the server may stand where there is no internet, and no other host is to learn
-of the page's readers.
+The page names no other host and runs no script: there may be no internet, and no other host learns about the readers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from starlette.responses import HTMLResponse
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""A browser may fetch nothing for the page. https://www.w3.org/TR/CSP3/"""
+"""A browser fetches nothing for the page. https://www.w3.org/TR/CSP3/"""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -38,7 +37,7 @@ td {{ padding: .3em 1em .3em 0; vertical-align: top }}
 
 
 def docs_page(document: Mapping[str, Any]) -> HTMLResponse:
-    """The page of an OpenAPI 3.1 document, with its paths, methods and summaries."""
+    """Return the page of an OpenAPI 3.1 document, with its paths, methods and summaries."""
     rows = [
         f"<tr><td>{escape(method.upper())}</td><td><code>{escape(path)}</code></td><td>{escape(operation['summary'])}</td></tr>"
         for path, operations in document["paths"].items()

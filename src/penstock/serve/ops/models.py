@@ -1,4 +1,4 @@
-"""`POST /models/load` and `/models/unload`: an admin says which models are in memory. The deployment's keeper does it."""
+"""`POST /models/load` and `/models/unload`: admins choose which models are in memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 class LoadModelBody(Body):
     model: str
     wait: bool = True
-    """False: answer 202 at once, and load it then."""
+    """False answers 202 at once and loads the model afterwards."""
 
 
 class UnloadModelBody(Body):
     model: str
     timeout_s: Annotated[float, Field(ge=0, le=24 * 3600)] = 30.0
-    """Time for the requests that use it; those that have not ended then are aborted."""
+    """Time for the requests that use the model. Then they are aborted."""
 
 
 class LifeEndpoint:
@@ -41,7 +41,7 @@ class LifeEndpoint:
         self._ignored = ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
-        """Load a model, once there is room. It may leave again when another needs its room and nobody uses it."""
+        """Load a model once there is room. It can be unloaded again when it is idle and another model needs the room."""
         require_admin(http.scope)
         body = parse_body(data, LoadModelBody, self._ignored)
         future = self._deployment.want(self._find(body.model))
@@ -51,7 +51,7 @@ class LifeEndpoint:
         return _success()
 
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
-        """Unload a model: it takes no new requests, and goes when the last has ended. Requests for it load it again."""
+        """Unload a model when its running requests have ended. Later requests for it load it again."""
         require_admin(http.scope)
         body = parse_body(data, UnloadModelBody, self._ignored)
         served = self._find(body.model)
@@ -69,7 +69,7 @@ class LifeEndpoint:
 
 
 async def _result(future: Future[_Result]) -> _Result:
-    """The keeper's work goes on if nobody waits for it any more."""
+    """Wait for the deployment's work, which goes on if the client leaves."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 

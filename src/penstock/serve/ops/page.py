@@ -1,7 +1,7 @@
-"""`/` and `/page/...`: the page for a browser, from the files in `serve/page`. `app` calls it.
+"""`/` and `/page/...`: the page for a browser, from the files in `serve/page`.
 
-The files are named here, so no path of a request reaches the disk. They hold no data and are served without a key; what
-their scripts ask the server for needs one. Each is read when it is first asked for.
+The files are listed here, so no path of a request reaches the disk. They hold no data and need no key. What their scripts ask
+the server for does.
 """
 
 from __future__ import annotations

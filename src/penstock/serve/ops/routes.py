@@ -1,4 +1,4 @@
-"""Penstock's own routes: what the programs and people that run the server ask."""
+"""Penstock's own routes, for the programs and people that run the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/load`, `/version` and `/metrics`: questions of the programs that run the server. Changes nothing."""
+"""`/health`, `/ready`, `/load`, `/version` and `/metrics`: the state of the server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StatusEndpoint:
         self._deployment = deployment
 
     async def health(self, _http: HttpRequest) -> Status:
-        """Is the process alive? 503 only when a restart of the process is the remedy for one of its models."""
+        """Report whether the process is alive: 503 only if a restart of the process is the remedy for one of its models."""
         for running in self._deployment.staying:
             state = running.engine.state
             if state in (EngineState.FAILED, EngineState.STOPPED):
@@ -66,7 +66,7 @@ class StatusEndpoint:
         return {"status": "ok"}
 
     async def ready(self, _http: HttpRequest) -> Status:
-        """Can the server take work? 503 while a model drains or is made anew, too, and if none can be loaded."""
+        """Report whether the server can take work: 503 while a model drains or restarts, and if no model can be loaded."""
         if all(served.state is ModelState.FAILED for served in self._deployment.served):
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
         for running in self._deployment.staying:
@@ -76,9 +76,9 @@ class StatusEndpoint:
         return {"status": "ready"}
 
     async def load(self, http: HttpRequest) -> Load:
-        """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name.
+        """Report how busy a model is, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model` it is the default one, and all are listed, with the memory that they share.
+        Without `model` it is the default model, and all models are listed with the memory that they share.
         """
         name = http.query_params.get("model")
         served = find_served(name, self._deployment)
@@ -118,14 +118,14 @@ class StatusEndpoint:
         return load
 
     def _of(self, running: RunningModel) -> str:
-        """The model's name, where it is not the only one."""
+        """Return the model's name if it is not the only one."""
         return f" of {running.name}" if len(self._deployment.served) > 1 else ""
 
     async def version(self, _http: HttpRequest) -> Version:
         return {"version": penstock.__version__}
 
     async def metrics(self, _http: HttpRequest) -> Response:
-        """Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         # In a thread of asyncio's, where no text is worked on: it takes a millisecond, and first imports the Prometheus client.
         return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served])
 
@@ -142,7 +142,7 @@ def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
 
 
 def _line(served: ServedModel, now_ns: int) -> ModelLoad:
-    """A model among others. Memory is what it may come to use: a KV cache fills with time."""
+    """Return the load of one model. Its memory is what it may use: a KV cache fills with time."""
     load, running = served.metrics.read_load(), served.running
     return {
         "name": served.name,

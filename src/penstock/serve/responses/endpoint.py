@@ -1,7 +1,6 @@
-"""`/v1/responses`: OpenAI's newer API. A response is a chat whose answer is kept, so that another one may follow it.
+"""The endpoints of `/v1/responses`, OpenAI's newer API: a response is kept, so that others can follow it.
 
-Read, run and write are those of chats, with another reader and writer. Besides there is the store, and responses that run in
-the background: nobody waits for them, and who wants one asks for it later.
+They add to chats a store, and responses in the background, which clients poll.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class ResponsesEndpoint:
         self._running: dict[Key, _Running] = {}
         """Responses in the background that have not ended."""
         self._told_kinds: set[str] = set()
-        """Types of tools that were left out and logged; there are few types."""
+        """Types of tools that were left out and logged."""
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
-        """Answer items with items: messages, reasoning, calls of functions. The answer is kept, unless `store` is false."""
+        """Answer items with items: messages, reasoning, function calls. The answer is kept unless `store` is false."""
         body = await self._off_loop.run(
             len(data), lambda: parse_body(data, ResponsesBody, self._reader.ignored), limit=INLINE_MAX_BYTES
         )
@@ -135,7 +134,7 @@ class ResponsesEndpoint:
         return _json(kept.response)
 
     async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
-        """Read an answer to its end, whatever that is."""
+        """Read an answer to its end."""
         writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
         try:
             response = await self._answered(opened, question, kept, writer)
@@ -166,13 +165,13 @@ class ResponsesEndpoint:
     # Responses that are kept
 
     async def get(self, http: HttpRequest) -> HttpResponse:
-        """A response that was kept, as it is now."""
+        """Return a kept response in its present state."""
         if http.query_params.get("stream", "false") not in ("false", ""):
             raise invalid("'stream' is not supported here yet: poll until 'status' is another one.", "stream")
         return _json((await self._find(http)).response)
 
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
-        """Forget a response. One that runs in the background is cancelled."""
+        """Delete a response. One in the background is cancelled."""
         kept = await self._find(http)
         if (running := self._running.get(kept.key)) is not None:
             running.cancel()
@@ -180,7 +179,7 @@ class ResponsesEndpoint:
         return {"id": kept.response_id, "object": "response", "deleted": True}
 
     async def cancel(self, http: HttpRequest) -> HttpResponse:
-        """End a response that runs in the background. One that has ended stays as it is."""
+        """Cancel a response in the background. One that has ended stays as it is."""
         kept = await self._find(http)
         if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
@@ -191,7 +190,7 @@ class ResponsesEndpoint:
         return _json(kept.response)
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
-        """The items of a response's question, without those of the responses that it follows; the last first."""
+        """List the items of a response's question, last first, without those of the responses that it follows."""
         kept, query = await self._find(http), http.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):

@@ -1,6 +1,6 @@
-"""From a body of `/v1/responses`, and what was said before, to a `Call` and to what the answer repeats of the question.
+"""Reads bodies of `/v1/responses`, with the conversation before them, into neutral requests.
 
-Items become messages of a neutral request. May run on any thread, and waits for nothing.
+Can run on any thread and waits for nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.serve.streams import fingerprint
 from penstock.text.dialects import Message
 
 Item = Any
-"""An item as it is told and kept: plain JSON data, with an `id`."""
+"""An item as clients get it and as it is kept: plain JSON data with an `id`."""
 ItemBody = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 _ITEMS: Mapping[str, type[ItemBody]] = MappingProxyType(
@@ -60,7 +60,7 @@ _FIELDS = {
     "reasoning_effort": "reasoning.effort",
     "max_reasoning_tokens": "thinking_budget",
 }
-"""Fields of a neutral request with other names here."""
+"""Fields of a neutral request that have other names here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +68,26 @@ class Past:
     """The conversation before a response."""
 
     items: Sequence[bytes]
-    """Each as JSON, those that were said first before the others."""
+    """Each as JSON, oldest first."""
     referenced: Mapping[str, bytes]
-    """The same of items that the body names, by their ids."""
+    """Items that the body refers to, by id."""
     num_bytes: int
-    """Size of all these, of one that is named twice counted twice."""
+    """Their size. An item that is named twice counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """As much of a question as is needed until its answer has ended: not the call, nor what was said before."""
+    """What is needed of a question until its answer has ended."""
 
     response_id: str
     told: Response
-    """The fields of the answer that repeat the question, `id` and `model` included."""
+    """The response without its answer."""
     items: list[Item]
-    """Its own, as they are kept."""
+    """Its own items."""
     tools: Tools
 
     def new_id(self, kind: str, index: int) -> str:
-        """The id of an item of the answer."""
+        """Return the id of an item of the answer."""
         return _item_id(kind, self.response_id, len(self.items) + index)
 
 
@@ -96,20 +96,20 @@ def _item_id(kind: str, response_id: str, index: int) -> str:
 
 
 def references(body: ResponsesBody) -> list[str]:
-    """Ids of the items that a body names and does not bring along."""
+    """Return the ids of items that a body refers to."""
     items = body.input if isinstance(body.input, list) else ()
     return [item["id"] for item in items if _is_reference(item) and isinstance(item.get("id"), str)]
 
 
 def _is_reference(item: Any) -> bool:
-    """Its type may be left out, and then there is nothing else but an id."""
+    """Return whether an item is a reference. Without a type it has nothing but an id."""
     if not isinstance(item, dict):
         return False
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
 def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> tuple[Call, Question]:
-    """Return the call, and the question that its answer belongs to. Raises `ApiError` and `Rejected`.
+    """Return the call and its question. Raises `ApiError` and `Rejected`.
 
     `keeps`: the server keeps responses, unless the body says otherwise.
     """
@@ -134,7 +134,7 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
 
 
 def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
-    """The items of `input`, checked. Raises 400."""
+    """Return the items of `input`. Raises 400."""
     given = body.input
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -173,12 +173,12 @@ def _checked(item: Any, index: int) -> ItemBody:
 
 
 def _body_of(item: Item) -> ItemBody:
-    """The same of an item that was checked when it came, or made here."""
+    """Return the body of an item that was checked before or made here."""
     return _ITEMS[item["type"]].model_validate(item)
 
 
 def _text(content: Any, *place: str | int) -> str:
-    """Text, or the text of parts. Raises 400."""
+    """Return a text, or the text of parts. Raises 400."""
     if isinstance(content, str):
         return content
     param = f"{place[0]}[{place[1]}].{place[2]}"
@@ -197,7 +197,7 @@ def _text(content: Any, *place: str | int) -> str:
 
 
 def _kept(item: ItemBody, index: int, response_id: str) -> Item:
-    """An item of the question in the form in which it is told to those who ask for it, and read by what follows."""
+    """Return an item of the question as it is kept."""
     kind = item.type or "message"
     kept: Item = {"id": item.id or _item_id(kind, response_id, index), "type": kind, "status": item.status or "completed"}
     match item:
@@ -218,7 +218,7 @@ def _kept(item: ItemBody, index: int, response_id: str) -> Item:
 
 
 def _kept_parts(content: Any, kind: str) -> list[Item]:
-    """The parts of a text that was checked. `kind`: what a string is."""
+    """Return the parts of a checked text. `kind`: the type of a string."""
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     annotations: dict[str, Item] = {"output_text": {"annotations": []}}
@@ -229,9 +229,10 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
 
 
 def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
-    """Return the messages. Templates know one system message, so those at the beginning become one.
+    """Return the messages.
 
-    Items of the assistant in a row, reasoning first and calls last, become one message. A call that was cut is left out.
+    Leading system messages become one, as templates know one. Consecutive items of the assistant become one message. A call
+    that was cut is left out.
     """
     messages: list[Message] = []
     of_system = [instructions] if instructions else []
@@ -397,7 +398,7 @@ def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Resp
 
 
 def _told_choice(choice: Any) -> Any:
-    """The choice as it is told; it was checked."""
+    """Return a checked choice as the response repeats it."""
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "name": name}

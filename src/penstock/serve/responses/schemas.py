@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, and the items in its `input`, as types. Rules of more than one field are in `read`."""
+"""The body of `POST /v1/responses` and the items in its `input`. Rules about several fields are in `read`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.serve.bodies import (
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 512
-"""The longest id of an item or a response that is looked for; those made here are shorter."""
+"""The longest id of an item or a response. Our own are shorter."""
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """OpenAI's own limits."""
 Metadata = Annotated[
@@ -53,12 +53,11 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""The words that `include` may have. All but the first are about what never is in an answer: built-in tools, images, and
-reasoning that is encrypted, as it stands here in the clear."""
+"""The words of `include`. All but the first ask for what answers here never have, or always: reasoning is not encrypted."""
 
 
 class FunctionBody(Body):
-    """A function that an answer may call. A schema is followed in any case; with `strict`, one that can't be is refused."""
+    """A function that an answer can call. Its schema is always enforced. `strict` refuses one that can't be."""
 
     type: Literal["function"]
     name: str
@@ -72,7 +71,7 @@ class FunctionBody(Body):
 
 
 class NamespaceTool(Body):
-    """Functions under one name. A call names its function and this."""
+    """Functions under one name. A call names the function and the namespace."""
 
     type: Literal["namespace"]
     name: str
@@ -83,7 +82,7 @@ class NamespaceTool(Body):
 class ReasoningOptions(Body):
     effort: str | None = None
     summary: Annotated[Any, NotYet("auto")] = None
-    """`auto` is the best summary that there is, which is none: the reasoning itself is told."""
+    """The answer shows the reasoning itself instead of a summary."""
     generate_summary: Annotated[Any, NotYet("auto")] = None
     context: Annotated[Any, NotYet("auto")] = None
     mode: Annotated[Any, NotYet("standard")] = None
@@ -113,22 +112,22 @@ class ResponsesBody(Body):
     input: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
     ]
-    """Checked in `read`, item by item."""
+    """`read` checks its items."""
     instructions: str | None = None
-    """A system message before all others, of this response alone."""
+    """A system message before all others, for this response only."""
     previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
-    """Absent: true, where the server keeps responses."""
+    """By default true if the server keeps responses."""
     include: Annotated[list[Included], Field(max_length=32, fail_fast=True)] | None = None
 
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, NoEffect()] = None
-    """No item is ever dropped: a conversation that is too long is refused."""
+    """No item is dropped: a conversation that is too long is refused."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS})] = None
@@ -136,7 +135,7 @@ class ResponsesBody(Body):
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
     """Checked in `read`."""
     parallel_tool_calls: bool | None = None
-    """False: one call at most."""
+    """False allows one call."""
     max_tool_calls: Annotated[Annotated[int, Field(ge=1, le=INT32_MAX)] | None, NoEffect()] = None
     """A limit of built-in tools."""
 
@@ -210,7 +209,7 @@ class FunctionOutputItem(Body):
     name: str | None = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
-    """This and `name` are without effect: `call_id` names the call."""
+    """This and `name` have no effect: `call_id` names the call."""
 
 
 class TextPart(Body):

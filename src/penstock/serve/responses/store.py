@@ -1,7 +1,7 @@
-"""What a server remembers of responses: the interface of a store, and the one that keeps them in memory.
+"""The store of responses: its interface, and the implementation in memory.
 
-`GET` asks it, and responses that follow others. Where room is short in memory, the owner who has most loses the response that
-was not used for longest. One that runs in the background stays until it has ended.
+If memory is short, the owner with the most bytes loses the least recently used response. One in the background stays until it
+has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types.errors import counted
 MAX_RUNNING = 256
 """Responses in the background that have not ended."""
 _ENTRY_BYTES = 720
-"""Python's share of one response: its objects, its names, and its places in the store's dictionaries."""
+"""Python's overhead of one response, in bytes."""
 
 Key = tuple[Owner, str]
 """Who may see a response, and its id."""
@@ -133,7 +133,7 @@ def has_id(item: bytes, item_id: str) -> bool:
 
 
 class _Shelf:
-    """The responses of one owner, the least recently used first."""
+    """The responses of one owner, least recently used first."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[str, Kept] = OrderedDict()
@@ -154,7 +154,7 @@ class MemoryStore:
         self._running: dict[Key, Kept] = {}
         """Those in the background that have not ended, also if they were deleted."""
         self._gone: OrderedDict[Key, str] = OrderedDict()
-        """Why those that were forgotten last were."""
+        """Why the last forgotten ones were forgotten."""
 
     @property
     def keeps(self) -> bool:

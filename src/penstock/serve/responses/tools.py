@@ -1,7 +1,6 @@
-"""The tools of a response: which of them the model sees, under which names, and which are left out.
+"""The tools of a response: those that the model sees, under which names, and those that are left out.
 
-`read` makes `Tools` of a body. The model knows functions only, so those of a namespace join the others under a longer name.
-`write` gives a call the client's names back.
+The model knows only functions, so functions of a namespace join the others under a longer name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock.serve.errors import invalid, shorten
 from penstock.serve.responses.schemas import FunctionBody, NamespaceTool
 
 LEFT_OUT = ("custom", "image_generation", "tool_search", "web_search", "web_search_preview")
-"""Types that coding agents offer beside their functions, and work without. Those of other tools are refused."""
+"""Types that coding agents offer besides functions, and can work without. Other types are refused."""
 _TOOLS: Mapping[str, type[FunctionBody | NamespaceTool]] = MappingProxyType(
     {"function": FunctionBody, "namespace": NamespaceTool}
 )

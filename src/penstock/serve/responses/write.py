@@ -1,8 +1,7 @@
-"""The last pass of a response: from the parts of an answer to items, and to the typed events that tell of them.
+"""Writes responses, whole or as typed events.
 
-A stream tells of each item as it begins, grows and ends, and last of the whole response. The events that carry text, one for
-each step, are put together of bytes that were prepared when their item began.
-https://developers.openai.com/api/reference/resources/responses/streaming-events has all of them.
+Events that carry text, one for each step, are made of bytes that were prepared when their item began.
+https://developers.openai.com/api/reference/resources/responses/streaming-events
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from penstock.types.request import FinishReason
 
 
 def response_error(error: ApiError) -> ResponseError:
-    """The words of a response that failed: OpenAI's codes, of which few fit."""
+    """Return an error in a failed response. OpenAI has few codes for it."""
     if error.status_code == 429:
         code = "rate_limit_exceeded"
     elif 400 <= error.status_code < 500 and error.error_type == "invalid_request_error":
@@ -39,32 +38,32 @@ class ResponsesWriter(Writer):
     def __init__(
         self, call: RunningCall, tokenizer: Tokenizer, *, question: Question, on_end: Callable[[Response], None]
     ) -> None:
-        """`on_end` is called with the whole response, on the event loop, when a stream has ended."""
+        """`on_end` is called with the whole response on the event loop when a stream has ended."""
         super().__init__(call)
         self.ended: Response | None = None
-        """The response that was not streamed, when it has ended."""
+        """The whole response, if it was not streamed and has ended."""
         self._tokenizer = tokenizer
         self._question = question
         self._on_end = on_end
         self._choice: ReadChoice | None = None
-        """None: the answer is nothing but content."""
+        """None if the answer is only content."""
         if not call.is_plain:
             self._choice = ReadChoice(call, 0, tokenizer)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
         self._told_logprobs: list[Any] = []
-        """The entries of tokens whose text has not been told."""
+        """Log-probabilities of tokens whose text was not sent yet."""
 
         self._items: list[Item] = []
         self._pieces: list[str] = []
-        """The text of the item that is open."""
+        """The text of the open item."""
         self._item_logprobs: list[Any] = []
         self._is_open = False
         self._prefix = b""
-        """The beginning of an event about more text of the open item."""
+        """The first bytes of an event with more text of the open item."""
         self._is_cut = False
-        """The answer was cut, and with it its last item."""
+        """The answer and its last item were cut."""
 
         self._is_streamed = call.answer.is_streamed
         self._events: list[bytes] = []
@@ -77,9 +76,9 @@ class ResponsesWriter(Writer):
         return self.keepalive()
 
     def keepalive(self) -> bytes:
-        """Return one more `response.in_progress` while nothing was said: Codex gives up where it sees no event for long.
+        """Return another `response.in_progress` while nothing was said: Codex gives up if it sees no event for long.
 
-        Later a comment, since clients take the event's response for all that was said so far.
+        Later return a comment, as clients take the event's response for all that was said so far.
         """
         if self._items:
             return super().keepalive()
@@ -148,7 +147,7 @@ class ResponsesWriter(Writer):
     # Items
 
     def _read(self, chunk: OutputChunk) -> None:
-        """Take note of what a chunk says, and tell of it."""
+        """Add what a chunk says, with its events."""
         parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
         if self._choice is not None:
             parts = self._choice.read(chunk)
@@ -191,7 +190,7 @@ class ResponsesWriter(Writer):
                 self._close(is_whole=is_whole)
 
     def _open(self, kind: str) -> None:
-        """Have an item open to which text of this kind belongs."""
+        """Open an item for text of this kind, unless one is open."""
         if self._is_open and self._items[-1]["type"] == kind:
             return
         self._close()
@@ -228,7 +227,7 @@ class ResponsesWriter(Writer):
             self._events.append(self._prefix + orjson.dumps(text) + rest + b"}\n\n")
 
     def _close(self, *, is_whole: bool = True) -> None:
-        """End the item that is open, if there is one."""
+        """End the open item, if any."""
         if not self._is_open:
             return
         self._is_open = False
@@ -254,7 +253,7 @@ class ResponsesWriter(Writer):
         self._tell("response.output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
     def _place(self, *, in_content: bool = False) -> dict[str, Any]:
-        """Where the open item is."""
+        """Return the place of the open item."""
         place: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return place | ({"content_index": 0} if in_content else {})
 

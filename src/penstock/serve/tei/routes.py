@@ -53,15 +53,15 @@ class TruncatedBody(Body):
     """Fields that all bodies have. Null is the same as absent."""
 
     truncate: bool | None = None
-    """Cut a text that is too long, and do not refuse it."""
+    """True cuts a text that is too long. Otherwise it is refused."""
     truncation_direction: Side | None = None
-    """The side that is cut off; right by default."""
+    """The side to cut off, by default the right one."""
 
 
 class EmbedBody(TruncatedBody):
     inputs: TextsOrIds
     normalize: bool | None = None
-    """False: not made vectors of length 1. True by default."""
+    """False leaves the vectors' lengths as they are. True by default."""
     prompt_name: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -72,7 +72,7 @@ class TeiRerankBody(TruncatedBody):
     raw_scores: bool | None = None
     return_text: bool | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
-    """Answer with the best so many of the texts."""
+    """Return only this many texts, the best ones."""
 
 
 class PredictBody(TruncatedBody):
@@ -170,7 +170,7 @@ def rerank(body: TeiRerankBody, request: TextsRequest) -> Answer:
 
 
 class TeiEndpoint:
-    """The routes that ask the default model's tokenizer, or what it is."""
+    """Routes that depend on the default model."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -288,7 +288,8 @@ def _truncation(body: TruncatedBody, asked: Asked) -> Truncation | None:
 
 
 def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
-    """A text, a pair (a list of two strings), or several of either, each in a list; and whether it was a list of lists."""
+    """Return texts and pairs, and whether they were a list of lists. `value` is a text, a pair, or a list of lists of one or
+    two texts."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         check_length(value, "inputs")
         return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True

@@ -1,8 +1,5 @@
-"""A `TextsCall`: texts of one client that a model shall turn into numbers. A face makes it of a body, `run` answers it.
-
-Every face (OpenAI's, Jina's and Cohere's, vLLM's, text-embeddings-inference's) is a translation to and from this one call. The
-call knows neither JSON nor HTTP.
-"""
+"""A `TextsCall`: the texts of one request for an encoder. An API makes it of its body, and `desk.run` answers it. It knows
+neither JSON nor HTTP."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from penstock.serve.shapes import TokenUsage
 from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048
-"""Texts of one call, as at OpenAI."""
+"""OpenAI's limit of texts in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A text as ids of its tokens, which are taken as they are: special tokens are among them, or there are none."""
+    """A text as token ids. They are used as they are, with the special tokens that they have."""
 
     token_ids: tuple[int, ...]
 
@@ -31,10 +28,10 @@ TextInput = str | tuple[str, str] | TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """A text that is too long loses tokens at one side."""
+    """How a text that is too long is cut."""
 
     max_tokens: int
-    """Tokens that are kept, special ones included; never more than the model takes."""
+    """Tokens to keep, including special ones. Never more than the model takes."""
     side: TruncationSide = "right"
     """The side that is cut off."""
 
@@ -47,21 +44,21 @@ class TextsCall:
     texts: Sequence[TextInput]
     """1 to `MAX_TEXTS`, prompts included. None is empty."""
     name_of: Callable[[int], str]
-    """The place of a text in the body, for messages; of a pair, that of its second text."""
+    """Where a text stands in the body, for messages. For a pair, where its second text stands."""
     first_name_of: Callable[[int], str] | None = None
-    """The place of a pair's first text, if it has one of its own."""
+    """Where a pair's first text stands, if it has a place of its own."""
     truncation: Truncation | None
-    """None: a text that is too long is refused."""
+    """None refuses a text that is too long."""
     claim: bytes
     """The same for a call that is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, or a pair of texts, as the model reads it. It is found by its name: hashing all its tokens takes longer."""
+    """A text or a pair of texts as tokens. It is compared by its name, which is faster than hashing all tokens."""
 
     name: bytes
-    """Equal for equal tokens alone."""
+    """Two texts have the same name only if their tokens are equal."""
     tokens: TextTokens = field(compare=False)
 
     @property

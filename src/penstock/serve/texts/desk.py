@@ -31,7 +31,7 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 ENTRY_BYTES = 256
-"""Bytes of memory for the books of one entry of the cache: its key, its place in the order, the object of its numbers."""
+"""Memory of an entry's key, place and object, in bytes."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """The parameters of every text: nothing is sampled."""
 WINDOW_STEPS = 2
@@ -213,7 +213,7 @@ class RunningTexts:
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """The call's own id, under which the journal tells one text at a time: a list would make others forgotten."""
+        """The call's own id. The journal follows one text at a time: a long list would push out other calls."""
         return (self._engine_id,)
 
     @property
@@ -278,7 +278,7 @@ class Desk:
         self._at_work: dict[_Key, _Work] = {}
         """If a second call was in a greater hurry, the engine has a text twice, and the second is here."""
         self._by_id: dict[str, _Work] = {}
-        """The same by the engine's request ids."""
+        """By the engine's request ids."""
         self._touched: dict[RunningTexts, None] = {}
         self._num_calls = 0
 

@@ -33,7 +33,7 @@ from penstock.serve.texts.write import write_json
 class Answer:
     call: TextsCall
     write: Callable[[TextResults], Any]
-    """The answer as JSON data, in which NumPy's arrays may be. May run on any thread."""
+    """Makes the answer: JSON data that may contain NumPy's arrays. Can run on any thread."""
 
 
 _Body = TypeVar("_Body", bound=Body)
@@ -55,7 +55,7 @@ class TextsEndpoint:
         self._in_flight = in_flight
         self._ignored = ignored
         self._desks: WeakKeyDictionary[RunningModel, Desk] = WeakKeyDictionary()
-        """The desk of each encoder that is loaded; it has no reference to that."""
+        """The desk of each loaded encoder, without a reference to the encoder."""
         for running in deployment.running:
             if running.model.encoder is not None:
                 self._desk(running)
@@ -103,7 +103,7 @@ class TextsEndpoint:
 
 
 def _size(call: TextsCall, results: TextResults) -> int:
-    """The work of writing an answer, in bytes: its numbers, its items, and the texts, which some faces tell back."""
+    """Return the work of writing an answer, in bytes: its numbers, its items, and the texts, which some APIs return."""
     encoder = call.running.model.encoder
     num_labels = 1 if encoder is None else max(1, len(encoder.labels))
     # A vector, or a label with its score, takes as long as 1,024 bytes of numbers beside its own.

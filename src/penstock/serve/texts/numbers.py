@@ -1,6 +1,6 @@
-"""From the bytes of a text's answer to vectors, scores and cosines. The faces call it; nothing here knows a client's shapes.
+"""Turns the bytes of a text's result into vectors, scores and cosines, for all APIs and `LLM`.
 
-NumPy is imported when it is needed: a server that writes text starts without it.
+NumPy is imported on first use: a server that only generates text starts without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def embedding(result: TextResult, encoder: EncoderInfo, dimensions: int | None = None, *, is_unit: bool = True) -> Vector:
-    """The model's vector or its first `dimensions` numbers, by default made a vector of length 1."""
+    """Return the model's vector, or its first `dimensions` numbers, by default scaled to length 1."""
     import numpy as np
 
     vector = np.frombuffer(result.states, np.float32)
@@ -32,7 +32,7 @@ def embedding(result: TextResult, encoder: EncoderInfo, dimensions: int | None =
 
 
 def unit(vector: Vector) -> Vector:
-    """The vector divided by its Euclidean length; zeros stay zeros."""
+    """Return the vector divided by its Euclidean length. Zeros stay zeros."""
     import numpy as np
 
     length = math.sqrt(float(np.dot(vector, vector)))
@@ -40,7 +40,7 @@ def unit(vector: Vector) -> Vector:
 
 
 def scaled(vector: Vector, norm: int) -> Vector:
-    """The vector divided by its `norm`-norm, or with 0 so that its largest number becomes 32760; zeros stay zeros."""
+    """Return the vector divided by its `norm`-norm, or for 0 scaled to a largest number of 32760. Zeros stay zeros."""
     import numpy as np
 
     size = np.abs(vector).max() / 32760 if norm == 0 else np.linalg.norm(vector, ord=norm)
@@ -48,12 +48,12 @@ def scaled(vector: Vector, norm: int) -> Vector:
 
 
 def as_base64(vector: Vector) -> str:
-    """float32 in little-endian order, as OpenAI and Cohere have it."""
+    """Return float32 numbers in little-endian order, as OpenAI and Cohere do."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
 
 
 def rows(result: TextResult, encoder: EncoderInfo) -> Vector:
-    """The answer as it is: [width], or [num_tokens, width] of a model with a row for each token."""
+    """Return the result unchanged: [width], or [num_tokens, width] if the model has a row for each token."""
     import numpy as np
 
     values = np.frombuffer(result.states, np.float32)
@@ -61,7 +61,7 @@ def rows(result: TextResult, encoder: EncoderInfo) -> Vector:
 
 
 def scores(result: TextResult, function: ScoreFunction) -> list[float]:
-    """A score for each label. Computed in float64, and sigmoid without an overflow."""
+    """Return a score for each label, computed in float64 without overflow."""
     import numpy as np
 
     raw = np.frombuffer(result.states, np.float32).astype(np.float64)
@@ -75,12 +75,12 @@ def scores(result: TextResult, function: ScoreFunction) -> list[float]:
 
 
 def cosine(first: Vector, second: Vector) -> float:
-    """The cosine of two vectors of length 1."""
+    """Return the cosine of two vectors of length 1."""
     import numpy as np
 
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
 
 
 def ranking(values: Sequence[float]) -> list[int]:
-    """Indices of the values, the largest first; of equals the one that came first."""
+    """Return the indices of the values, largest first. Equal values keep their order."""
     return sorted(range(len(values)), key=lambda index: (-values[index], index))

@@ -1,6 +1,6 @@
-"""Scores of pairs of texts: a reranker's head reads both at once, an embedding model's vectors are compared by their cosine.
+"""Scores pairs of texts: a reranker reads both at once, vectors of an embedding model are compared by their cosine.
 
-The faces of rerankers and of scores use it, and so does the Python API.
+Used by all APIs that rank or score, and by `LLM`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pair i is `firsts[i]`, or the only one of them, and `seconds[i]`."""
+    """Pairs of texts. Pair i is `firsts[i]`, or the only first, and `seconds[i]`."""
 
     firsts: Sequence[str]
     seconds: Sequence[str]
     first_name: Callable[[int], str]
-    """The place of a text in the body, for messages."""
+    """Where a text stands in the body, for messages."""
     second_name: Callable[[int], str]
 
     def call(self, asked: Asked, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
-        """The call whose results have the scores; `texts` says what `is_search` is. Raises 400 if the model has no scores."""
+        """Return the call that computes the scores. `is_search`: as for `texts`. Raises 400 if the model has no scores."""
         require_scores(asked)
         texts = self.texts(asked.encoder, is_search=is_search)
         if asked.encoder.task is Task.RERANK:
@@ -33,10 +33,9 @@ class Pairs:
         return asked.call(texts, self._name, truncation)
 
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
-        """The texts that the model reads: pairs, or the firsts and behind them the seconds.
+        """Return the texts that the model reads: pairs, or the firsts followed by the seconds.
 
-        `is_search`: the firsts are questions to which the seconds are answers, so an embedding model's prompts for these are
-        put before them.
+        `is_search`: the firsts are questions and the seconds documents, which get the model's prompts for these.
         """
         if encoder.task is Task.RERANK:
             return [(self._first(index), second) for index, second in enumerate(self.seconds)]
@@ -45,9 +44,9 @@ class Pairs:
         return [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
 
     def scores(self, encoder: EncoderInfo, results: Sequence[TextResult], *, is_raw: bool = False) -> list[float]:
-        """A score for each pair, by the model's own function; raw: the head's number. Cosines are the same either way.
+        """Return a score for each pair from the results of `texts`, by the model's own function.
 
-        `results` are those of `texts`, in their order.
+        `is_raw` returns the head's number instead. Cosines are the same either way.
         """
         if encoder.task is Task.RERANK:
             function = ScoreFunction.NONE if is_raw else encoder.scores

@@ -39,7 +39,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
 Texts = Annotated[Any, _described(_Text | Annotated[list[_Text], _Several])]
-"""A text or several. `read_texts` checks them, whose messages can name the element."""
+"""A text or several. `read_texts` checks them, so that messages can name the element."""
 TextsOrIds = Annotated[Any, _described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
 Documents = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _DOCUMENT})]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
@@ -52,7 +52,7 @@ _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLAS
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call as far as its face has read it."""
+    """The model and the terms of a request."""
 
     running: RunningModel
     encoder: EncoderInfo
@@ -97,7 +97,7 @@ class TextsRequest:
         priority: int | None = None,
         request_id: str | None = None,
     ) -> Asked:
-        """The model that is asked, and the terms. Raises 400 if the model is no encoder."""
+        """Return the model and the terms. Raises 400 unless the model is an encoder."""
         if request_id is not None:
             identity_of(self.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
         running = find_answering(model, self.deployment, self.scope, self.config, user or "")[0].answerer()
@@ -125,9 +125,10 @@ class TextsRequest:
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
-    """A text, texts or, with a vocabulary, token ids, or a list of texts and lists of ids; `prefix` is put before texts.
+    """Return the texts of a field: a text, texts or, with a vocabulary, token ids, or a list of texts and lists of ids. Raises
+    400.
 
-    Raises 400.
+    `prefix` is put before each text.
     """
     if isinstance(value, str):
         return [_text(value, param, prefix)]
@@ -151,7 +152,7 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
 
 
 def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None) -> list[TextInput]:
-    """Texts or token ids of a field, checked as by `read_texts`, with a prompt of the model before each text. Raises 400."""
+    """As `read_texts`, with a prompt of the model before each text. Raises 400."""
     prompt = prompt_text(asked.encoder, prompt_name)
     if isinstance(value, list):
         if any(type(item) is int for item in value):
@@ -165,7 +166,7 @@ def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None)
 
 
 def _spelled(value: Any, param: str, running: RunningModel) -> Any:
-    """A list of token ids and texts as ids alone; anything else as it is. Raises 400."""
+    """Return a list of token ids and texts as ids, and any other value as it is. Raises 400."""
     if not isinstance(value, list) or not any(type(part) is int for part in value):
         return value
     num_texts = sum([isinstance(part, str) for part in value])
@@ -178,7 +179,7 @@ def _spelled(value: Any, param: str, running: RunningModel) -> Any:
 
 
 def read_documents(value: Any, param: str) -> list[str]:
-    """Strings, or objects with a `text`. Raises 400."""
+    """Return the texts of strings, or of objects with a `text`. Raises 400."""
     if not isinstance(value, list):
         raise invalid(f"'{param}' must be a list of strings, or of objects with a 'text'.", param)
     check_length(value, param)
@@ -195,20 +196,20 @@ def read_documents(value: Any, param: str) -> list[str]:
 
 
 def read_text(value: Any, param: str) -> str:
-    """One text that is not empty. Raises 400."""
+    """Return a text. Raises 400 if it is empty or no string."""
     if not isinstance(value, str):
         raise invalid(f"'{param}' must be a string.", param)
     return _text(value, param, "")
 
 
 def name_in(param: str, value: object) -> Callable[[int], str]:
-    """The places of the texts of a field, which is a list of them or the only one."""
+    """Return where the texts of a field stand: the field is a list of them, or the only one."""
     is_list = isinstance(value, list) and not (value and type(value[0]) is int)
     return (lambda index: f"{param}[{index}]") if is_list else (lambda _: param)
 
 
 def check_length(value: Sequence[Any], param: str) -> None:
-    """Raises 400 for a list that is empty or too long."""
+    """Raise 400 for a list that is empty or too long."""
     if not value:
         raise invalid(f"'{param}' is empty. Send one text at least.", param)
     if len(value) > MAX_TEXTS and type(value[0]) is not int:
@@ -216,7 +217,8 @@ def check_length(value: Sequence[Any], param: str) -> None:
 
 
 def read_truncation(kept_tokens: int | None, side: TruncationSide | None, running: RunningModel) -> Truncation | None:
-    """vLLM's `truncate_prompt_tokens`: keep so many, -1 for as many as the model takes; None: nothing is cut. Raises 400."""
+    """Return how texts are cut, by vLLM's `truncate_prompt_tokens`: -1 keeps what the model takes, None cuts nothing. Raises
+    400."""
     limit = running.model.max_model_len
     if kept_tokens is None:
         if side == "left":
@@ -230,13 +232,13 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
 
 
 def check_dimensions(dimensions: int | None, encoder: EncoderInfo, param: str = "dimensions") -> None:
-    """Raises 400 if the model has fewer."""
+    """Raise 400 if the model has fewer dimensions."""
     if dimensions is not None and not 1 <= dimensions <= encoder.width:
         raise invalid(f"'{param}' is {dimensions}; this model's vectors can be cut to 1 to {encoder.width}.", param)
 
 
 def require_embeddings(asked: Asked) -> None:
-    """Raises 400 unless the model's answer to a text is one vector."""
+    """Raise 400 unless the model returns one vector for a text."""
     encoder = asked.encoder
     if encoder.task is not Task.EMBED:
         _refuse_task(asked, "has no embeddings")
@@ -247,7 +249,7 @@ def require_embeddings(asked: Asked) -> None:
 
 
 def require_scores(asked: Asked) -> None:
-    """Raises 400 unless the model scores a pair of texts, or has embeddings to compare."""
+    """Raise 400 unless the model scores pairs of texts, or has embeddings to compare."""
     if asked.encoder.task is Task.CLASSIFY:
         _refuse_task(asked, "has no scores for pairs of texts")
     if asked.encoder.task is Task.EMBED:
@@ -255,7 +257,7 @@ def require_scores(asked: Asked) -> None:
 
 
 def require_labels(asked: Asked) -> None:
-    """Raises 400 unless the model has a head whose scores are those of a text."""
+    """Raise 400 unless the model's head scores whole texts."""
     if asked.encoder.task is Task.EMBED:
         _refuse_task(asked, "has no labels")
     if asked.encoder.is_per_token:
@@ -268,7 +270,7 @@ def _refuse_task(asked: Asked, lack: str) -> NoReturn:
 
 
 def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_name") -> str:
-    """The text that the model's files put before texts of this use, or by default. Raises 400 for a name that is not there."""
+    """Return the prompt of this name, or the default one. Raises 400 for an unknown name."""
     if name is None:
         return encoder.prompts.get(encoder.default_prompt, "")
     if name not in encoder.prompts:
@@ -278,14 +280,14 @@ def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_nam
 
 
 def prompt_for(encoder: EncoderInfo, *names: str) -> str:
-    """The first of these prompts that the model has; else the one of texts that name none."""
+    """Return the first of these prompts that the model has, or the default one."""
     found = next((name for name in names if name in encoder.prompts), encoder.default_prompt)
     return encoder.prompts.get(found, "")
 
 
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-"""Names of the prompts of questions and of the texts that answer them, in the order in which sentence-transformers looks."""
+"""Names of prompts for questions and for documents, in the order in which sentence-transformers looks them up."""
 
 
 def _text(text: str, param: str, prefix: str) -> str:

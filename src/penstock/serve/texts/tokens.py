@@ -1,7 +1,7 @@
-"""The tokens of a call's texts, within limits that hold whatever a body says.
+"""Tokenises a call's texts within limits.
 
-A body of a megabyte can name one long text 2,048 times, as the question of each of its documents. So each different text is
-read once, and what comes of all of them together is bounded. Runs on any thread.
+A body of a megabyte can name one long text 2,048 times, for example as the question of each document. So each different text
+is tokenised once, and their total is limited. Runs on any thread.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.types.encoder import TextTokens
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_TOKENS = 1 << 22
-"""Tokens of one call, each text as often as it was sent: minutes of a small model, and 32 MiB as ids."""
+"""Tokens of one call, counting repeated texts: minutes of work for a small model, and 32 MiB as ids."""
 MAX_ANSWER_BYTES = 1 << 25
-"""Numbers of one answer: 2,048 vectors of 4,096. As JSON they are three times as many bytes."""
+"""Bytes of numbers in one answer: 2,048 vectors of 4,096. As JSON they are three times as long."""
 PIECE_TEXTS = 64
 """Texts that are tokenised at once: Python's part of that takes half a millisecond."""
 MAX_TOLD_TOKENS = 1 << 16
@@ -28,14 +28,14 @@ MAX_TOLD_TOKENS = 1 << 16
 
 
 def parts_of(text: TextInput) -> tuple[str, ...]:
-    """The one or two texts that have to be tokenised; none of token ids."""
+    """Return the one or two texts to tokenise. Token ids have none."""
     if isinstance(text, str):
         return (text,)
     return () if isinstance(text, TokenIds) else text
 
 
 def work_size(call: TextsCall) -> int:
-    """The work of `tokenise` in characters: of each different text once, and a share for each that was sent."""
+    """Return the work of `tokenise` in characters: each different text once, and a share for each text that was sent."""
     different = {part for text in call.texts for part in parts_of(text)}
     num_ids = sum([len(text.token_ids) for text in call.texts if isinstance(text, TokenIds)])
     # A text costs as much as 64 characters, however short it is.
@@ -43,8 +43,9 @@ def work_size(call: TextsCall) -> int:
 
 
 def tokenise(call: TextsCall) -> list[Text]:
-    """The tokens of all texts. Raises `Rejected` if one is too long and nobody asked to have it cut, if all together are too
-    many, or if the tokenizer fails.
+    """Return the tokens of all texts.
+
+    Raises `Rejected` if a text is too long and is not to be cut, if there are too many tokens, or if the tokenizer fails.
     """
     running, cut = call.running, call.truncation
     ids_of = _encoded(call)
@@ -71,13 +72,14 @@ def tokenise(call: TextsCall) -> list[Text]:
 
 
 def named(tokens: TextTokens) -> Text:
-    """A text with its name, which is the same for equal tokens alone."""
+    """Return tokens with a name. Equal tokens have equal names."""
     digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=16)
     return Text(digest.digest(), tokens)
 
 
 def _encoded(call: TextsCall) -> dict[str, list[int]]:
-    """The ids of each different text without special tokens. None has more than the model takes, unless texts are cut."""
+    """Return the ids of each different text without special tokens. Raises `Rejected` if a text is too long and is not to be
+    cut."""
     running = call.running
     first_index: dict[str, int] = {}
     for index, text in enumerate(call.texts):
@@ -96,7 +98,7 @@ def _encoded(call: TextsCall) -> dict[str, list[int]]:
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts for one call of the tokenizer each: few, and few characters, or one long text."""
+    """Yield the texts for one call of the tokenizer at a time: few texts with few characters, or one long text."""
     piece: list[str] = []
     num_chars = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""JSON of answers as large as they come, written in pieces: one call for all of it would stop every other thread."""
+"""Writes large answers as JSON in pieces: one call for all of it would block every other thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import orjson
 from penstock.deploy.off_loop import give_way
 
 PIECE_SIZE = 1 << 14
-"""Numbers that are written at once, in a third of a millisecond."""
+"""Numbers to write at once, which takes a third of a millisecond."""
 
 
 def write_json(value: Any) -> bytes:
-    """The JSON of data in which NumPy's arrays may be."""
+    """Return the JSON of data that may contain NumPy's arrays."""
     return b"".join(_pieces(value))
 
 
@@ -41,7 +41,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Items in their order, of a piece's size together, or a larger one alone."""
+    """Yield runs of items in order, up to a piece's size. A larger item is a run by itself."""
     run: list[Any] = []
     size = 0
     for item in items:
@@ -56,7 +56,7 @@ def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """The time that writing takes, in numbers."""
+    """Return the time that writing takes, counted in numbers."""
     if isinstance(value, str):
         return 1 + len(value) // 16
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: adapters come and go while the server runs, as in vLLM.
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM, for admins.
 
-An admin's doing. Requests that have an adapter end with it, whatever becomes of its name. No path of a client's leads out of
-the folders that the settings name, whoever asks: `models/adapter_files.py` looks at each file that is opened.
+A running request keeps its adapter to its end. Paths can't leave the folders in the settings: `models/adapter_files.py` checks
+each file.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LOAD_TIMEOUT_S = 60.0
 
 class LoadAdapterBody(Body):
     model: str | None = None
-    """The model that it belongs to; by default the first that is served with adapters."""
+    """The adapter's model, by default the first that is served with adapters."""
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
-    """True: it may take the place of another of that name."""
+    """True replaces an adapter of the same name."""
 
 
 class UnloadAdapterBody(Body):
     model: str | None = None
     lora_name: str
     lora_int_id: int | None = None
-    """vLLM's number, which is not looked at, here or there."""
+    """vLLM's number, which is ignored, as in vLLM."""
 
 
 class AdaptersEndpoint:
@@ -49,7 +49,7 @@ class AdaptersEndpoint:
         self._ignored = ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
-        """Have an adapter read from its files; requests may name it once this is answered."""
+        """Load an adapter from its files. Requests can name it once this is answered."""
         require_admin(http.scope)
         body = parse_body(data, LoadAdapterBody, self._ignored)
         served, adapters = self._served(body.model)
@@ -73,7 +73,7 @@ class AdaptersEndpoint:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
-        """Forget an adapter's name. One that lies in the folder of adapters is found there again when it is asked for."""
+        """Forget an adapter's name. An adapter in the folder of adapters is found again when a request names it."""
         require_admin(http.scope)
         body = parse_body(data, UnloadAdapterBody, self._ignored)
         _, adapters = self._served(body.model)
@@ -83,7 +83,7 @@ class AdaptersEndpoint:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _served(self, name: str | None) -> tuple[ServedModel, Adapters]:
-        """A model with adapters, by its name, or the first. Raises 404 and 400."""
+        """Return a model with adapters, by its name, or the first one. Raises 404 and 400."""
         asked = self._deployment.served if name is None else (find_served(name, self._deployment),)
         for served in asked:
             if served.adapters is not None:

@@ -1,4 +1,4 @@
-"""vLLM's faces: `POST /v1/score` and `/score` for pairs of texts, `/classify` for labels, `/pooling` for a model's numbers."""
+"""`POST /v1/score` for pairs of texts, `/classify` for labels, `/pooling` for a model's numbers, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from penstock.types.encoder import ScoreFunction, TruncationSide
 
 
 class TextsBody(Body):
-    """Fields that all of vLLM's faces have. Null is the same as absent."""
+    """Fields that these bodies share. Null is the same as absent."""
 
     model: str | None = None
     user: Annotated[str | None, NoEffect()] = None
-    """The name of who asks (docs/ab.md)."""
+    """The name of the user (docs/ab.md)."""
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep so many tokens of a text; -1: as many as the model takes."""
+    """Keep this many tokens of a text; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None
-    """The side of a text that is cut off; right by default."""
+    """The side to cut off, by default the right one."""
     priority: Priority | None = None
     request_id: RequestId | None = None
     add_special_tokens: Annotated[Any, NotYet(True)] = None
@@ -47,16 +47,16 @@ class TextsBody(Body):
 
 class ScoreBody(TextsBody):
     text_1: Texts
-    """One text, which is paired with each of `text_2`, or as many."""
+    """One text for all of `text_2`, or as many."""
     text_2: Texts
     use_activation: bool | None = None
-    """False: the head's number, and not what the model's own function makes of it."""
+    """False returns the head's number without the model's function."""
 
 
 class ClassifyBody(TextsBody):
     input: TextsOrIds
     use_activation: bool | None = None
-    """False: the head's numbers, and no probabilities."""
+    """False returns the head's numbers instead of probabilities."""
 
 
 class PoolingBody(TextsBody):
