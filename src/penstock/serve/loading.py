@@ -75,7 +75,7 @@ class FolderWatch:
 
 
 class Waits:
-    """What requests wait for before they are answered. Belongs to the event loop."""
+    """Has requests wait for what they need before they are answered. Belongs to the event loop."""
 
     def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight) -> None:
         self._deployment = deployment

@@ -46,7 +46,7 @@ class CohereMessage(Body):
     """A string, or a list of parts."""
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_plan: str | None = None
-    """What the assistant said before its calls."""
+    """The assistant's text before its calls."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
     citations: Annotated[Any, NotYet([])] = None
 

@@ -151,7 +151,7 @@ class ChatChunk(AnswerHead):
 
 
 class AnswerWriter(Writer):
-    """What chats and completions share."""
+    """The parts that chats and completions share."""
 
     kind: ClassVar[str]
     event_kind: ClassVar[str]

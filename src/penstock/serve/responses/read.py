@@ -77,7 +77,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is needed of a question until its answer has ended."""
+    """The parts of a question that are needed until its answer has ended."""
 
     response_id: str
     told: Response

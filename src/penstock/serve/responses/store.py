@@ -28,7 +28,7 @@ _ENTRY_BYTES = 720
 """Python's overhead of one response, in bytes."""
 
 Key = tuple[Owner, str]
-"""Who may see a response, and its id."""
+"""The owner and the id of a response."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

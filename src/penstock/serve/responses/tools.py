@@ -32,7 +32,7 @@ class Tools:
     """The tools of one response."""
 
     functions: list[FunctionTool] = field(default_factory=list)
-    """What the model can call."""
+    """The functions that the model can call."""
     places: list[str] = field(default_factory=list)
     """Where each of `functions` stands in the client's body."""
     namespaced: dict[str, dict[str, str]] = field(default_factory=dict)
