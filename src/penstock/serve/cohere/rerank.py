@@ -8,7 +8,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import ApiVersion, Count, TokenUsage
 from penstock.serve.texts.call import TextResults
@@ -17,38 +17,25 @@ from penstock.serve.texts.numbers import ranking
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
     Documents,
-    KeptTokens,
-    Priority,
-    RequestId,
+    TextsBody,
     TextsRequest,
     read_documents,
     read_text,
     read_truncation,
 )
-from penstock.types.encoder import TruncationSide
 
 
-class RerankBody(Body):
-    """Null is the same as absent."""
-
+class RerankBody(TextsBody):
     query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
     documents: Documents
-    model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
     """Return only this many documents, the best ones."""
     return_documents: bool | None = None
     """True by default, except at `/v2/rerank`."""
-    user: Annotated[str | None, NoEffect()] = None
-    """The name of the user (docs/ab.md)."""
-    truncate_prompt_tokens: KeptTokens | None = None
-    """Keep this many tokens of question and document together; -1: as many as the model takes."""
-    truncation_side: TruncationSide | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     """Cohere's limit. Longer documents are cut. Most models take fewer tokens."""
     max_chunks_per_doc: Annotated[Any, NotYet()] = None
     rank_fields: Annotated[Any, NotYet(["text"])] = None
-    priority: Priority | None = None
-    request_id: RequestId | None = None
 
 
 RankedDocument = TypedDict("RankedDocument", {"text": str})
@@ -82,7 +69,7 @@ def rerank_v2(body: RerankBody, request: TextsRequest) -> Answer:
 
 
 def _rerank(body: RerankBody, request: TextsRequest, *, is_v2: bool) -> Answer:
-    asked = request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
+    asked = request.open_body(body)
     documents = read_documents(body.documents, "documents")
     pairs = Pairs([read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
     limit = asked.running.model.max_model_len

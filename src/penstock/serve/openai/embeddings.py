@@ -7,15 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.bodies import NotYet
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, embedding
 from penstock.serve.texts.read import (
-    KeptTokens,
-    Priority,
-    RequestId,
+    TextsBody,
     TextsOrIds,
     TextsRequest,
     check_dimensions,
@@ -24,27 +22,15 @@ from penstock.serve.texts.read import (
     read_truncation,
     require_embeddings,
 )
-from penstock.types.encoder import TruncationSide
 
 
-class EmbeddingsBody(Body):
-    """Null is the same as absent."""
-
+class EmbeddingsBody(TextsBody):
     input: TextsOrIds
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Keep this many first numbers of each vector, scaled to length 1 again."""
-    user: Annotated[str | None, NoEffect()] = None
-    """The name of the user (docs/ab.md)."""
     prompt_name: str | None = None
     """A prompt in the model's files, put before each text."""
-    truncate_prompt_tokens: KeptTokens | None = None
-    """Keep this many tokens of a text; -1: as many as the model takes."""
-    truncation_side: TruncationSide | None = None
-    """The side to cut off, by default the right one."""
-    priority: Priority | None = None
-    request_id: RequestId | None = None
     add_special_tokens: Annotated[Any, NotYet(True)] = None
     normalize: Annotated[Any, NotYet(True)] = None
 
@@ -61,7 +47,7 @@ class Embeddings(TypedDict):
 
 def create(body: EmbeddingsBody, request: TextsRequest) -> Answer:
     """Turn one or more texts, or their tokens, into vectors of length 1."""
-    asked = request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
+    asked = request.open_body(body)
     require_embeddings(asked)
     check_dimensions(body.dimensions, asked.encoder)
     texts = read_prompted(body.input, "input", asked, body.prompt_name)

@@ -1,7 +1,7 @@
 """`/` and `/page/...`: the page for a browser, from the files in `serve/page`.
 
-The files are listed here, so no path of a request reaches the disk. They hold no data and need no key. What their scripts ask
-the server for does.
+The files are listed here, so no path of a request reaches the disk. They hold no data and need no key; the requests of their
+scripts need one. Each file is read when it is first requested.
 """
 
 from __future__ import annotations

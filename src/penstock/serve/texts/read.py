@@ -17,7 +17,7 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import claim_of, find_answering, read_terms
-from penstock.serve.bodies import INT32_MAX, INT32_MIN
+from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, NoEffect
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
@@ -43,8 +43,21 @@ Texts = Annotated[Any, _described(_Text | Annotated[list[_Text], _Several])]
 TextsOrIds = Annotated[Any, _described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
 Documents = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _DOCUMENT})]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
-RequestId = Annotated[str, Field(min_length=1, max_length=128)]
-KeptTokens = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
+
+class TextsBody(Body):
+    """Fields that several APIs share, with vLLM's names. Null is the same as absent."""
+
+    model: str | None = None
+    user: Annotated[str | None, NoEffect()] = None
+    """The name of the user (docs/ab.md)."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """Keep this many tokens of a text, or of a pair together; -1: as many as the model takes."""
+    truncation_side: TruncationSide | None = None
+    """The side to cut off, by default the right one."""
+    priority: Priority | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
 
 _ENDPOINTS = {Task.EMBED: "/v1/embeddings", Task.RERANK: "/v1/rerank or /v1/score", Task.CLASSIFY: "/classify"}
 _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLASSIFY: "a classifier"}
@@ -88,6 +101,10 @@ class TextsRequest:
     config: ServerConfig
     data: bytes
     scope: Scope
+
+    def open_body(self, body: TextsBody) -> Asked:
+        """As `open`, with the fields of a body."""
+        return self.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
 
     def open(
         self,

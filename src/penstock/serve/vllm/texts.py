@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from typing_extensions import TypedDict
 
-from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
 from penstock.serve.texts.call import TextResults, Truncation
@@ -15,10 +15,8 @@ from penstock.serve.texts.numbers import as_base64, rows, scores
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
     Asked,
-    KeptTokens,
-    Priority,
-    RequestId,
     Texts,
+    TextsBody,
     TextsOrIds,
     TextsRequest,
     name_in,
@@ -27,25 +25,14 @@ from penstock.serve.texts.read import (
     read_truncation,
     require_labels,
 )
-from penstock.types.encoder import ScoreFunction, TruncationSide
+from penstock.types.encoder import ScoreFunction
 
 
-class TextsBody(Body):
-    """Fields that these bodies share. Null is the same as absent."""
-
-    model: str | None = None
-    user: Annotated[str | None, NoEffect()] = None
-    """The name of the user (docs/ab.md)."""
-    truncate_prompt_tokens: KeptTokens | None = None
-    """Keep this many tokens of a text; -1: as many as the model takes."""
-    truncation_side: TruncationSide | None = None
-    """The side to cut off, by default the right one."""
-    priority: Priority | None = None
-    request_id: RequestId | None = None
+class VllmBody(TextsBody):
     add_special_tokens: Annotated[Any, NotYet(True)] = None
 
 
-class ScoreBody(TextsBody):
+class ScoreBody(VllmBody):
     text_1: Texts
     """One text for all of `text_2`, or as many."""
     text_2: Texts
@@ -53,13 +40,13 @@ class ScoreBody(TextsBody):
     """False returns the head's number without the model's function."""
 
 
-class ClassifyBody(TextsBody):
+class ClassifyBody(VllmBody):
     input: TextsOrIds
     use_activation: bool | None = None
     """False returns the head's numbers instead of probabilities."""
 
 
-class PoolingBody(TextsBody):
+class PoolingBody(VllmBody):
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
@@ -102,7 +89,7 @@ class Pooling(ListHead):
 
 def score(body: ScoreBody, request: TextsRequest) -> Answer:
     """Score pairs of texts: by a reranker's head, or by the cosine of an embedding model's vectors."""
-    asked = _open(body, request)
+    asked = request.open_body(body)
     firsts = [text for text in read_texts(body.text_1, "text_1") if isinstance(text, str)]
     seconds = [text for text in read_texts(body.text_2, "text_2") if isinstance(text, str)]
     if len(firsts) not in (1, len(seconds)):
@@ -123,7 +110,7 @@ def score(body: ScoreBody, request: TextsRequest) -> Answer:
 
 def classify(body: ClassifyBody, request: TextsRequest) -> Answer:
     """The probabilities of a classifier's labels, and the likeliest label of each text."""
-    asked = _open(body, request)
+    asked = request.open_body(body)
     require_labels(asked)
     encoder = asked.encoder
     texts = read_texts(body.input, "input", vocab_size=asked.running.model.vocab_size)
@@ -142,7 +129,7 @@ def classify(body: ClassifyBody, request: TextsRequest) -> Answer:
 
 def pooling(body: PoolingBody, request: TextsRequest) -> Answer:
     """The model's numbers as they are: a vector, a row for each token, or what a head says before any function."""
-    asked = _open(body, request)
+    asked = request.open_body(body)
     texts = read_prompted(body.input, "input", asked, body.prompt_name)
 
     def write(results: TextResults) -> Pooling:
@@ -154,10 +141,6 @@ def pooling(body: PoolingBody, request: TextsRequest) -> Answer:
         return {**_head("pool", asked, results), "data": items}
 
     return Answer(asked.call(texts, name_in("input", body.input), _truncation(body, asked)), write)
-
-
-def _open(body: TextsBody, request: TextsRequest) -> Asked:
-    return request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
 
 
 def _truncation(body: TextsBody, asked: Asked) -> Truncation | None:
