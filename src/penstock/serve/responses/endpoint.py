@@ -28,7 +28,7 @@ from penstock.serve.http.exchange import unless_gone
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import Kept, Key, MemoryStore, ResponseStore, as_json, has_id, past_of
+from penstock.serve.responses.store import Kept, Key, ResponseStore, as_json, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer
@@ -47,12 +47,12 @@ class _Running(NamedTuple):
 
 
 class ResponsesEndpoint:
-    def __init__(self, parts: Parts) -> None:
-        config = self._config = parts.config
+    def __init__(self, parts: Parts, store: ResponseStore) -> None:
+        self._config = parts.config
         self._reader = parts.reader
         self._in_flight = parts.in_flight
         self._off_loop = parts.off_loop
-        self._store: ResponseStore = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock)
+        self._store = store
         self._running: dict[Key, _Running] = {}
         """Responses in the background that have not ended."""
         self._told_kinds: set[str] = set()

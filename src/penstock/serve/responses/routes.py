@@ -9,10 +9,11 @@ from penstock.serve.responses.answers import Response, ResponseEvent, ResponseFo
 from penstock.serve.responses.endpoint import ResponsesEndpoint
 from penstock.serve.responses.read import NO_COMPACTION
 from penstock.serve.responses.schemas import ResponsesBody
+from penstock.serve.responses.store import MemoryStore, ResponseStore
 
 
-def _routes(parts: Parts) -> Sequence[Route]:
-    responses, one = ResponsesEndpoint(parts), "/v1/responses/{response_id}"
+def routes(parts: Parts, store: ResponseStore) -> Sequence[Route]:
+    responses, one = ResponsesEndpoint(parts, store), "/v1/responses/{response_id}"
     return [
         Route(
             "POST /v1/responses /responses",
@@ -32,4 +33,9 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("OpenAI", _routes, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])
+def _in_memory(parts: Parts) -> Sequence[Route]:
+    config = parts.config
+    return routes(parts, MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock))
+
+
+API = Api("OpenAI", _in_memory, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])
