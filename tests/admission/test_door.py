@@ -384,7 +384,7 @@ class TestAdapters:
         assert late.ttft_ns == 3 * SECOND + late.own_prefill_ns
         queued = make_load(8, 20, 0)  # it is read while it waits for its turn
         assert self.view(door, queued, now_ns, adapter=self.ONE).ttft_ns == self.view(door, queued, now_ns).ttft_ns > 4 * SECOND
-        in_pool = replace(make_load(8, 0, 0), adapters=AdapterCounts(numbers={1}))
+        in_pool = make_load(8, 0, 0)._replace(adapters=AdapterCounts(numbers={1}))
         assert self.view(door, in_pool, now_ns, adapter=self.ONE).ttft_ns == soon
         adapters.want(self.ONE)
         assert self.view(door, make_load(8, 0, 0), now_ns, adapter=self.ONE).ttft_ns == soon
@@ -410,8 +410,8 @@ class TestAdapters:
         now_ns = busy(door, rate=4.0)
         load = make_load(num_running=3, num_waiting=20, num_rows_free=30)
         step(door, 10, num_waiting=20, waits_for=WaitReason.ADAPTER)
-        assert refusal(door, replace(load, adapters=AdapterCounts(num_running=1)), now_ns) is None
-        assert refusal(door, replace(load, adapters=AdapterCounts(num_running=2)), now_ns) is not None
+        assert refusal(door, load._replace(adapters=AdapterCounts(num_running=1)), now_ns) is None
+        assert refusal(door, load._replace(adapters=AdapterCounts(num_running=2)), now_ns) is not None
 
     def test_a_request_may_have_the_tokens_that_fit_beside_its_adapter(self):
         door, _ = self.door()

@@ -83,7 +83,7 @@ class Rig:
         while self.engine.turn():
             pass
         self.core.check()
-        assert not self.core.has_grammars
+        assert not self.core.following
 
     def of(self, request_id: str) -> list[OutputChunk]:
         return [chunk for chunk in self.chunks if chunk.request_id == request_id]

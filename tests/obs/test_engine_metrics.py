@@ -11,7 +11,7 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import ObserverGroup, TokenObserverGroup
+from penstock.engine.ports import ObserverGroup
 from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.obs.prometheus import expose
@@ -54,7 +54,7 @@ class Server:
         self.engine = Engine(
             make_core(CAPACITY, observer=group),
             SlowExecutor(self.clock),
-            OutputStage(lambda skip_special_tokens: NoText(), observer=TokenObserverGroup([self.metrics, self.admission])),
+            OutputStage(lambda skip_special_tokens: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
             sink=lambda chunks: None,
             observer=group,

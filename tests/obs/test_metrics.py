@@ -139,7 +139,7 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
 
 def test_gauges_are_read_when_asked(metrics):
     load = EngineLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
-    load = replace(load, waits_for=WaitReason.MEMORY, num_blocks_shared=2)
+    load = load._replace(waits_for=WaitReason.MEMORY, num_blocks_shared=2)
     metrics.connect(load=lambda: load, signals=lambda: SustainedLoad(drain_rate=2.5, desired_replicas=3))
     assert value(metrics, "requests_running") == 3
     assert value(metrics, "requests_waiting", reason="memory") == 2

@@ -16,7 +16,7 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import ObserverGroup, OutputChunk, TokenObserverGroup
+from penstock.engine.ports import ObserverGroup, OutputChunk
 from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.testing import HashExecutor, make_core, make_request
@@ -74,7 +74,7 @@ class Town:
         self.engine = Engine(
             self.core,
             self.executor,
-            OutputStage(lambda skip_special_tokens: NoText(), observer=TokenObserverGroup([self.metrics, self.admission])),
+            OutputStage(lambda skip_special_tokens: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
             sink=self.deliver,
             observer=observer,

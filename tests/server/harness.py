@@ -19,7 +19,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import ObserverGroup, TokenObserverGroup
+from penstock.engine.ports import ObserverGroup
 from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
@@ -149,7 +149,7 @@ def make_runtime(
             enable_prefix_caching=not executor.capacity.is_one_pass,
         ),
         executor,
-        OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
+        OutputStage(detokenizer_factory(tokenizer), observer=ObserverGroup([metrics, admission])),
         clock=clock,
         sink=bridge.deliver,
         observer=observer,

@@ -171,44 +171,36 @@ class DrainMeter:
 
 
 class _BusyWindow:
+    """Busy time and ends of the last `num_buckets` seconds, in buckets of one second."""
+
     def __init__(self, num_buckets: int) -> None:
-        self._epochs = [-1] * num_buckets
-        self._newest = -1
-        self._busy_ns = [0] * num_buckets
-        self._num_ended = [0] * num_buckets
+        self._num_buckets = num_buckets
+        self._buckets: dict[int, list[int]] = {}
+        """Second (now_ns // 1e9) -> [requests that ended, busy nanoseconds]."""
 
     def add_end(self, at_ns: int) -> None:
-        self._num_ended[self._bucket(at_ns // _BUCKET_NS)] += 1
+        self._bucket(at_ns // _BUCKET_NS)[0] += 1
 
     def add_busy(self, start_ns: int, end_ns: int) -> None:
         """Spread [start_ns, end_ns) over its buckets."""
-        oldest = end_ns // _BUCKET_NS - len(self._epochs) + 1
-        start_ns = max(start_ns, oldest * _BUCKET_NS)
+        start_ns = max(start_ns, (end_ns // _BUCKET_NS - self._num_buckets + 1) * _BUCKET_NS)
         while start_ns < end_ns:
             epoch = start_ns // _BUCKET_NS
             until_ns = min(end_ns, (epoch + 1) * _BUCKET_NS)
-            self._busy_ns[self._bucket(epoch)] += until_ns - start_ns
+            self._bucket(epoch)[1] += until_ns - start_ns
             start_ns = until_ns
 
     def totals(self, now_ns: int) -> tuple[int, float]:
         """Return (requests that ended, busy seconds) within the window that ends at `now_ns`."""
-        oldest = now_ns // _BUCKET_NS - len(self._epochs)
-        if self._newest <= oldest:  # nobody has waited for long
-            return 0, 0.0
-        num_ended = busy_ns = 0
-        for epoch, num_bucket_ended, bucket_busy_ns in zip(self._epochs, self._num_ended, self._busy_ns, strict=True):
-            if epoch > oldest:
-                num_ended += num_bucket_ended
-                busy_ns += bucket_busy_ns
-        return num_ended, busy_ns / 1e9
+        oldest = now_ns // _BUCKET_NS - self._num_buckets
+        recent = [bucket for epoch, bucket in list(self._buckets.items()) if epoch > oldest]
+        return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
 
-    def _bucket(self, epoch: int) -> int:
-        idx = epoch % len(self._epochs)
-        if self._epochs[idx] != epoch:
-            self._busy_ns[idx] = self._num_ended[idx] = 0
-            self._epochs[idx] = epoch
-            self._newest = max(self._newest, epoch)
-        return idx
+    def _bucket(self, epoch: int) -> list[int]:
+        bucket = self._buckets.setdefault(epoch, [0, 0])
+        if len(self._buckets) > self._num_buckets:
+            del self._buckets[min(self._buckets)]
+        return bucket
 
 
 @dataclass(slots=True)

@@ -146,7 +146,7 @@ class EngineMaker:
         from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
-        from penstock.engine.ports import ObserverGroup, TokenObserverGroup
+        from penstock.engine.ports import ObserverGroup
         from penstock.obs.signals import Signals
 
         self.blueprint, self._resources = blueprint, resources
@@ -177,7 +177,7 @@ class EngineMaker:
             backend = blueprint.compute.options.backend
             self._recorder = open_recorder(blueprint.recording, blueprint.name, backend, executor, self.clock)
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
-        self._token_observer = TokenObserverGroup([self.metrics, self.admission])
+        self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
         """Return an engine that is not started. Raises the errors of loading a model."""
@@ -237,7 +237,7 @@ class EngineMaker:
 
     def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
         from penstock.engine.output import OutputStage
-        from penstock.engine.ports import TurnObserverGroup
+        from penstock.engine.ports import ObserverGroup
         from penstock.engine.thread import Engine
         from penstock.text.tokenizer import detokenizer_factory
 
@@ -250,14 +250,14 @@ class EngineMaker:
             sink=self.bridge.deliver,
             observer=self._observer,
             # A group of one would be one more call for each report.
-            turn_observer=self.metrics if self._recorder is None else TurnObserverGroup([self.metrics, self._recorder]),
+            turn_observer=self.metrics if self._recorder is None else ObserverGroup([self.metrics, self._recorder]),
             on_failed=on_failed,
             make_transfers=partial(self._make_transfers, core.scheduler.kv),
         )
 
     def _make_core(self, executor: Executor) -> EngineCore:
         from penstock.engine.core import EngineCore
-        from penstock.engine.ports import JournalGroup
+        from penstock.engine.ports import ObserverGroup
         from penstock.sched.scheduler import Scheduler
 
         journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
@@ -270,7 +270,7 @@ class EngineMaker:
             adapters=self.adapters,
             max_adapters=self.blueprint.lora.max_loras,
         )
-        journal = JournalGroup(journals) if len(journals) > 1 else next(iter(journals), None)
+        journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)
         return EngineCore(scheduler, observer=self._observer, journal=journal)
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:

@@ -53,10 +53,7 @@ class Books:
 
     def take_back(self) -> None:
         """Take the books again. Raises `Abandoned` if the engine's requests have been ended meanwhile."""
-        if self._are_wanted:
-            with self._readers:
-                pass
-        self._lock.acquire()
+        self.__enter__()
         self._inside_since_ns = None
         if self._is_abandoned:
             raise Abandoned
@@ -117,40 +114,30 @@ class WatchedExecutor:
     def block_bytes(self) -> int:
         return self._executor.block_bytes
 
-    # No context manager: `submit` and `collect` are called between two steps of the kernels, where a line of code costs more.
-
-    def submit(self, plan: StepPlan) -> Ticket:
-        self._books.let_go()
-        try:
-            return self._executor.submit(plan)
-        finally:
-            self._books.take_back()
-
-    def collect(self, ticket: Ticket) -> StepResult:
-        self._books.let_go()
-        try:
-            return self._executor.collect(ticket)
-        finally:
-            self._books.take_back()
-
-    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        self._inside(lambda: self._executor.restrict(ticket, masks))
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._inside(lambda: self._executor.copy_blocks(pairs))
-
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
-        return self._inside(lambda: self._executor.read_blocks(block_ids, out))
-
-    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        self._inside(lambda: self._executor.write_blocks(block_ids, contents))
-
     @property
     def max_adapter_rank(self) -> int:
         return self._executor.max_adapter_rank
 
+    def submit(self, plan: StepPlan) -> Ticket:
+        return self._inside(self._executor.submit, plan)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        return self._inside(self._executor.collect, ticket)
+
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        self._inside(self._executor.restrict, ticket, masks)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._inside(self._executor.copy_blocks, pairs)
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
+        return self._inside(self._executor.read_blocks, block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        self._inside(self._executor.write_blocks, block_ids, contents)
+
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        self._inside(lambda: self._executor.place_adapter(number, packed, block_ids))
+        self._inside(self._executor.place_adapter, number, packed, block_ids)
 
     def drop_adapter(self, number: int) -> None:
         self._executor.drop_adapter(number)
@@ -158,9 +145,9 @@ class WatchedExecutor:
     def close(self) -> None:
         self._executor.close()
 
-    def _inside(self, call: Callable[[], T]) -> T:
+    def _inside(self, call: Callable[..., T], *arguments: object) -> T:
         self._books.let_go()
         try:
-            return call()
+            return call(*arguments)
         finally:
             self._books.take_back()

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from penstock.clock import Clock
 from penstock.engine.mask_turns import MaskTurns
@@ -19,14 +18,13 @@ from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
 from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
-from penstock.types.adapter import AdapterPlacement
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import Matcher
-from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)
 
@@ -42,33 +40,6 @@ _DETAILS = {
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
 
 
-class EngineSnapshot(NamedTuple):
-    """Counts of requests and blocks at one moment between two changes of the core. Never changed."""
-
-    num_running: int
-    waits_for: WaitReason
-    num_blocks_free: int
-    num_blocks_cached: int
-    num_blocks_shared: int
-    adapters: AdapterCounts
-
-    def load(self, *, num_in_flight: int, num_prompt_tokens: int, num_blocks: int, max_rows: int) -> EngineLoad:
-        """Return how busy the engine is. The first two count all requests in flight, even those that the core has not seen;
-        `num_blocks` and `max_rows` are the pool's and the scheduler's."""
-        return EngineLoad(
-            num_running=self.num_running,
-            num_waiting=max(0, num_in_flight - self.num_running),
-            waits_for=self.waits_for,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks_total=num_blocks,
-            num_blocks_free=self.num_blocks_free,
-            num_blocks_cached=self.num_blocks_cached,
-            num_blocks_shared=self.num_blocks_shared,
-            num_rows_free=max(0, max_rows - self.num_running),
-            adapters=self.adapters,
-        )
-
-
 class EngineCore:
     def __init__(
         self, scheduler: Scheduler, *, observer: Observer | None = None, journal: RequestJournal | None = None
@@ -80,7 +51,7 @@ class EngineCore:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """Those that have not ended."""
-        self._following = Following()
+        self.following = Following()
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
         """By the next time at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}
@@ -124,7 +95,7 @@ class EngineCore:
                 case Drain():
                     detail = "The model is being unloaded, or the server is shutting down."
                     self._closed = Rejected(RejectReason.DRAINING, detail)
-        for request_id, detail, because in self._following.take_failed():
+        for request_id, detail, because in self.following.take_failed():
             events += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=because)
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
@@ -138,7 +109,7 @@ class EngineCore:
 
     def begin(self, now_ns: int) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute, or the step in flight has to be finished first."""
-        turns = self._following.turns
+        turns = self.following.turns
         plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
         news = self.scheduler.news
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
@@ -152,14 +123,6 @@ class EngineCore:
         or not."""
         return self.scheduler.kv.take_block_copies()
 
-    def take_adapter_drops(self) -> Sequence[int]:
-        """Return the adapters to drop before those copies, whether there is a plan or not."""
-        return self.scheduler.kv.adapters.take_drops()
-
-    def take_adapter_placements(self) -> Sequence[AdapterPlacement]:
-        """Return the adapters to place after those copies, whether there is a plan or not."""
-        return self.scheduler.kv.adapters.take_placements()
-
     def finish(
         self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
     ) -> list[TokenEvent]:
@@ -171,7 +134,7 @@ class EngineCore:
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         outcome = self.scheduler.commit(plan, result, now_ns)
-        self.followed_ns = self._follow(outcome, clock) if self._following else 0
+        self.followed_ns = self._follow(outcome, clock) if self.following else 0
         if outcome.ended:  # else the next `begin` tells soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
@@ -194,30 +157,15 @@ class EngineCore:
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
         """Tell grammars what was sampled, and append what they force. Return how long that took."""
-        scheduler, following = self.scheduler, self._following
+        scheduler, following = self.scheduler, self.following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return 0 if clock is None else clock.now_ns() - began_ns
 
-    @property
-    def has_grammars(self) -> bool:
-        """True while answers follow a grammar, or the last masks are not settled."""
-        return bool(self._following)
-
-    def awaits_masks(self, plan: StepPlan) -> bool:
-        return self._following.is_in(plan)
-
-    def masks(self, plan: StepPlan, clock: Clock | None = None) -> dict[str, bytes]:
-        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished.
-
-        A request that has ended, or can't follow its grammar, has none.
-        """
-        return self._following.masks(plan, clock)
-
     def settle_grammars(self, *, is_beside: bool) -> None:
         """Choose who sits out the next step, after each `finish`. `is_beside`: a step is in flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
-        self._following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
+        self.following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to call `apply` and `begin` again if nothing else happens, or None."""
@@ -270,7 +218,7 @@ class EngineCore:
                 )
             return events
         self._requests[request.request_id] = request
-        self._following.add(request)
+        self.following.add(request)
         self._journal.on_queued(request, now_ns)
         limit = _next_limit(request)
         if limit is not None:
@@ -328,7 +276,7 @@ class EngineCore:
 
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
         del self._requests[request.request_id]
-        self._following.remove(request)
+        self.following.remove(request)
         number = self._deadline_numbers.pop(request.request_id, None)
         if number is not None:
             self._deadlines.discard(number)
@@ -339,17 +287,19 @@ class EngineCore:
         self._journal.on_finish(stats)
         self._observer.on_finish(stats)
 
-    def _take_snapshot(self) -> EngineSnapshot:
-        scheduler = self.scheduler
-        pool = scheduler.kv.pool
-        num_cached = pool.num_cached
-        return EngineSnapshot(
-            scheduler.num_running,
-            scheduler.news.waits_for,
-            pool.num_available - num_cached,
-            num_cached,
-            pool.num_shared,
-            scheduler.kv.adapters.counts,
+    def _take_snapshot(self) -> EngineLoad:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        num_running, num_cached = scheduler.num_running, pool.num_cached
+        return EngineLoad(
+            num_running=num_running,
+            num_waiting=len(self._requests) - num_running,
+            waits_for=scheduler.news.waits_for,
+            num_blocks_total=scheduler.kv.num_total_blocks,
+            num_blocks_free=pool.num_available - num_cached,
+            num_blocks_cached=num_cached,
+            num_blocks_shared=pool.num_shared,
+            num_rows_free=scheduler.max_rows - num_running,
+            adapters=scheduler.kv.adapters.counts,
         )
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
@@ -386,6 +336,7 @@ class Following:
         self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
+        """True while answers follow a grammar, or the last masks are not settled."""
         return bool(self._matchers or self.turns)
 
     def add(self, request: Request) -> None:
@@ -405,6 +356,10 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
+        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished.
+
+        A request that has ended, or can't follow its grammar, has none.
+        """
         masks = dict[str, bytes]()
         self.turns.forgive([row.request_id for row in plan.rows])
         began_ns = _busy_ns(clock)
@@ -413,8 +368,7 @@ class Following:
             if row.samples and name in self._matchers and name not in self._failed:
                 if name in self._put_off:
                     self._accept(name, self._put_off.pop(name), lambda _: 0)
-                if (mask := self._make_mask(name)) is not None:
-                    masks[name] = mask
+                self._make_mask(name, masks)
                 ended_ns = _busy_ns(clock)
                 if name in self._new:
                     self.turns.join(name, self._new.pop(name))
@@ -471,14 +425,12 @@ class Following:
             self._fail(request_id, error)
         return forced
 
-    def _make_mask(self, request_id: str) -> bytes | None:
-        if request_id in self._failed:
-            return None
+    def _make_mask(self, request_id: str, masks: dict[str, bytes]) -> None:
         try:
-            return self._matchers[request_id].mask()
+            if request_id not in self._failed and (mask := self._matchers[request_id].mask()) is not None:
+                masks[request_id] = mask
         except BaseException as error:
             self._fail(request_id, error)
-            return None
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """Note a matcher's failure, which ends its request. A panic in Rust is not an Exception."""

@@ -106,7 +106,7 @@ class OutputStage:
         return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
 
     def _open(self, request: Request) -> _Stream:
-        return _Stream(request, self._make_detokenizer, self._trees)
+        return _Stream(request, self._make_detokenizer, self._trees, request.slo_itl_ns)
 
     def _end(self, stream: _Stream, event: TokenEvent, chunk: OutputChunk, commands: list[Command]) -> None:
         del self._requests[event.request_id], self._streams[event.request_id]
@@ -124,41 +124,24 @@ def _answer(request: Request, event: TokenEvent) -> OutputChunk:
     return chunk
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
-    __slots__ = (
-        "_detokenizer",
-        "_first_token_ns",
-        "_last_token_ns",
-        "_lines",
-        "_make_detokenizer",
-        "_num_gaps",
-        "_num_generated",
-        "_num_late",
-        "_request",
-        "_slo_itl_ns",
-        "_stops",
-        "_trees",
-        "is_under_way",
-        "last",
-    )
-
-    def __init__(
-        self, request: Request, make_detokenizer: DetokenizerFactory, trees: MutableMapping[tuple[str, ...], StopTree]
-    ) -> None:
-        self.is_under_way = False
-        """It has had its first tokens, and nothing is searched for in its text."""
-        self.last: OutputChunk | None = None
-        self._trees = trees
-        self._request = request
-        self._make_detokenizer = make_detokenizer
-        self._detokenizer: Detokenizer | None = None
-        self._stops: StopStrings | None = None
-        self._lines: Lines | None = None
-        self._num_generated = 0
-        self._first_token_ns = 0
-        self._last_token_ns: int | None = None
-        self._slo_itl_ns = request.slo_itl_ns
-        self._num_gaps = self._num_late = 0  # counted only if there is a target
+    _request: Request
+    _make_detokenizer: DetokenizerFactory
+    _trees: MutableMapping[tuple[str, ...], StopTree]
+    _slo_itl_ns: int | None
+    is_under_way: bool = False
+    """It has had its first tokens, and nothing is searched for in its text."""
+    last: OutputChunk | None = None
+    _detokenizer: Detokenizer | None = None
+    _stops: StopStrings | None = None
+    _lines: Lines | None = None
+    _num_generated: int = 0
+    _first_token_ns: int = 0
+    _last_token_ns: int | None = None
+    _num_gaps: int = 0
+    """Counted only if there is a target, as the next."""
+    _num_late: int = 0
 
     def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
         if self._last_token_ns is None:

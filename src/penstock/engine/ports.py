@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -214,9 +214,9 @@ class TurnObserver(Protocol):
 
 
 class ObserverGroup:
-    """Calls each of its observers, in order."""
+    """Calls each of its observers, in order. They need only the methods of the protocol for which it stands."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[Any]) -> None:
         self._observers = tuple(observers)
 
     def on_step(self, stats: StepStats) -> None:
@@ -227,33 +227,13 @@ class ObserverGroup:
         for observer in self._observers:
             observer.on_finish(stats)
 
-
-class JournalGroup(ObserverGroup):
-    def __init__(self, journals: Sequence[RequestJournal]) -> None:
-        super().__init__(journals)
-        self._journals = tuple(journals)
-
     def on_queued(self, request: Request, now_ns: int) -> None:
-        for journal in self._journals:
-            journal.on_queued(request, now_ns)
+        for observer in self._observers:
+            observer.on_queued(request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        for journal in self._journals:
-            journal.on_news(news)
-
-
-class TurnObserverGroup:
-    def __init__(self, observers: Sequence[TurnObserver]) -> None:
-        self._observers = tuple(observers)
-
-    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
         for observer in self._observers:
-            observer.on_turn(parts_ns)
-
-
-class TokenObserverGroup:
-    def __init__(self, observers: Sequence[TokenObserver]) -> None:
-        self._observers = tuple(observers)
+            observer.on_news(news)
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         for observer in self._observers:
@@ -262,6 +242,10 @@ class TokenObserverGroup:
     def on_itl(self, num_gaps: int, num_late: int) -> None:
         for observer in self._observers:
             observer.on_itl(num_gaps, num_late)
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        for observer in self._observers:
+            observer.on_turn(parts_ns)
 
 
 class NullObserver:

@@ -126,7 +126,7 @@ class Stepper:
             self._prepare_blocks()
             return None
         schedule_ns = self._clock.now_ns() - now_ns - (self._output_ns - output_ns)
-        flight = StepInFlight(plan, schedule_ns, core.awaits_masks(plan))
+        flight = StepInFlight(plan, schedule_ns, core.following.is_in(plan))
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
@@ -137,11 +137,12 @@ class Stepper:
 
     def _prepare_blocks(self) -> None:
         core, executor = self._core, self._executor
-        for number in core.take_adapter_drops():
+        adapters = core.scheduler.kv.adapters
+        for number in adapters.take_drops():
             executor.drop_adapter(number)
         if copies := core.take_block_copies():
             executor.copy_blocks(copies)
-        for placement in core.take_adapter_placements():
+        for placement in adapters.take_placements():
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 
     def finish(self) -> StepPlan:
@@ -156,7 +157,7 @@ class Stepper:
         committed_ns = clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
         self._untold = events, now_ns
-        if core.has_grammars or self._awaits_masks:
+        if core.following or self._awaits_masks:
             try:
                 self._restrict()  # before there is text: a device at the end of its layers waits for masks
             except ExecutorFailure:
@@ -164,7 +165,7 @@ class Stepper:
                 raise
             core.settle_grammars(is_beside=bool(self._flights))
             parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns
-        if self._flights or not core.has_grammars:
+        if self._flights or not core.following:
             self.tell_untold()
         parts_ns["output"], self._output_ns = self._output_ns, 0
         self._turn_observer.on_turn(parts_ns)
@@ -195,7 +196,7 @@ class Stepper:
         if self._awaits_masks:
             flight = self._flights[0]
             assert flight.ticket is not None, "it was submitted"
-            self._executor.restrict(flight.ticket, self._core.masks(flight.plan, self._clock))
+            self._executor.restrict(flight.ticket, self._core.following.masks(flight.plan, self._clock))
             flight.awaits_masks = False
 
 

@@ -78,7 +78,6 @@ class Engine:
         engine thread once its requests have ended. `make_transfers` gets the executor's blocks and what wakes the engine.
         """
         self._core = core
-        self._num_blocks, self._max_rows = core.scheduler.kv.num_total_blocks, core.scheduler.max_rows
         self._executor = executor
         self._output = output
         self._clock = clock
@@ -210,14 +209,10 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is, with requests that the core has not seen yet. Never waits."""
-        core = self._core.snapshot
+        load = self._core.snapshot
         num_in_flight, num_prompt_tokens = self._outbox.counts()
-        return core.load(
-            num_in_flight=num_in_flight,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks=self._num_blocks,
-            max_rows=self._max_rows,
-        )
+        num_waiting = max(0, num_in_flight - load.num_running)
+        return load._replace(num_waiting=num_waiting, num_prompt_tokens=num_prompt_tokens)
 
     def pool_map(self) -> PoolMap:
         """Return every block with its state and owner. O(blocks). May wait, so not for an event loop. Raises TimeoutError."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import count
+from queue import PriorityQueue
 
 from penstock.clock import Clock
 from penstock.engine.ports import BlockMover, BlockStore, Ready
@@ -69,34 +71,24 @@ class WorkerThread:
     """A `Worker` with a daemon thread: a store that does not answer must not keep the process."""
 
     def __init__(self) -> None:
-        self._urgent: deque[Job] = deque()
-        self._others: deque[Job] = deque()
-        self._is_closing = False
-        self._changed = threading.Condition()
+        self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
+        """(0 if urgent, 1 if not, 2 for the end; number; job)."""
+        self._numbers = count()
         self._thread = threading.Thread(target=self._run, name="penstock-tier", daemon=True)
         self._thread.start()
 
     def __call__(self, job: Job, is_urgent: bool) -> None:
-        with self._changed:
-            (self._urgent if is_urgent else self._others).append(job)
-            self._changed.notify()
+        self._jobs.put((int(not is_urgent), next(self._numbers), job))
 
     def close(self, timeout_s: float) -> bool:
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        """Run what was given, then end. Return False if that took longer. Idempotent."""
+        self._jobs.put((2, next(self._numbers), None))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             job()
-
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._urgent or self._others or self._is_closing)
-            jobs = self._urgent or self._others
-            return jobs.popleft() if jobs else None
 
 
 class Transfers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.admission.checks import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import Clock
-from penstock.engine.core import EngineCore, EngineSnapshot
+from penstock.engine.core import EngineCore
 from penstock.engine.ports import Executor, NullObserver
 from penstock.engine.stepper import Stepper, Tell
 from penstock.engine.thread import Inbox
@@ -207,12 +207,9 @@ class VirtualServer(NullObserver):
 
     def load(self) -> EngineLoad:
         """Return the engine's load, as `Engine.load` does."""
-        return self.core.snapshot.load(
-            num_in_flight=self.num_in_flight,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_blocks=self.timeline.num_blocks,
-            max_rows=self.core.scheduler.max_rows,
-        )
+        load = self.core.snapshot
+        num_waiting = max(0, self.num_in_flight - load.num_running)
+        return load._replace(num_waiting=num_waiting, num_prompt_tokens=self._num_prompt_tokens)
 
     def on_step(self, stats: StepStats) -> None:
         self.num_steps += 1
@@ -238,7 +235,7 @@ class VirtualServer(NullObserver):
         if firsts:
             admission.on_tokens(firsts, ())
 
-    def _note(self, core: EngineSnapshot) -> None:
+    def _note(self, core: EngineLoad) -> None:
         timeline = self.timeline
         num_held = timeline.num_blocks - core.num_blocks_free - core.num_blocks_cached
         timeline.note(self._clock.now_ns(), core.num_running, self.num_in_flight - core.num_running, num_held)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from penstock.types.events import TokenEvent
 from penstock.types.plan import RowPlan
@@ -129,12 +128,6 @@ class Advance:
     """Its token is not the executor's sample: the row failed, or belongs to a beam search."""
 
 
-class Appended(NamedTuple):
-    token_ids: tuple[int, ...]
-    reason: FinishReason | None
-    stop_reason: int | None
-
-
 def advance(
     running: Mapping[str, Request],
     rows: Iterable[RowPlan],
@@ -193,8 +186,8 @@ def advance(
     return advances
 
 
-def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
-    """Append tokens that the request's grammar forces, up to the one with which it ends. They have no KV yet."""
+def append_forced(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """Append forced tokens, which have no KV yet. Return those kept, and why the request ends with the last one, if it does."""
     request.forced_from = request.num_tokens
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
@@ -202,7 +195,7 @@ def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
         request.num_tokens += 1
         reason, stop_reason = _why_ended(request, token_ids[num_kept])
         num_kept += 1
-    return Appended(tuple(token_ids[:num_kept]), reason, stop_reason)
+    return tuple(token_ids[:num_kept]), reason, stop_reason
 
 
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:

@@ -347,16 +347,15 @@ class Scheduler:
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
         """Append forced tokens as if they had been sampled with those of `event`. Return the event with them."""
         request = self._running.requests[event.request_id]
-        forced = progress.append_forced(request, token_ids)
-        outcome.counts.forced[request.request_id] = len(forced.token_ids)
-        outcome.counts.num_sampled_tokens += len(forced.token_ids)
-        if forced.reason is None:
+        forced, reason, stop_reason = progress.append_forced(request, token_ids)
+        outcome.counts.forced[request.request_id] = len(forced)
+        outcome.counts.num_sampled_tokens += len(forced)
+        if reason is None:
             self._running.tell_again(request)
         else:
-            self.end(request, forced.reason, forced.stop_reason)
+            self.end(request, reason, stop_reason)
             outcome.ended.append(request)
-        token_ids = event.token_ids + forced.token_ids
-        return replace(event, token_ids=token_ids, finish_reason=forced.reason, stop_reason=forced.stop_reason)
+        return replace(event, token_ids=event.token_ids + forced, finish_reason=reason, stop_reason=stop_reason)
 
     def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
         for row in rows:

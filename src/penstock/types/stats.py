@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from penstock.types.plan import RowPlan
 from penstock.types.request import FinishReason
@@ -243,8 +244,7 @@ class AdapterStats:
     num_evictions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """How busy the engine is. All 0 before anything is known."""
 
     num_running: int = 0
