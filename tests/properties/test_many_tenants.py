@@ -13,7 +13,7 @@ from penstock.admission.door import Admission, AdmissionLimits
 from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
 from penstock.engine.ports import ObserverGroup
-from penstock.kv.prefix_cache import MAX_BEGINNINGS, MAX_EVICTED
+from penstock.kv.prefix_cache import MAX_REMEMBERED
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.sched.policies.fair import FairShares
@@ -77,8 +77,8 @@ def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> Non
     assert len(predictor._tenants) == MAX_PREDICTED
     assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
     assert not admission._tenants.entered
-    assert 0 < len(kv.prefix._roots) <= MAX_BEGINNINGS
-    assert 0 < len(kv.prefix._evicted_ns) <= MAX_EVICTED
+    assert 0 < len(kv.prefix._roots) <= MAX_REMEMBERED
+    assert 0 < len(kv.prefix._evicted_ns) <= 8 * MAX_REMEMBERED
     assert not kv.tables
     assert not kv.prefix.leaders
     largest = max(containers(core, admission, metrics, journal), key=len)

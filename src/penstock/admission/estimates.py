@@ -16,7 +16,7 @@ from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 STEP_WEIGHT = 0.05
 """Weight of the newest step, or of the newest promise, in a mean."""
-PREFILL_DECAY = 0.95
+PREFILL_DECAY = 1 - STEP_WEIGHT
 """Factor on what is remembered, per step full of prefill."""
 
 LENGTH_DECAY = 0.98
@@ -261,12 +261,11 @@ class Backlog:
             self._start(entry)
         return entry
 
-    def on_finish(self, request_id: str) -> Entry | None:
+    def on_finish(self, request_id: str) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._start(entry)
             self._blocks_taken += entry.num_blocks
-        return entry
 
     def _start(self, entry: Entry) -> None:
         if not entry.has_started:

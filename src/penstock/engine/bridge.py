@@ -14,6 +14,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
@@ -232,22 +233,14 @@ def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
 
 
 def _join(group: list[OutputChunk]) -> OutputChunk:
-    last = group[-1]
-    return OutputChunk(
-        request_id=last.request_id,
+    first, last = group[0], group[-1]
+    return replace(
+        last,
         text="".join([chunk.text for chunk in group]),
         token_ids=tuple([token_id for chunk in group for token_id in chunk.token_ids]),
         logprobs=tuple([entry for chunk in group for entry in chunk.logprobs]),
-        at_ns=last.at_ns,
-        num_cached_tokens=last.num_cached_tokens,
-        num_generated_tokens=last.num_generated_tokens,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        detail=last.detail,
-        reject_reason=last.reject_reason,
-        first_scheduled_ns=last.first_scheduled_ns or group[0].first_scheduled_ns,
-        first_token_ns=last.first_token_ns or group[0].first_token_ns,
-        states=last.states,
+        first_scheduled_ns=last.first_scheduled_ns or first.first_scheduled_ns,
+        first_token_ns=last.first_token_ns or first.first_token_ns,
     )
 
 

@@ -190,8 +190,7 @@ class EngineCore:
                     self.scheduler.end(request, FinishReason.ERROR)
             progress.end(request, FinishReason.ERROR)
             self._forget(request, now_ns)
-            cached = request.num_cached_tokens
-            events.append(TokenEvent(request.request_id, (), now_ns, (), FinishReason.ERROR, None, cached, detail))
+            events.append(_last_event(request, now_ns, detail))
         with suppress(Exception):
             self.snapshot = self._take_snapshot()
         return events
@@ -212,9 +211,9 @@ class EngineCore:
         if rejected is not None:
             events = [self._reject(request, rejected, now_ns)]
             for other in self.scheduler.waiting_for(request.parent_id):  # a beam search that will not get all its requests
-                reason = str(rejected.reason)
+                because = str(rejected.reason)
                 events += self._end(
-                    other.request_id, FinishReason.REJECTED, now_ns, detail=rejected.detail, reject_reason=reason
+                    other.request_id, FinishReason.REJECTED, now_ns, detail=rejected.detail, reject_reason=because
                 )
             return events
         self._requests[request.request_id] = request
@@ -228,14 +227,7 @@ class EngineCore:
     def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
         progress.end(request, FinishReason.REJECTED)
         self._tell_end(request, now_ns, str(rejected.reason))
-        return TokenEvent(
-            request.request_id,
-            (),
-            now_ns,
-            finish_reason=FinishReason.REJECTED,
-            detail=rejected.detail,
-            reject_reason=str(rejected.reason),
-        )
+        return _last_event(request, now_ns, rejected.detail, str(rejected.reason))
 
     def _end(
         self,
@@ -249,13 +241,10 @@ class EngineCore:
     ) -> list[TokenEvent]:
         request = self._requests.get(request_id)
         events: list[TokenEvent] = []
-        if request is None:
-            return events
-        for member in self.scheduler.members(request):
+        for member in () if request is None else self.scheduler.members(request):
             self.scheduler.end(member, reason, stop_reason)
             self._forget(member, now_ns, reject_reason)
-            cached = member.num_cached_tokens
-            events.append(TokenEvent(member.request_id, (), now_ns, (), reason, stop_reason, cached, detail, reject_reason))
+            events.append(_last_event(member, now_ns, detail, reject_reason))
         return events
 
     def _end_overdue(self, now_ns: int) -> list[TokenEvent]:
@@ -445,6 +434,12 @@ class Following:
 
 def _busy_ns(clock: Clock | None) -> int:
     return 0 if clock is None else clock.busy_ns()
+
+
+def _last_event(request: Request, now_ns: int, detail: str = "", reject_reason: str = "") -> TokenEvent:
+    """Return the event of a request that has ended without another token."""
+    cached, reason, stop_reason = request.num_cached_tokens, request.finish_reason, request.stop_reason
+    return TokenEvent(request.request_id, (), now_ns, (), reason, stop_reason, cached, detail, reject_reason)
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

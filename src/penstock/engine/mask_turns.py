@@ -14,10 +14,6 @@ SHARE = 10
 """Slow masks get one part in this many of the time."""
 _QUICK_SHARE = 2
 """A row's masks are slow if their average exceeds one part in this many of its equal part of the step."""
-_HIDDEN_SHARE = 3
-"""A device hides the masks of one part in this many of its step."""
-_SMOOTHING = 8
-"""The average covers this many masks: one schema's take 10 to 300 us."""
 
 
 @dataclass(slots=True)
@@ -33,6 +29,7 @@ class _Row:
     took_ns: int = 0
     """The last mask's time."""
     average_ns: int = 0
+    """Over about 8 masks: those of one schema take 10 to 300 us."""
     accept_ns: int = 0
     """Time to take in the tokens since the last mask."""
 
@@ -91,8 +88,9 @@ class MaskTurns:
             self._left_ns = {tenant: left_ns + owed_ns for tenant, left_ns in self._left_ns.items()}
 
     def settle(self, now_ns: int, step_ns: int, num_rows: int, running: Container[str], *, is_beside: bool) -> None:
-        """Charge the masks of a step, and choose who sits out the next one. `is_beside`: a device computes meanwhile."""
-        spent_ns = self._charge(step_ns // (_QUICK_SHARE * num_rows), step_ns // _HIDDEN_SHARE if is_beside else 0)
+        """Charge the masks of a step, and choose who sits out the next one. `is_beside`: a device computes meanwhile,
+        and hides a third of a step."""
+        spent_ns = self._charge(step_ns // (_QUICK_SHARE * num_rows), step_ns // 3 if is_beside else 0)
         passed_ns, self._settled_ns = now_ns - self._settled_ns, now_ns
         slow = sorted([row for row in self._rows.values() if row.is_slow], key=lambda row: row.due_ns)
         slow = [row for row in slow if row.request_id in running]
@@ -124,7 +122,7 @@ class MaskTurns:
         counted_ns, spent_ns = max(0, total_ns - hidden_ns), 0
         for row, took_ns in self._made:
             cost_ns = took_ns * counted_ns // total_ns
-            row.average_ns += (cost_ns - row.average_ns) // (_SMOOTHING if row.took_ns else 1)
+            row.average_ns += (cost_ns - row.average_ns) // (8 if row.took_ns else 1)
             row.took_ns, row.due_ns = took_ns, self._settled_ns + SHARE * took_ns
             row.is_slow = row.average_ns > quick_ns
             if row.is_slow:

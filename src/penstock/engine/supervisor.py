@@ -33,11 +33,12 @@ class Supervisor:
         clock: Clock,
         step_timeout_s: float | None,
         on_restart: Callable[[], None] | None = None,
-        first_delay_s: float = FIRST_DELAY_S,
+        first_delay_s: float = 1.0,
     ) -> None:
         """`make_engine` makes an engine that is not started, with the `on_failed` that it is given.
 
         `step_timeout_s`: a step that takes longer will never end; None: steps may take any time.
+        `first_delay_s`: the wait before the second attempt within the window; the first is made at once.
         """
         self._make_engine = make_engine
         self._clock = clock

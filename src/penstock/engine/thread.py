@@ -18,7 +18,7 @@ from penstock.engine.core import EngineCore, request_stats
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.stepper import Stepper
-from penstock.engine.transfers import Transfers
+from penstock.engine.transfers import CLOSE_TIMEOUT_S, Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
 from penstock.sched import progress
 from penstock.types.errors import Rejected, RejectReason
@@ -31,10 +31,7 @@ _logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
-KEEP_TIMEOUT_S = 5.0
-"""Longest time that the end of an engine takes to spill the pool."""
 ABORT_GRACE_S = 10.0
-MAX_PLAN_CHARS = 4000
 
 
 class EngineState(StrEnum):
@@ -292,7 +289,7 @@ class Engine:
     def _stop(self) -> None:
         if self._transfers is not None:
             with self._books:
-                self._transfers.keep(KEEP_TIMEOUT_S)
+                self._transfers.keep(CLOSE_TIMEOUT_S)
         self._refuse(_added(self._inbox.close()))
         self._move_to(EngineState.STOPPED)
 
@@ -341,7 +338,7 @@ class Engine:
         return ", ".join(str(plan.step_id) for plan in self._stepper.plans) or "none"
 
     def _plans(self) -> str:
-        return "; ".join(repr(plan)[:MAX_PLAN_CHARS] for plan in self._stepper.plans) or "none"
+        return "; ".join(repr(plan)[:4000] for plan in self._stepper.plans) or "none"
 
 
 class Inbox:

@@ -33,9 +33,6 @@ RETRY_NS = 60_000_000_000
 """How often a closed tier is tried with one block: it opens again if that can be written and read."""
 STAGING_BYTES = 64 << 20
 MAX_STAGED_BLOCKS = 256
-MIN_STAGED_BLOCKS = 4
-LOAD_SHARE = 4
-"""One in this many staged blocks is kept for loads, since requests wait for these."""
 BLOCKS_PER_JOB = 8
 """Blocks written by one job, for which a load may have to wait."""
 CLOSE_TIMEOUT_S = 5.0
@@ -186,7 +183,7 @@ class Transfers:
 
     @property
     def _num_spillable(self) -> int:
-        return max(0, len(self._free) - len(self._buffers) // LOAD_SHARE)
+        return max(0, len(self._free) - len(self._buffers) // 4)  # a quarter is kept for loads, for which requests wait
 
     def _spill(self, spills: Sequence[Spill]) -> None:
         is_probe = not self._tier.is_open
@@ -269,14 +266,8 @@ class Transfers:
                 if ready is not None:
                     ready()
                 act(move)
-            except CorruptBlock as error:
-                self._fail(move, FailureReason.CORRUPT, error)
-            except MemoryError as error:
-                self._fail(move, FailureReason.MEMORY, error)
-            except OSError as error:
-                self._fail(move, FailureReason.FULL if error.errno in FULL else FailureReason.IO, error)
-            except Exception as error:  # Whatever it is, the engine must hear of it, or it would wait.
-                self._fail(move, FailureReason.IO, error)
+            except Exception as error:  # whatever it is, the engine must hear of it, or it would wait
+                self._fail(move, error)
             move.duration_ns = self._clock.now_ns() - began_ns
         self._arrived.append(moves)
         self._has_arrived.set()
@@ -292,17 +283,26 @@ class Transfers:
     def _read(self, move: _Move) -> None:
         self._store.read(move.order.slot, move.order.block_hash, self._buffers[move.buffer])
 
-    def _fail(self, move: _Move, reason: FailureReason, error: Exception) -> None:
-        move.failure = reason
-        kind = f"{type(move.order).__name__} {reason}"
+    def _fail(self, move: _Move, error: Exception) -> None:
+        move.failure = _reason(error)
+        kind = f"{type(move.order).__name__} {move.failure}"
         if kind not in self._warned:
             self._warned.add(kind)
             what = "written to" if isinstance(move.order, Spill) else "read from"
             _logger.warning("a KV block was not %s the tier below the pool, and will be computed again: %r", what, error)
 
 
+def _reason(error: Exception) -> FailureReason:
+    if isinstance(error, CorruptBlock):
+        return FailureReason.CORRUPT
+    if isinstance(error, MemoryError):
+        return FailureReason.MEMORY
+    is_full = isinstance(error, OSError) and error.errno in FULL
+    return FailureReason.FULL if is_full else FailureReason.IO
+
+
 def num_staged_blocks(block_bytes: int) -> int:
-    return max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
+    return max(4, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
 
 
 def _staging(block_bytes: int, num_blocks: int | None) -> list[memoryview]:

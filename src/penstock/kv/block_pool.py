@@ -170,7 +170,9 @@ class BlockPool:
         else:
             name = self._eviction.choose()
             if name not in self._groups:
-                what = f"answered {name!r:.200} in choose, and must answer a group that has blocks"
+                # Never a prompt, which would show in the log.
+                shown = repr(name)[:200] if isinstance(name, int | str | None) else f"something of type {type(name).__name__}"
+                what = f"answered {shown} in choose, and must answer a group that has blocks"
                 raise PolicyError("eviction", self._eviction, what)
             group = self._groups[name]
             block_id = self._oldest(group, group.num_blocks)

@@ -24,11 +24,8 @@ TAIL = bytes(HASH_BYTES)
 """Takes the place of the hash for a partly filled block."""
 MAX_CHILDREN = 8
 """Blocks with the same parent and first token that are compared with a prompt, the newest."""
-MAX_EVICTED = 8192
-"""Evicted blocks that are remembered for explanations."""
-MAX_BEGINNINGS = 1024
-MAX_CONVERSATIONS = 1024
-"""First blocks, and conversations with their longest prompt, that are remembered."""
+MAX_REMEMBERED = 1024
+"""First blocks, and conversations, that are remembered; evicted blocks are eight times as many."""
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MIN_AWAITED_TOKENS = 8
@@ -76,12 +73,12 @@ class PrefixCache:
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
         self._pool, self._block_size, self._tables = pool, block_size, tables
-        self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
-        self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
+        self._evicted_ns: Recent[bytes, int] = Recent(8 * MAX_REMEMBERED)
+        self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_REMEMBERED)
         """(tenant, tokens of the first block) -> root hash. Per tenant, since a salt must not let others learn anything."""
         self._answers: dict[int, int] = {}
         """Block id -> position where the answer began that reaches into the block or up to it."""
-        self._longest: Recent[bytes, int] = Recent(MAX_CONVERSATIONS)
+        self._longest: Recent[bytes, int] = Recent(MAX_REMEMBERED)
         """Named conversation -> tokens of its longest prompt."""
 
     # Hits.

@@ -20,9 +20,6 @@ from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 2_000_000_000
 """Longest wait of a request for its loads. After it the tier counts as slow."""
-OLD_COST_WEIGHT = 0.875
-FORGIVING = 0.98
-"""Each load that the remembered cost prevents multiplies it by this, so that one is tried again some day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class Tier:
 
     def _is_cheap(self, compute_ns_per_block: float) -> bool:
         if compute_ns_per_block and self.load_ns_per_block > compute_ns_per_block:
-            self.load_ns_per_block *= FORGIVING
+            self.load_ns_per_block *= 0.98  # so that a load is tried again some day
             return False
         return True
 
@@ -176,7 +173,7 @@ class Tier:
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
-            self.load_ns_per_block = OLD_COST_WEIGHT * before + (1 - OLD_COST_WEIGHT) * duration_ns
+            self.load_ns_per_block = 0.875 * before + 0.125 * duration_ns
         return self.slots.state(block_hash) is not None
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> N
     """Add a row's log-probabilities of the prompt, which survive a preemption. Raises ValueError for a wrong number of them."""
     num_expected = len(request.positions_to_score(row.context_len, row.query_len))
     if len(entries) != num_expected:
-        raise ValueError(f"{request.request_id!r} was told of {len(entries)} tokens of its prompt, not of {num_expected}")
+        raise ValueError(f"{request.request_id!r} got log-probabilities of {len(entries)} prompt tokens, not of {num_expected}")
     request.prompt_logprobs += entries
 
 

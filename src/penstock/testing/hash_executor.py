@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from penstock.kv.block_pool import NULL_BLOCK_ID
 from penstock.types.adapter import BASE, AdapterRef, PackedAdapter
 from penstock.types.errors import ExecutorFailure, GrammarFailure
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket, scored_positions
@@ -154,7 +155,6 @@ def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
 
 POISON = -1
 
-NULL_BLOCK = 0
 
 SLOT_BYTES = 8
 
@@ -385,7 +385,7 @@ class HashExecutor:
         assert num_scored <= self.capacity.max_scored, f"{num_scored} positions of at most {self.capacity.max_scored} tell"
 
     def _check_block_id(self, block_id: int) -> None:
-        assert NULL_BLOCK < block_id < self.capacity.num_blocks, f"block {block_id} is the null block or does not exist"
+        assert NULL_BLOCK_ID < block_id < self.capacity.num_blocks, f"block {block_id} is the null block or does not exist"
 
     def _check_may_move(self) -> None:
         assert self.depth > 1 or not self._in_flight, "a backend of depth 1 is asked for contents during a step"
@@ -439,7 +439,7 @@ class HashExecutor:
         self._hold_fresh(self._rows[row.request_id], row.new_block_ids)
 
     def _append_null_blocks(self, row: HashRow, block_ids: Sequence[int]) -> None:
-        assert set(block_ids) <= {NULL_BLOCK}, f"padding has {block_ids}, and would spoil what is not its own"
+        assert set(block_ids) <= {NULL_BLOCK_ID}, f"padding has {block_ids}, and would spoil what is not its own"
         row.block_ids += block_ids
 
     def _hold(self, row: HashRow, block_ids: Sequence[int]) -> None:
@@ -486,7 +486,7 @@ class HashExecutor:
             assert end < self.capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
         assert len(row.block_ids) * size >= end, f"{name!r} writes beyond its blocks"
         for block_id in row.block_ids[plan.context_len // size : (end - 1) // size + 1]:
-            assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
+            assert block_id == NULL_BLOCK_ID or self._holders[block_id] == 1, "a row writes to a block that others hold"
 
     def _compute_all(self) -> None:
         while self._to_compute and not self._to_compute[0].awaits_masks:
@@ -572,7 +572,7 @@ class HashExecutor:
     def _read(self, row: HashRow, position: int) -> int:
         """Return the value of a position, after checking the block's recurrent state if it has any."""
         block_id, offset = divmod(self._slot(row, position), self.capacity.block_size)
-        if self.capacity.has_state and block_id != NULL_BLOCK:
+        if self.capacity.has_state and block_id != NULL_BLOCK_ID:
             end = self._ends[block_id]
             assert end == offset + 1, f"block {block_id} has the state after {end} positions, and {offset + 1} are wanted"
         return self._content(row, position)
@@ -582,9 +582,6 @@ def _scored(plan: RowPlan, row: HashRow) -> range:
     if row.sampling.prompt_logprobs is None or isinstance(plan.request_id, PaddingId):
         return range(0)
     return scored_positions(plan.context_len, plan.query_len, row.num_prompt_tokens, row.num_scored)
-
-
-SHARE = 3
 
 
 class HashMatcher:
@@ -642,7 +639,7 @@ class HashMatcher:
             return [self._end_token_id]
         if self._is_forced(state, num_tokens):
             return [state % self._vocab_size]
-        found = [token_id for token_id in range(self._vocab_size) if mix(state, token_id) % SHARE == 0]
+        found = [token_id for token_id in range(self._vocab_size) if mix(state, token_id) % 3 == 0]
         return found or [state % self._vocab_size]
 
     def _is_forced(self, state: int, num_tokens: int) -> bool:
