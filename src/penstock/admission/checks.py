@@ -96,8 +96,7 @@ class Check(Protocol):
 class Deadlines:
     """Refuses a call whose answer would come too late to be of use.
 
-    Expected times are means, and answers may be shorter than predicted. So only a call without a chance is refused. An idle
-    server refuses nothing before its deadline.
+    Only a call without a chance is refused. An idle server refuses nothing before its deadline.
     """
 
     def refusal(self, view: DoorView) -> Refusal | None:
@@ -163,8 +162,8 @@ class QueueDelay:
 class KvHeadroom:
     """Keeps KV blocks free for growth: running requests must fit at their predicted lengths.
 
-    Only a call with a target is refused; others wait in the queue. Freed blocks are kept for the call told to come back for
-    them: otherwise small calls would take each of them from a large one.
+    Only a call with a target is refused. Freed blocks are kept for the call told to come back for them: otherwise small
+    calls would take each of them from a large one.
     """
 
     headroom: float

@@ -61,7 +61,7 @@ class Place:
 
 
 class Admission:
-    """The door of one engine. As an observer it is called on the engine's thread; all else runs on the event loop."""
+    """The door of one engine. As an observer it is called on the engine's thread."""
 
     def __init__(
         self,
@@ -289,8 +289,7 @@ class Admission:
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
-        """Return the blocks of running requests, and of waiting ones that find a row, at predicted lengths; or those held,
-        if more."""
+        """Return the blocks of running requests, and of waiting ones that find a row, at predicted lengths."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0

@@ -129,8 +129,7 @@ class DrainMeter:
     """Measures how fast places become free.
 
     The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
-    were refused: an idle server's ends say nothing about its speed. The engine thread writes; `note_refusal` belongs to the
-    event loop.
+    were refused. The engine thread writes; `note_refusal` belongs to the event loop.
     """
 
     def __init__(self, window_s: int = 30) -> None:
@@ -218,8 +217,7 @@ class Entry:
 class Backlog:
     """Sums over admitted requests that have not ended.
 
-    `enter` runs on the event loop, the others on the engine thread. So each sum is two numbers, added and taken, with one
-    writer each.
+    `enter` runs on the event loop, the others on the engine thread: each sum is two numbers with one writer each.
     """
 
     def __init__(self) -> None:
@@ -291,10 +289,9 @@ class Promise:
 class Promises:
     """Calls that were told when to come back: a queue of absent clients. Runs on the event loop.
 
-    Each refused call gets a time of its own, at least one place's time after the previous one. So they do not return as a
-    herd, and one that returns on time finds a place, which is kept for `GRACE_NS` and a tenth of its wait. A returning call
-    is recognised by its claim, which the server derives from the body. The arithmetic is GCRA's virtual scheduling (ATM
-    Forum, Traffic Management 4.1, 1999).
+    Each refused call gets a time of its own, at least one place's time after the previous one, and its place is kept for
+    `GRACE_NS` and a tenth of its wait. A returning call is recognised by its claim, derived from the body. The arithmetic is
+    GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:

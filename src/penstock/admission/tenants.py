@@ -1,8 +1,7 @@
 """Limits per tenant: concurrent requests, calls and tokens per minute; the defaults or the tenant's own (`Ask.limits`).
 
-A bucket holds one minute's tokens and refills steadily. A request takes its predicted tokens when it comes in, and the
-difference is settled when it ends. A request larger than the bucket comes in when the bucket is full. `on_finish` runs on
-the engine thread, all else on the event loop.
+A request takes its predicted tokens from the bucket when it comes in, and the difference is settled when it ends. A request
+larger than the bucket comes in when the bucket is full. `on_finish` runs on the engine thread, all else on the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The books: the right to touch the core, and the executor that the engine thread calls without that right.
 
-The engine thread has the books during a turn, and releases them while it is inside the executor: then nothing in the core
-changes, and another thread may read more than the core's snapshot.
+The engine thread has the books during a turn, but not inside the executor. Then another thread may read more than the core's
+snapshot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
 
-An `EventWaker` wakes the event loop without giving up the interpreter's lock. With asyncio's `call_soon_threadsafe` the
-loop's thread would work off the step's tokens before the engine thread starts its next step: half a millisecond in which no
-kernel runs.
+An `EventWaker` wakes the event loop without giving up the interpreter's lock: else its thread would work off the step's
+tokens before the engine thread starts the next step.
 """
 
 from __future__ import annotations
@@ -85,19 +84,13 @@ class Bridge:
         return len(self._readers)
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block.
-
-        Raises what the engine's `submit` raises.
-        """
+        """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block."""
         stream = Stream(self, [request.request_id for request in requests])
         self.submit(requests, stream)
         return stream
 
     def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
-        """Run requests, and give their chunks to a reader until it forgets or aborts each of them.
-
-        Raises what the engine's `submit` raises, and `Rejected` after `detach`; then none of them runs.
-        """
+        """Run requests, and give their chunks to a reader until it forgets or aborts each of them."""
         engine = self._engine
         if engine is None and self._is_detached:
             detail = "The model was unloaded, or the server is shutting down."
@@ -176,10 +169,7 @@ class Stream:
         return not self._unfinished and not self._chunks
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """Return all chunks that are there, or wait for the next ones; at most one per request. One reader at a time.
-
-        Empty at the end, and when `flush` was called without a chunk.
-        """
+        """Return all chunks that are there, or wait for the next ones; at most one per request. One reader at a time."""
         if self._unfinished and not self._chunks:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

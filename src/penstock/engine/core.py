@@ -1,7 +1,7 @@
 """The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops or waits.
 
 Every request that was added ends in exactly one event with a `finish_reason`, and its blocks are free from then on, or once
-no step in flight has a row of it. Steps are finished in the order in which they began.
+no step in flight has a row of it.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Commit a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take. `read_end` makes the text of an answer that ends by its length, before
-        observers hear of the end; None: there is no text.
+        `clock` measures how long grammars take. `read_end` makes the text of an answer that ends by its length.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -345,10 +344,7 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
-        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished.
-
-        A request that has ended, or can't follow its grammar, has none.
-        """
+        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished."""
         masks = dict[str, bytes]()
         self.turns.forgive([row.request_id for row in plan.rows])
         began_ns = _busy_ns(clock)
@@ -375,8 +371,7 @@ class Following:
     ) -> None:
         """Give matchers what a step sampled; later, if a new request sits out.
 
-        At most `max_forced(request_id)` tokens that have to follow are appended by `force`, whose event replaces the one
-        before.
+        Tokens that have to follow are appended by `force`, whose event replaces the one before.
         """
         began_ns = _busy_ns(clock)
         for idx, event in enumerate(events):

@@ -1,8 +1,8 @@
 """Turns of slow masks: which answers that follow a grammar sit out the next step. Used by `Following` in the core.
 
-All rows of a step wait for its masks. Slow masks are made in turn until a tenth of the time is spent, and equal parts of that
-tenth go to the tenants with slow masks. Rows whose turn has not come sit out and keep their place and blocks. A mask that
-takes longer than what is left is made all the same, and its tenant waits until the tenth of later steps has paid for it.
+Slow masks are made in turn until a tenth of the time is spent, and equal parts of that tenth go to the tenants with slow
+masks. Rows whose turn has not come sit out and keep their place and blocks. A mask that takes longer than what is left is
+made all the same, and later steps pay for it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ class MaskTurns:
         self.sitting_out: set[str] = set()
         """Ids of requests without a row in the next step, if others have one."""
         self.sitting_out_alone: set[str] = set()
-        """Those that get no row even if no others have one. Such a step makes masks for as long as its layers take, at least
-        one."""
+        """Those that get no row even if no others have one. Such a step makes masks for as long as its layers take."""
         self._rows: dict[str, _Row] = {}
         self._made: list[tuple[_Row, int]] = []
         self._left_ns: dict[str, int] = {}
         """Tenant -> what is left of its part; negative after a mask that took longer."""
         self._owed_ns = 0
-        """What all masks took beyond the tenth, at most the longest mask. It spaces out the masks of different tenants, so
-        that a newcomer does not wait for one of each."""
+        """What all masks took beyond the tenth, at most the longest mask. It spaces out the masks of different tenants."""
         self._layers_ns = 0
         """Time of the last step without its masks."""
         self._settled_ns = 0

@@ -1,7 +1,4 @@
-"""Turns the core's token events into chunks of text. Called by the engine's thread; never schedules and never does I/O.
-
-A request is known from `add` until its one chunk with a `finish_reason`; later events are dropped.
-"""
+"""Turns the core's token events into chunks of text. Called by the engine's thread; never schedules and never does I/O."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ class OutputStage:
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Return the chunks of one step's events.
 
-        A stop string, or a limit of lines, ends the request here and becomes a `Stop`. If the text of one request can't be
-        made, that request ends with ERROR; the others go on.
+        A stop string, or a limit of lines, ends the request here and becomes a `Stop`. So does a failure to make its text.
         """
         output = Output([], [])
         first: list[Request] = []

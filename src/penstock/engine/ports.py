@@ -1,8 +1,4 @@
-"""The interfaces that the engine needs and others implement, and groups of observers.
-
-`Executor` is implemented by every backend, the simulator and the hash executor of `testing`. `tests/contracts` runs one
-suite over all of them.
-"""
+"""The interfaces that the engine needs and others implement, and groups of observers."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ class BlockMover(Protocol):
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """Copy the content of full blocks, each to its own writable `out` of `block_bytes`.
 
-        Returns None if it is there, else what waits for it; one thread at a time calls that. The blocks may change
-        meanwhile. The format is the executor's own, and the same for one of the same model, weights, kernels and KV type.
+        Returns None if it is there, else what waits for it. The format is the executor's own, and the same for one of the
+        same model, weights, kernels and KV type.
         """
         ...
 
@@ -175,8 +171,8 @@ class OutputChunk:
 
 
 OutputSink = Callable[[list[OutputChunk]], None]
-"""Called by the engine thread, at most once per step and once when requests end between two steps; for a request that comes
-after the engine has ended, by the thread that submits it. Must not block."""
+"""Called by the engine thread; for a request that comes after the engine has ended, by the thread that submits it. Must not
+block."""
 
 
 class Observer(Protocol):

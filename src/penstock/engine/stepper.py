@@ -1,7 +1,6 @@
 """The stepper: does one turn after another with a core and an executor, and owns the steps in flight.
 
-The engine's thread drives it under the wall clock, the test driver and the simulation under a virtual one. A turn begins a
-step if it can, and finishes the oldest if as many are in flight as the executor takes, or if none began.
+A turn begins a step if it can, and finishes the oldest if as many are in flight as the executor takes, or if none began.
 docs/architecture.md, "The step", shows the order of a turn.
 """
 
@@ -92,10 +91,7 @@ class Stepper:
         return [flight.plan for flight in (*finishing, *self._flights)]
 
     def turn(self, commands: Sequence[Command] = ()) -> tuple[StepPlan | None, StepPlan | None]:
-        """Begin a step, finish a step, or both. Return the plan that was begun and the one that was finished.
-
-        If the core or the executor raises, no turn may follow.
-        """
+        """Begin a step, finish a step, or both. Return the plan that was begun and the one that was finished."""
         begun = self.begin(commands)
         return begun, self.finish() if self.must_finish(begun) else None
 

@@ -1,7 +1,7 @@
 """Finds stop strings in text that arrives in pieces. Called by the output stage.
 
-The first stop string to be complete wins, and of several that end at the same character the longest, however the text was
-cut. The search is an Aho-Corasick automaton (CACM 18(6), 1975).
+The first stop string to be complete wins, and of several the longest. The search is an Aho-Corasick automaton (CACM 18(6),
+1975).
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
-        """Take the next piece of text. Return (text that is safe to show, the stop string that matched or None).
-
-        While not `is_armed`, stop strings that end within `text` do not count.
-        """
+        """Take the next piece of text. Return (text that is safe to show, the stop string that matched or None)."""
         node, root = self._node, self._tree.root
         for idx, char in enumerate(text):
             while (child := node.children.get(char)) is None and node.fail is not None:

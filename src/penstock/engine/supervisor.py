@@ -1,7 +1,7 @@
 """Keeps an engine running: watches it, and replaces one that died or hangs. Made by the composition root.
 
-An engine is never repaired: KV that was being written when a step failed can't be trusted. Each further attempt waits twice
-as long, and after more than MAX_RESTARTS within WINDOW_S the state is FAILED.
+An engine is never repaired: KV that was being written when a step failed can't be trusted. After more than MAX_RESTARTS
+within WINDOW_S the state is FAILED.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out of the sink.
 
 Every request that `submit` took ends in exactly one chunk with a `finish_reason`, even if the executor or the core breaks.
-`supervisor` replaces an engine that has failed.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Engine:
         neither 1 nor 2.
 
         After `idle_check_s` without work the core verifies its invariants once; None: never. `on_failed` is called by the
-        engine thread once its requests have ended. `make_transfers` gets the executor's blocks and what wakes the engine.
+        engine thread once its requests have ended.
         """
         self._core = core
         self._executor = executor
@@ -194,10 +193,7 @@ class Engine:
         return self._books.waiting_ns()
 
     def abandon(self) -> bool:
-        """End every request with ERROR although the executor does not come back. Return False if it just did.
-
-        The engine thread ends when the step comes back, and frees the executor then.
-        """
+        """End every request with ERROR although the executor does not come back. Return False if it just did."""
         with self._books.abandon() as is_abandoned:
             if is_abandoned:
                 _logger.critical("step %s does not come back; plans in flight: %s", self._step_ids(), self._plans())
@@ -395,10 +391,7 @@ class Inbox:
 
     def wait(self, until_ns: int | None) -> None:
         """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no
-        limit).
-
-        A clock that is moved by hand does not wake a sleeper. May return early.
-        """
+        limit)."""
         timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)

@@ -1,8 +1,7 @@
 """Transfers: carries contents of blocks between the executor and the store of the tier below, on the engine's thread.
 
-It moves only blocks that were free when they were named, so no row of a step in flight has them. A worker thread reads and
-writes the store meanwhile. When staging memory is full, spills are dropped and loads cut short, so no step waits for the
-store. After a failure the block is computed again.
+It moves only blocks that were free when they were named, so no row of a step in flight has them. When staging memory is
+full, spills are dropped and loads cut short, so no step waits for the store.
 """
 
 from __future__ import annotations
@@ -103,10 +102,8 @@ class Transfers:
         worker: Worker | None = None,
         num_staged_blocks: int | None = None,
     ) -> None:
-        """`wake` is called by the worker when something has arrived. Without `worker` it starts a thread.
-
-        Raises ValueError if the manager has no tier, MemoryError if there is no room for staging.
-        """
+        """`wake` is called by the worker when something has arrived. Raises ValueError if the manager has no tier, or
+        MemoryError."""
         if kv.tier is None or kv.swapping is None:
             raise ValueError("transfers need a manager with a tier")
         self._tier, self._swapping, self._index = kv.tier, kv.swapping, kv.prefix.index

@@ -1,8 +1,7 @@
-"""Adapters in the KV pool. Part of `KVManager`.
+"""Adapters in the KV pool, paged like KV. Part of `KVManager`.
 
-An adapter is paged like KV. While running requests use it, its blocks are held (it is pinned). After that they lie in the
-free list, and taking one block evicts the whole adapter. Before a step the executor drops adapters, then copies blocks, then
-places adapters.
+While running requests use an adapter, its blocks are held (it is pinned). After that they lie in the free list, and taking
+one block evicts the whole adapter. Before a step the executor drops adapters, then copies blocks, then places adapters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the list, one without the head, so eviction is least recently freed first. The
-list is two arrays of neighbours by block id. A group has a list of its own; when the first list is empty, the eviction
-policy names the group that loses its head. Blocks that were found again, and those of conversations, rest: they count as
-freed `rest_ns` later.
+A freed block with content joins the tail of the list, one without the head. A group has a list of its own; when the first
+list is empty, the eviction policy names the group that loses its head. Blocks that were found again, and those of
+conversations, rest: they count as freed `rest_ns` later.
 """
 
 from __future__ import annotations

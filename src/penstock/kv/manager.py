@@ -1,8 +1,7 @@
 """The KV manager: every request's block table. Only the scheduler calls it.
 
-Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. Published
-blocks may be shared; a request writes only to blocks of its own, and first gets a copy after a fork or a hit that ends
-inside a block. Copies are made in order before anything else of their step.
+Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. A request
+writes only to blocks of its own, and first gets a copy after a fork or a hit that ends inside a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended.
 
 A block is found by the hash of its prefix. Since a hit may end inside a block, each block is also listed under its parent's
-hash and its own first token; partly filled blocks (tails) are found only that way. A request may wait for a block that a
-running request is computing ("coming").
+hash and its own first token. A request may wait for a block that a running request is computing ("coming").
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ class PrefixCache:
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a request continues a conversation, or is likely to be continued.
 
-        It continues one if the hit reaches the answer of a request with a shorter prompt. With a named conversation it is
-        likely to be continued if none of that name had a longer prompt.
+        It continues one if the hit reaches the answer of a request with a shorter prompt. It is likely to be continued if
+        its conversation is named and had no longer prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -216,7 +215,7 @@ class PrefixCache:
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
         """Return the block that `request` needs next, if a running request computes it now or in its next step.
 
-        Only a whole block, or the rest of the prompt but its last token where hits may end inside a block.
+        Only a whole block, or where hits may end inside a block the rest of the prompt but its last token.
         """
         if not self.leaders or not request.is_scored:
             return None

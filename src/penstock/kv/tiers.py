@@ -1,8 +1,8 @@
 """The tier below the pool: block contents in a file or in host memory. The engine's `Transfers` moves the bytes.
 
 Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier continues the prefix of
-the first waiting request, that is loaded beside the pool, verified, and placed into free blocks like any cached prefix. No
-plan depends on content that has not arrived. The least recently used slot is overwritten.
+the first waiting request, that is loaded, verified, and placed into free blocks like any cached prefix. No plan depends on
+content that has not arrived.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Tier:
     ) -> bool:
         """Return whether the request should wait for blocks of its prefix. Begins a load if that pays.
 
-        `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has. Another load is tried
-        only if the last one made the hit longer.
+        `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has.
         """
         if not self.is_open:
             return False
@@ -235,8 +234,7 @@ class Swapping:
         """Allocate blocks for content that arrived for one request, and publish it. Return (load, block id).
 
         The caller must write the content before anything else, after the spills that made room. Content that is already
-        here, or finds no free block, is skipped. The request does not evict its own prefix. The last blocks are released
-        first, so that they are evicted first.
+        here, or finds no free block, is skipped. The last blocks are released first, so that they are evicted first.
         """
         if not loads:
             return []

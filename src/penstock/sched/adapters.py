@@ -1,8 +1,7 @@
 """Adapters of requests whose turn has come: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-A request whose adapter is not in memory stands aside, and keeps a row and blocks for `KEPT_NS`. It is refused if the adapter
-can't be loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit. During a plan an adapter keeps the state in which it
-was first seen.
+A request whose adapter is not in memory stands aside. It is refused if the adapter can't be loaded, takes longer than
+`LOAD_TIMEOUT_NS`, or does not fit. During a plan an adapter keeps the state in which it was first seen.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Steps in flight: what the scheduler remembers of each from plan to commit, and planning the next step ahead.
 
-A request that ends leaves void rows, whose results are ignored, and its blocks are fenced (`kv/manager.py`) until these
-steps are committed. To plan ahead, `Ahead` moves the progress of running requests to what the commit will make it. A step
-that might preempt is never planned ahead.
+A request that ends leaves void rows, whose results are ignored. To plan ahead, `Ahead` moves the progress of running
+requests to what the commit will make it. A step that might preempt is never planned ahead.
 """
 
 from __future__ import annotations

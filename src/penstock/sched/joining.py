@@ -1,7 +1,7 @@
 """Joining: decides which waiting requests run from this step on, and whether running ones are paused for them.
 
 A request whose next block is being computed by a running prefill (its leader), or whose adapter is being loaded, stands
-aside. Others may pass, but leave it a row and blocks.
+aside. Others may pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle.
 
-Each run of padding is a request of its own to the executor, with a `PaddingId` and null blocks. Padding before a prompt is
-never sampled; padding after an end is a decode whose tokens are dropped.
+Each run of padding is a request of its own to the executor, with a `PaddingId` and null blocks.
 """
 
 from __future__ import annotations

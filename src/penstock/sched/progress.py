@@ -92,7 +92,7 @@ def plan_decodes(
 ) -> tuple[list[Request], int]:
     """Plan a row for each request that is one token behind. Return the others, and the number of rows added.
 
-    `num_slots`: positions that each may write without a new block. `extend` plans the row of one without any left.
+    `num_slots`: positions that each may write without a new block. `extend` plans a row otherwise.
     """
     prefills: list[Request] = []
     add_row, num_rows = rows.append, 0
@@ -141,10 +141,9 @@ def advance(
 ) -> list[Advance]:
     """Count the tokens of a computed step, append those that were sampled, and report them to `outcome`.
 
-    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
-
-    Returns, in the order of the plan, the rows of prefills, rows that filled a block, rows whose requests end, and rows of
-    `apart` that sample. Raises KeyError or ValueError if a sampling row lacks its token or states.
+    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample. Returns, in
+    order, the rows of prefills, rows that filled a block, rows whose requests end, and rows of `apart` that sample. Raises
+    KeyError or ValueError if a sampling row lacks its token or states.
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
     advances: list[Advance] = []
@@ -214,7 +213,7 @@ def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, in
 def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
     """Count tokens in flight as computed and their samples as present.
 
-    Returns (request, its tokens in flight) for `unassume`, and the requests that reach their limits.
+    Returns (request, its tokens in flight), and the requests that reach their limits.
     """
     assumed: list[tuple[Request, int]] = []
     ending: list[Request] = []

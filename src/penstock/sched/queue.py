@@ -1,7 +1,7 @@
 """The waiting queue, in the order of service: preempted requests, those called to a batch, then all others in buckets.
 
-Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. The requests of one account
-share a lane, so that one key changes when the account grows.
+Every operation is O(log n) or better, amortised. The requests of one account share a lane, so that one key changes when the
+account grows.
 """
 
 from __future__ import annotations

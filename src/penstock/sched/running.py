@@ -259,8 +259,7 @@ def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int
 def blocks_to_resume(view: AdmissionView) -> int:
     """Return the blocks that a preempted request must find, whatever the reserve says.
 
-    The room to grow doubles with each preemption. With a quarter of the memory, 0.5 positions per needed one are recomputed
-    instead of 3.4 (`tests/sched/test_preemption.py`).
+    The room to grow doubles with each preemption, so that work is not lost over and over.
     """
     first_tokens = RESUME_GROWTH_TOKENS // 2 if view.swaps else RESUME_GROWTH_TOKENS
     growth_tokens = first_tokens << min(view.request.num_preemptions - 1, 20)

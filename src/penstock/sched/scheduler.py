@@ -1,8 +1,7 @@
 """The scheduler: decides in each step which requests run and how many of their tokens are computed.
 
-There are no phases: each step lets requests catch up with their tokens within a budget. `schedule` extends running requests,
-admits waiting ones and builds the plan. `commit` takes over what was computed. The rules are in docs/architecture.md, "The
-step".
+`schedule` extends running requests, admits waiting ones and builds the plan. `commit` takes over what was computed. The
+rules are in docs/architecture.md, "The step".
 """
 
 from __future__ import annotations
@@ -187,8 +186,7 @@ class Scheduler:
     ) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute, or the step in flight must be committed first.
 
-        `sitting_out`: running requests that get no row if others do. `sitting_out_alone`: those that get none either if no
-        others do.
+        `sitting_out` get no row if others do; `sitting_out_alone` get none either if no others do.
         """
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self._adapters.seen:

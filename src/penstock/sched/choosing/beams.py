@@ -1,7 +1,7 @@
 """Beam search over running requests: gives each beam a request that carries it, and forks requests as beams branch.
 
 The first request of a group (`groups.py`) computes the prompt; the others are forked from it and share its blocks. When each
-has computed a token, the search chooses. A preemption hits the whole group. All end at once, each with one hypothesis.
+has computed a token, the search chooses. All end at once, each with one hypothesis.
 """
 
 from __future__ import annotations
@@ -83,10 +83,7 @@ class Beams:
             progress.replace_output(carrier, beam.token_ids)
 
     def _place(self, beams: Sequence[Beam], carriers: Sequence[Request], tops: Sequence[TokenLogprobs]) -> list[Request | None]:
-        """Return the carrier that continues each beam, or None where one must be forked.
-
-        A carrier continues one of its own beams, preferably the one whose token the executor has sampled.
-        """
+        """Return the carrier that continues each beam, or None where one must be forked."""
         placed: list[Request | None] = [None] * len(beams)
         for idx, (carrier, top) in enumerate(zip(carriers, tops, strict=True)):
             own = [number for number, beam in enumerate(beams) if beam.parent_idx == idx]

@@ -64,7 +64,7 @@ class Gate(Protocol):
     def max_running(self, capacity: Capacity) -> int:
         """Return how many requests may run at once. A batch needs as many rows again for padding. Asked once.
 
-        Raises ConfigError, with a remedy, if the gate's settings ask for more than the capacity.
+        Raises ConfigError if the gate's settings ask for more than the capacity.
         """
         max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
         return min(max_rows, capacity.max_step_tokens)
@@ -82,7 +82,7 @@ class Order(Protocol):
     """Decides which waiting request is next.
 
     The lane with the smallest key is next, and in it the request with the smallest key; among equals the first that came.
-    Most orders have one lane; an order that keeps accounts has one per account.
+    Most orders have one lane.
     """
 
     reads_priority: ClassVar[bool] = False
@@ -99,10 +99,7 @@ class Order(Protocol):
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """Return the place within the lane. It may only grow while the request waits, and is asked again before service.
-
-        Ageing at the same rate for all needs no growth: put the arrival time into the key.
-        """
+        """Return the place within the lane. It may only grow while the request waits, and is asked again before service."""
         ...
 
     def lane(self, request: Request) -> str:
@@ -124,8 +121,7 @@ class Order(Protocol):
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
         """Return whether `request` goes before `other`, which was let in already. Must be antisymmetric and free of circles.
 
-        `other` was preempted, held back or called to a batch, or it runs and has tokens left to compute: then this is about
-        the step's tokens, and it keeps its row.
+        If `other` runs and has tokens left to compute, this is about the step's tokens: it keeps its row.
         """
         del request, other, now_ns
         return False

@@ -45,10 +45,7 @@ class DecodeFirst(Budget):
 
 @dataclass(frozen=True, slots=True)
 class WholePrompts(Budget):
-    """Every decode gets its token. Prompts are computed whole, as many as fit the step (Orca, OSDI 2022).
-
-    A prompt larger than any step is still computed in chunks.
-    """
+    """Every decode gets its token. Prompts are computed whole, as many as fit the step (Orca, OSDI 2022)."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         return StepLimits(view.max_step_tokens, splits_prompts=False)
@@ -60,9 +57,8 @@ class StepCost:
 
         duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
 
-    where pairs are (prefill token, earlier token of its request). A Kalman filter fits the five coefficients, which drift
-    (contexts grow, others use the machine). A step's error is divided among them by their uncertainty, so a run of equal
-    steps keeps the sum right without spoiling a single coefficient.
+    where pairs are (prefill token, earlier token of its request). A Kalman filter fits the coefficients, which drift. A
+    step's error is divided among them by their uncertainty.
     """
 
     fixed_ns: float = 0.0
@@ -157,9 +153,8 @@ class StepCost:
 class HoldLatency(Budget):
     """Every decode gets its token. Prefill chunks get the time that the latency between tokens leaves them.
 
-    `StepCost` predicts the mean duration of a step, and `excess` tracks how far the slowest 1 % exceed it. Without decodes
-    prefills get the whole step. If even the smallest chunk misses the target, prefills get `min_prefill_share` of the time,
-    so no prompt starves. No step takes longer than `BudgetView.most_ns`.
+    `StepCost` predicts the mean duration of a step, and `excess` tracks how far the slowest 1 % exceed it. If even the
+    smallest chunk misses the target, prefills get `min_prefill_share` of the time, so no prompt starves.
     """
 
     slo_itl_ns: int = 0
@@ -237,8 +232,8 @@ class HoldLatency(Budget):
 class HoldStep(Budget):
     """Steps take about `step_ns`, for models that compute whole texts in one step.
 
-    Short steps keep latency low, since a text that arrives waits for the current step. A step several times its fixed part
-    has almost the throughput of a longer one. A text that takes longer gets its own step.
+    Short steps keep latency low, since a text that arrives waits for the current step. A text that takes longer gets its own
+    step.
     """
 
     step_ns: int = 2_500_000

@@ -1,8 +1,7 @@
 """Fairness between calls: a list of many texts does not hold up someone who asks for one.
 
 A call is the requests with one `Request.parent_id`. Its first request is due at once, and each later one after the tokens of
-those before it, in virtual time: a tenant's clock advances by the tokens it is given, divided by its waiting calls (weighted
-fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
+those before it, in virtual time (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588).
 
-The waiting tenant with the smallest counter of weighted tokens is next, and its oldest request. A tenant that returns from
-idle is lifted to the smallest counter among waiting tenants, less a credit of about one prompt.
+The waiting tenant with the smallest counter of weighted tokens is next, and its oldest request. A tenant that returns is
+lifted to the smallest counter among waiting tenants, less a credit of about one prompt.
 """
 
 from __future__ import annotations
@@ -41,16 +41,11 @@ def _admitted_ns(request: Request) -> int:
 
 
 class FairShares(Order):
-    """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they request.
+    """While two tenants both wait, what they are given differs by at most 2 (U + C) weighted tokens per share.
 
-    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt
-    and M the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight). C is `max_credit_tokens`,
-    at most U.
-
-    So that endless new tenants starve nobody, a new tenant starts at a level that rises with every token, at most C above
-    the minimum, and a tenant that arrives more than `max_wait_ns` after another's last admission starts behind it. A step's
-    prompt tokens go first to tenants that would stand lowest once the prompt is computed. Recomputed and cached tokens are
-    not charged.
+    U = max(input_weight * L, output_weight * M), with L the longest prompt and M the tokens in the KV cache (section 4 of
+    the paper, for input_weight <= output_weight). C is `max_credit_tokens`, at most U. A new tenant starts at a level that
+    rises with every token, so that endless new ones starve nobody. Recomputed and cached tokens are not charged.
     """
 
     has_ranks: ClassVar[bool] = True
@@ -68,8 +63,8 @@ class FairShares(Order):
     ) -> None:
         """`shares`: tenant -> share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
 
-        `max_wait_ns`: a tenant that has waited this long is not overtaken by later arrivals, nor is a running prompt.
-        `max_credit_tokens`: weighted tokens that a returning tenant which was given less may get before others.
+        `max_wait_ns`: after it a tenant is not overtaken by later arrivals, nor is a running prompt. `max_credit_tokens`:
+        weighted tokens that a returning tenant which was given less may get before others.
         """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
@@ -100,8 +95,7 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if it had no waiting request. An unknown one gets no credit, or new names would be worth
-        something."""
+        """Lift the tenant if it had no waiting request. An unknown one gets no credit."""
         credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
@@ -133,8 +127,7 @@ class FairShares(Order):
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
         """Take turns at preempted requests and at a step's prompt tokens.
 
-        Tenants that were given less pass a preempted request until they catch up: its tenant may have used many times the
-        memory.
+        Tenants that were given less pass a preempted request until they catch up.
         """
         if request.tenant == other.tenant:
             return False

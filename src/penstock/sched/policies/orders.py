@@ -1,6 +1,6 @@
 """Orders: which waiting request is next. Equal keys are served in order of arrival. See docs/orders.md.
 
-Every order ages, so no request starves: each states how much later a request may come and still overtake.
+Every order ages, so no request starves.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ class FirstComeFirstServed(Order):
 def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
     """Return the delay in [0, max_delay_ns) that stands for a size; half of the range lies below `half_size_tokens`.
 
-    A large request counts as if it had come later by this much. All age at the same rate, so keys need not grow.
+    A large request counts as if it had come later by this much, so keys need not grow.
     """
     return max_delay_ns * size_tokens // (size_tokens + half_size_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortestJobFirst(Order):
-    """Fewest predicted new tokens first. Without a prediction, `assumed_tokens` or the request's limit if that is less.
-
-    A request that comes `max_delay_ns` after another does not overtake it.
-    """
+    """Fewest predicted new tokens first. A request that comes `max_delay_ns` later does not overtake."""
 
     max_delay_ns: int = 300_000_000_000
     half_size_tokens: int = 256
@@ -52,10 +49,7 @@ class ShortestJobFirst(Order):
 
 @dataclass(frozen=True, slots=True)
 class ShortestPrefillFirst(Order):
-    """Fewest tokens to compute before the next token first: the prompt and, after a preemption, the generated tokens.
-
-    A request that comes `max_delay_ns` after another does not overtake it.
-    """
+    """Fewest tokens to compute before the next token first. A request that comes `max_delay_ns` later does not overtake."""
 
     max_delay_ns: int = 60_000_000_000
     half_size_tokens: int = 1024
@@ -70,7 +64,7 @@ class PriorityClasses(Order):
     """The lowest number first (as in vLLM), by arrival within a class.
 
     A request of class q < p overtakes one of class p only if it comes less than (p - q) * `class_delay_ns` after it. Classes
-    beyond +-`max_class` count as that, so every wait is bounded.
+    beyond +-`max_class` count as that.
     """
 
     reads_priority: ClassVar[bool] = True
@@ -95,8 +89,8 @@ class PriorityClasses(Order):
 class EarliestDeadlineFirst(Order):
     """By deadline. A request without one, or with one further off, counts as due `max_slack_ns` after its arrival.
 
-    A request that would miss its deadline even if it ran at once, judged by its prompt, predicted output and recent steps,
-    goes after all that can meet theirs. It is judged when its turn comes, and not again while it waits.
+    A request that would miss its deadline even if it ran at once goes after all that can meet theirs. It is judged when its
+    turn comes, and not again.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:

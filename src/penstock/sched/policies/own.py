@@ -1,7 +1,6 @@
 """Users' own policies: from `package.module:Class` or `./file.py:Class` to a policy that the scheduler can rely on.
 
-What can be wrong with a class before it runs is reported when it is loaded. While it runs, a guard turns exceptions and
-wrong answers into a `PolicyError`. Policies that ship have no guard.
+Mistakes are reported when a class is loaded. While it runs, a guard turns exceptions and wrong answers into a `PolicyError`.
 """
 
 from __future__ import annotations
@@ -185,11 +184,7 @@ def _shown_parameter(parameter: Parameter) -> str:
 
 
 def guarded(seam: str, policy: object, name: str = "") -> object:
-    """Return a user's own policy behind a guard, and a policy that ships as it is.
-
-    Raises OwnPolicyError if the policy lacks a method, a method takes other arguments, or it inherits from another seam's
-    class.
-    """
+    """Return a user's own policy behind a guard, and a policy that ships as it is. Raises OwnPolicyError."""
     kind = type(policy)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
     seams = [other for other, contract in SEAMS.items() if contract in kind.__mro__]

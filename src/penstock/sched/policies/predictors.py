@@ -1,7 +1,7 @@
 """Predictors of output lengths, asked when a request is queued and told when it ends.
 
-A tenant's requests are alike, so `OnlinePredictor` has a curve per tenant and prompt length (in powers of two) and one for
-all lengths, and falls back on all tenants together.
+`OnlinePredictor` has a curve per tenant and prompt length (in powers of two) and one for all lengths, and falls back on all
+tenants.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class LengthCurve:
     """The share of outputs longer than a number of tokens, learned from those that ended.
 
     An output cut short would have been at least that long. So this is a life table (the actuarial form of the Kaplan-Meier
-    estimator, 1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin count as half
-    of it.
+    estimator, 1958). Outputs cut short in a bin count as half of it.
     """
 
     __slots__ = ("_cut", "_ended", "_means", "_num_tokens", "_num_unseen", "_shares", "_tail_rate", "weight")

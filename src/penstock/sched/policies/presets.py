@@ -108,9 +108,8 @@ def make_policies(
 ) -> Policies:
     """Return a preset's policies, with replacements by name, class or value.
 
-    `settings`, by seam, are fields of a policy chosen by name; None leaves a field as it is. `arguments` are the same as
-    written by a user, and override settings. Raises ConfigError, listing the valid names, for an unknown preset, seam or
-    policy; LacksSetting; OwnPolicyError.
+    `settings`, by seam, are fields of a policy chosen by name; None leaves a field as it is. `arguments` are written by a
+    user, and override settings. Raises ConfigError, LacksSetting, OwnPolicyError.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)

@@ -60,8 +60,7 @@ class PredictedOutput(Reserve):
 class Watermark(Reserve):
     """The blocks of the request's tokens, room for running requests to grow, and a share of the pool.
 
-    Without room to grow, a full pool preempts requests just admitted: with half of the memory, 1.19 positions are computed
-    per needed one instead of 1.02 (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20).
+    Without room to grow, a full pool preempts requests just admitted.
     """
 
     share: float = 0.01

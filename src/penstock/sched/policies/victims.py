@@ -1,7 +1,4 @@
-"""Victims: which request is preempted when blocks are needed and none are free. All swap if a tier makes that cheaper.
-
-Among equals the latest arrival is taken, then the latest admission.
-"""
+"""Victims: which request is preempted when blocks are needed and none are free. Among equals the latest."""
 
 from __future__ import annotations
 
