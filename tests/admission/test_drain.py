@@ -110,7 +110,7 @@ def test_busy_time_never_exceeds_the_window(turns, window_s):
         for _ in range(num_ended):
             end(meter, now_s)
         step(meter, now_s, num_waiting)
-        assert 0 <= meter._window.totals(int(now_s * SECOND))[1] <= window_s + 1e-9
+        assert 0 <= meter._totals(int(now_s * SECOND))[1] <= window_s + 1e-9
 
 
 def test_a_step_longer_than_the_window_keeps_the_ends_it_brought():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from penstock.admission.estimates import Margin
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason, counted
 
@@ -88,96 +86,72 @@ class Refusal:
     """Time until the check would pass if no other call came; None if unknown."""
 
 
-class Check(Protocol):
-    def refusal(self, view: DoorView) -> Refusal | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Refuses a call whose answer would come too late to be of use.
+def check_deadlines(view: DoorView) -> Refusal | None:
+    """Refuse a call whose answer would come too late to be of use.
 
     Only a call without a chance is refused. An idle server refuses nothing before its deadline.
     """
+    ask = view.ask
+    ttft_ns = int(LEAST_SHARE * view.ttft_ns)
+    wait_ns = max(0, ttft_ns - view.own_prefill_ns)
+    total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.step_ns
+    for reason, what, deadline_ns, least_ns in (
+        (RejectReason.QUEUE_TIMEOUT, "the wait", ask.queue_deadline_ns, wait_ns),
+        (RejectReason.FIRST_TOKEN_TIMEOUT, "the first token", ask.first_token_deadline_ns, ttft_ns),
+        (RejectReason.DEADLINE, "the whole answer", ask.deadline_ns, total_ns),
+    ):
+        if deadline_ns is None:
+            continue
+        if view.now_ns >= deadline_ns or (not view.is_idle and view.now_ns + least_ns > deadline_ns):
+            left_ms = max(0.0, (deadline_ns - view.now_ns) / 1e6)
+            least = f"{what} would take at least {least_ns / 1e6:.0f} ms"
+            return Refusal(reason, f"The deadline can't be met: {least}, and {left_ms:.0f} ms are left.")
+    return None
 
-    def refusal(self, view: DoorView) -> Refusal | None:
-        ask = view.ask
-        ttft_ns = int(LEAST_SHARE * view.ttft_ns)
-        wait_ns = max(0, ttft_ns - view.own_prefill_ns)
-        total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.step_ns
-        for reason, what, deadline_ns, least_ns in (
-            (RejectReason.QUEUE_TIMEOUT, "the wait", ask.queue_deadline_ns, wait_ns),
-            (RejectReason.FIRST_TOKEN_TIMEOUT, "the first token", ask.first_token_deadline_ns, ttft_ns),
-            (RejectReason.DEADLINE, "the whole answer", ask.deadline_ns, total_ns),
-        ):
-            if deadline_ns is None:
-                continue
-            if view.now_ns >= deadline_ns or (not view.is_idle and view.now_ns + least_ns > deadline_ns):
-                left_ms = max(0.0, (deadline_ns - view.now_ns) / 1e6)
-                least = f"{what} would take at least {least_ns / 1e6:.0f} ms"
-                detail = f"The deadline can't be met: {least}, and {left_ms:.0f} ms are left."
-                return Refusal(reason, detail)
+
+def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
+    num_excess = view.num_waiting + 1 - max_queue
+    if num_excess <= 0 or view.is_idle:  # places may be kept, but nobody is there
         return None
+    wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
+    waiting = counted(view.num_waiting, "request is", "requests are")
+    detail = f"the queue is full: {waiting} waiting or expected back, at most {max_queue} may"
+    return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLength:
-    max_queue: int
-
-    def refusal(self, view: DoorView) -> Refusal | None:
-        num_excess = view.num_waiting + 1 - self.max_queue
-        if num_excess <= 0 or view.is_idle:  # places may be kept, but nobody is there
-            return None
-        wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
-        waiting = counted(view.num_waiting, "request is", "requests are")
-        detail = f"the queue is full: {waiting} waiting or expected back, at most {self.max_queue} may"
-        return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueDelay:
-    """Refuses a call that would wait longer than the target for its first token.
+def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
+    """Refuse a call that would wait longer than the target for its first token.
 
     The expected time is multiplied by the worst recent error (`Margin`). A prompt that alone takes most of the target is
     judged by its wait.
     """
-
-    margin: Margin
-
-    def refusal(self, view: DoorView) -> Refusal | None:
-        target_ns = view.target_ttft_ns
-        if target_ns is None or view.is_idle or view.starts_at_once:
-            return None
-        allowed_ns = target_ns * (1.0 if view.is_expected else NEW_SHARE) / self.margin.factor
-        excess_ns = view.ttft_ns - view.own_prefill_ns - max(allowed_ns - view.own_prefill_ns, allowed_ns / 2)
-        if excess_ns <= 0:
-            return None
-        detail = (
-            f"the queue's delay is over its target: the first token is expected after {view.ttft_ns / 1e9:.2f} s, or "
-            f"{view.ttft_ns * self.margin.factor / 1e9:.2f} s with the worst recent error; the target is {target_ns / 1e9:g} s"
-        )
-        return Refusal(RejectReason.QUEUE_DELAY, detail, int(excess_ns))
+    target_ns = view.target_ttft_ns
+    if target_ns is None or view.is_idle or view.starts_at_once:
+        return None
+    allowed_ns = target_ns * (1.0 if view.is_expected else NEW_SHARE) / margin
+    excess_ns = view.ttft_ns - view.own_prefill_ns - max(allowed_ns - view.own_prefill_ns, allowed_ns / 2)
+    if excess_ns <= 0:
+        return None
+    detail = (
+        f"the queue's delay is over its target: the first token is expected after {view.ttft_ns / 1e9:.2f} s, or "
+        f"{view.ttft_ns * margin / 1e9:.2f} s with the worst recent error; the target is {target_ns / 1e9:g} s"
+    )
+    return Refusal(RejectReason.QUEUE_DELAY, detail, int(excess_ns))
 
 
-@dataclass(frozen=True, slots=True)
-class KvHeadroom:
-    """Keeps KV blocks free for growth: running requests must fit at their predicted lengths.
+def check_kv_headroom(view: DoorView, headroom: float) -> Refusal | None:
+    """Keep a share of the KV blocks free for growth, (0, 1): running requests must fit at their predicted lengths.
 
     Only a call with a target is refused. Freed blocks are kept for the call told to come back for them: otherwise small
     calls would take each of them from a large one.
     """
-
-    headroom: float
-    """Share of the blocks to keep free at the predicted lengths; (0, 1)."""
-
-    def refusal(self, view: DoorView) -> Refusal | None:
-        headroom = self.headroom / 2 if view.is_expected else self.headroom
-        num_excess = view.num_blocks_demanded - (1 - headroom) * view.num_blocks_total
-        if view.target_ttft_ns is None or view.is_idle or num_excess <= 0:
-            return None
-        num_ends = -(-num_excess // view.num_blocks_freed)
-        wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
-        detail = (
-            f"the KV cache's headroom is gone: what runs or is expected back needs {view.num_blocks_demanded} of "
-            f"{view.num_blocks_total} blocks with this request, and {self.headroom:.0%} are kept free"
-        )
-        return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)
+    num_excess = view.num_blocks_demanded - (1 - (headroom / 2 if view.is_expected else headroom)) * view.num_blocks_total
+    if view.target_ttft_ns is None or view.is_idle or num_excess <= 0:
+        return None
+    num_ends = -(-num_excess // view.num_blocks_freed)
+    wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
+    detail = (
+        f"the KV cache's headroom is gone: what runs or is expected back needs {view.num_blocks_demanded} of "
+        f"{view.num_blocks_total} blocks with this request, and {headroom:.0%} are kept free"
+    )
+    return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.admission.checks import Ask, Check, Deadlines, DoorView, KvHeadroom, QueueDelay, QueueLength, Refusal
+from penstock.admission.checks import (
+    Ask,
+    DoorView,
+    Refusal,
+    check_deadlines,
+    check_kv_headroom,
+    check_queue_delay,
+    check_queue_length,
+)
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
 from penstock.admission.tenants import Account, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
@@ -92,18 +100,10 @@ class Admission:
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
-        self._checks = self._make_checks(limits)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
         """Requests of admitted calls that are not submitted yet."""
         self._num_entering_tokens = 0
-
-    def _make_checks(self, limits: AdmissionLimits) -> tuple[Check, ...]:
-        checks: list[Check] = [Deadlines(), self._tenants]
-        checks += [QueueLength(limits.max_queue), QueueDelay(self.margin)]
-        if limits.kv_headroom:
-            checks.append(KvHeadroom(limits.kv_headroom))
-        return tuple(checks)
 
     # For the event loop.
 
@@ -120,12 +120,15 @@ class Admission:
             self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
         is_limited = self._has_tenant_limits or ask.limits is not None
-        for check in self._checks:
-            if check is self._tenants and not is_limited:
-                continue
-            refusal = check.refusal(view)
-            if refusal is not None:
-                raise self._rejected(refusal, view, promise)
+        refusal = (
+            check_deadlines(view)
+            or (self._tenants.refusal(view) if is_limited else None)
+            or check_queue_length(view, self.limits.max_queue)
+            or check_queue_delay(view, self.margin.factor)
+            or (check_kv_headroom(view, self.limits.kv_headroom) if self.limits.kv_headroom else None)
+        )
+        if refusal is not None:
+            raise self._rejected(refusal, view, promise)
         if promise is not None:
             self._promises.settle(promise)
         self._num_entering += ask.num_requests
@@ -191,8 +194,7 @@ class Admission:
             if entry is not None and request.first_token_ns is not None and self._is_telling(entry):
                 self.margin.observe(entry.expected_ttft_ns, request.first_token_ns - request.arrival_ns)
 
-    def on_itl(self, num_gaps: int, num_late: int) -> None:
-        del num_gaps, num_late
+    def on_itl(self, num_gaps: int, num_late: int) -> None: ...
 
     def on_finish(self, stats: RequestStats) -> None:
         self.drain.on_finish(stats)

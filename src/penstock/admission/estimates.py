@@ -135,13 +135,16 @@ class DrainMeter:
     def __init__(self, window_s: int = 30) -> None:
         if window_s < 1:
             raise ValueError(f"window_s ({window_s}) must be at least 1")
-        self._window = _BusyWindow(window_s)
+        self._window_s = window_s
+        self._buckets: dict[int, list[int]] = {}
+        """Second (now_ns // 1e9) -> [requests that ended, busy nanoseconds]."""
         self._was_busy = False
         self._last_ns: int | None = None
         self._refused_until_ns = 0
 
     def rate(self, now_ns: int) -> float:
-        num_ended, busy_s = self._window.totals(now_ns)
+        """Return the requests per second that ended while others waited; 0 if none waited within the window."""
+        num_ended, busy_s = self._totals(now_ns)
         return num_ended / busy_s if busy_s >= 1 else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
@@ -149,55 +152,40 @@ class DrainMeter:
 
         `forecast_ns`, by other signs, or 0, counts like `weight` observed ends: rows filled together end together.
         """
-        num_ended, busy_s = self._window.totals(now_ns)
+        num_ended, busy_s = self._totals(now_ns)
         if not forecast_ns:
             return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= 1 else None
         return int((busy_s * 1e9 + weight * forecast_ns) / (num_ended + weight))
+
+    def _totals(self, now_ns: int) -> tuple[int, float]:
+        """Return (requests that ended, busy seconds) within the window that ends at `now_ns`."""
+        oldest = now_ns // _BUCKET_NS - self._window_s
+        recent = [bucket for second, bucket in list(self._buckets.items()) if second > oldest]
+        return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
 
     def note_refusal(self, now_ns: int) -> None:
         self._refused_until_ns = now_ns + _BUCKET_NS  # it counts as demand for so long
 
     def on_step(self, stats: StepStats) -> None:
+        """Count the time since the last step as busy if requests were waiting then."""
+        end_ns = stats.ended_ns
         if self._was_busy and self._last_ns is not None:
-            self._window.add_busy(self._last_ns, stats.ended_ns)
-        self._last_ns = stats.ended_ns
-        self._was_busy = stats.num_waiting > 0 or stats.ended_ns < self._refused_until_ns
+            start_ns = max(self._last_ns, (end_ns // _BUCKET_NS - self._window_s + 1) * _BUCKET_NS)
+            while start_ns < end_ns:
+                until_ns = min(end_ns, (start_ns // _BUCKET_NS + 1) * _BUCKET_NS)
+                self._bucket(start_ns)[1] += until_ns - start_ns
+                start_ns = until_ns
+        self._last_ns = end_ns
+        self._was_busy = stats.num_waiting > 0 or end_ns < self._refused_until_ns
 
     def on_finish(self, stats: RequestStats) -> None:
         """Count a request that held a place; a refused one never did."""
         if self._was_busy and stats.finish_reason is not FinishReason.REJECTED:
-            self._window.add_end(stats.ended_ns)
+            self._bucket(stats.ended_ns)[0] += 1
 
-
-class _BusyWindow:
-    """Busy time and ends of the last `num_buckets` seconds, in buckets of one second."""
-
-    def __init__(self, num_buckets: int) -> None:
-        self._num_buckets = num_buckets
-        self._buckets: dict[int, list[int]] = {}
-        """Second (now_ns // 1e9) -> [requests that ended, busy nanoseconds]."""
-
-    def add_end(self, at_ns: int) -> None:
-        self._bucket(at_ns // _BUCKET_NS)[0] += 1
-
-    def add_busy(self, start_ns: int, end_ns: int) -> None:
-        """Spread [start_ns, end_ns) over its buckets."""
-        start_ns = max(start_ns, (end_ns // _BUCKET_NS - self._num_buckets + 1) * _BUCKET_NS)
-        while start_ns < end_ns:
-            epoch = start_ns // _BUCKET_NS
-            until_ns = min(end_ns, (epoch + 1) * _BUCKET_NS)
-            self._bucket(epoch)[1] += until_ns - start_ns
-            start_ns = until_ns
-
-    def totals(self, now_ns: int) -> tuple[int, float]:
-        """Return (requests that ended, busy seconds) within the window that ends at `now_ns`."""
-        oldest = now_ns // _BUCKET_NS - self._num_buckets
-        recent = [bucket for epoch, bucket in list(self._buckets.items()) if epoch > oldest]
-        return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
-
-    def _bucket(self, epoch: int) -> list[int]:
-        bucket = self._buckets.setdefault(epoch, [0, 0])
-        if len(self._buckets) > self._num_buckets:
+    def _bucket(self, at_ns: int) -> list[int]:
+        bucket = self._buckets.setdefault(at_ns // _BUCKET_NS, [0, 0])
+        if len(self._buckets) > self._window_s:
             del self._buckets[min(self._buckets)]
         return bucket
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
-from penstock.types.adapter import AdapterRef, AdapterSource
+from penstock.types.adapter import AdapterSource
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
-from penstock.types.sampling import Matcher, SamplingParams
+from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad
 
 
@@ -27,37 +28,21 @@ def make_request(
     *,
     arrival_ns: int = 0,
     sampling: SamplingParams | None = None,
-    priority: int = 0,
-    deadline_ns: int | None = None,
-    tenant: str = "",
-    cache_salt: bytes = b"",
-    conversation: bytes = b"",
-    predicted_new_tokens: int | None = None,
-    matcher: Matcher | None = None,
-    second_at: int = 0,
-    adapter: AdapterRef | None = None,
-    **sampling_fields: Any,
+    **fields: Any,
 ) -> Request:
-    """Return a request. `prompt` is its tokens, or their number (then 1, 2, 3, ...). Other fields go to `SamplingParams`.
-    With a `matcher`, its answer follows a grammar."""
+    """Return a request. `prompt` is its tokens, or their number (then 1, 2, 3, ...). Other fields are those of `Request`,
+    such as `tenant`, `priority` or `deadline_ns`, or of `SamplingParams`. With a `matcher`, its answer follows a grammar."""
     token_ids = range(1, prompt + 1) if isinstance(prompt, int) else prompt
-    base = sampling or SamplingParams(temperature=0.0)
-    if matcher is not None:
-        base = replace(base, follows_grammar=True)
+    names = {field.name for field in dataclass_fields(SamplingParams)}
+    sampling_fields = {key: value for key, value in fields.items() if key in names}
+    if fields.get("matcher") is not None:
+        sampling_fields["follows_grammar"] = True
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
-        sampling=replace(base, **sampling_fields),
+        sampling=replace(sampling or SamplingParams(temperature=0.0), **sampling_fields),
         arrival_ns=arrival_ns,
-        priority=priority,
-        deadline_ns=deadline_ns,
-        tenant=tenant,
-        cache_salt=cache_salt,
-        conversation=conversation,
-        predicted_new_tokens=predicted_new_tokens,
-        matcher=matcher,
-        second_at=second_at,
-        adapter=adapter,
+        **{key: value for key, value in fields.items() if key not in names},
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -195,6 +195,8 @@ class HashStep:
     plan: StepPlan
     rows: list[HashRow]
     block_ids: frozenset[int]
+    followers: Collection[str]
+    """Ids of sampling rows that follow a grammar."""
     awaits_masks: bool
     masks: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -251,15 +253,9 @@ class HashExecutor:
         assert isinstance(packed, HashAdapter), f"{packed} was packed by another executor"
         assert number != BASE, "the base is no adapter"
         assert len(set(block_ids)) == len(block_ids) == packed.num_pages, f"{packed.num_pages} pages are put into {block_ids}"
-        size = self.capacity.block_size
-        pages = packed.pages(size)
+        pages = packed.pages(self.capacity.block_size)
         for block_id, page in zip(block_ids, pages, strict=True):
-            self._check_block_id(block_id)
-            self._check_not_in_flight(block_id)
-            self._check_no_adapter(block_id)
-            self._written.add(block_id)
-            self._slots[block_id * size : (block_id + 1) * size] = page
-            self._ends[block_id] = size
+            self._overwrite(block_id, page, self.capacity.block_size)
         self.adapters[number] = PlacedAdapter(packed.root, tuple(block_ids), pages)
 
     def drop_adapter(self, number: int) -> None:
@@ -267,42 +263,40 @@ class HashExecutor:
         for step in self._in_flight:
             assert placed is None or all(row.placed is not placed for row in step.rows), f"adapter {number} is in flight"
 
+    def _overwrite(self, block_id: int, content: Sequence[int], end: int, what: str = "changes hands") -> None:
+        self._check_block_id(block_id)
+        self._check_not_in_flight(block_id, what)
+        self._check_no_adapter(block_id)
+        self._written.add(block_id)
+        self._slots[self._at(block_id)] = content
+        self._ends[block_id] = end
+
+    def _at(self, block_id: int) -> slice:
+        return slice(block_id * self.capacity.block_size, (block_id + 1) * self.capacity.block_size)
+
     def _check_no_adapter(self, block_id: int) -> None:
         for number, placed in self.adapters.items():
             assert block_id not in placed.block_ids, f"block {block_id} is given out, and adapter {number} lies in it"
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        size = self.capacity.block_size
         for source, destination in pairs:
             self._check_block_id(source)
-            self._check_block_id(destination)
-            self._check_not_in_flight(destination)
-            self._check_no_adapter(destination)
-            self._written.add(destination)
-            content = self._slots[source * size : (source + 1) * size]
-            self._slots[destination * size : (destination + 1) * size] = content
-            self._ends[destination] = self._ends[source]
+            self._overwrite(destination, self._slots[self._at(source)], self._ends[source])
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         self._check_may_move()
-        size = self.capacity.block_size
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is read")
-            content = self._slots[block_id * size : (block_id + 1) * size]
+            content = self._slots[self._at(block_id)]
             assert POISON not in content, f"block {block_id} is not full"
-            target[:] = struct.pack(f"<{size}Q", *content)
+            target[:] = struct.pack(f"<{len(content)}Q", *content)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self._check_may_move()
         size = self.capacity.block_size
         for block_id, content in zip(block_ids, contents, strict=True):
-            self._check_block_id(block_id)
-            self._check_not_in_flight(block_id, "is written")
-            self._check_no_adapter(block_id)
-            self._written.add(block_id)
-            self._slots[block_id * size : (block_id + 1) * size] = struct.unpack(f"<{size}Q", content)
-            self._ends[block_id] = size
+            self._overwrite(block_id, struct.unpack(f"<{size}Q", content), size, "is written")
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._is_closed:
@@ -324,8 +318,9 @@ class HashExecutor:
             self._append_blocks(row)
         rows = [self._advance(row) for row in plan.rows]
         held = frozenset(block_id for row in rows for block_id in row.held) if self.depth > 1 else frozenset[int]()
-        awaits_masks = any(plan.samples and row.sampling.follows_grammar for plan, row in zip(plan.rows, rows, strict=True))
-        step = HashStep(plan, rows, held, awaits_masks)
+        pairs = zip(plan.rows, rows, strict=True)
+        followers = {planned.request_id for planned, row in pairs if planned.samples and row.sampling.follows_grammar}
+        step = HashStep(plan, rows, held, followers, bool(followers))
         self._check_scored(step)
         self._in_flight.append(step)
         self._to_compute.append(step)
@@ -346,13 +341,8 @@ class HashExecutor:
             self._compute_all()
 
     def _check_masks(self, step: HashStep, masks: Mapping[str, bytes]) -> None:
-        followers = {
-            plan.request_id
-            for plan, row in zip(step.plan.rows, step.rows, strict=True)
-            if plan.samples and row.sampling.follows_grammar
-        }
         for request_id, mask in masks.items():
-            if request_id not in followers:
+            if request_id not in step.followers:
                 raise ValueError(f"{request_id!r} does not sample in step {step.plan.step_id}, or follows no grammar")
             if len(mask) != -(-self.model.vocab_size // 32) * 4:
                 raise ValueError(f"the mask of {request_id!r} has {len(mask)} bytes, for {self.model.vocab_size} tokens")
@@ -453,11 +443,10 @@ class HashExecutor:
     def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
         """Take blocks without content: nobody may hold them, and what they contained is lost."""
         self._hold(row, block_ids)
-        size = self.capacity.block_size
         for block_id in block_ids:
             assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
             self._check_not_in_flight(block_id)
-            self._slots[block_id * size : (block_id + 1) * size] = [POISON] * size
+            self._slots[self._at(block_id)] = [POISON] * self.capacity.block_size
 
     def _advance(self, plan: RowPlan) -> HashRow:
         row = self._rows[plan.request_id]
@@ -541,10 +530,8 @@ class HashExecutor:
         """Return the value before position 0, after checking all pages of the row's adapter."""
         if row.placed is None:
             return ROOT
-        size = self.capacity.block_size
         for block_id, page in zip(row.placed.block_ids, row.placed.pages, strict=True):
-            content = self._slots[block_id * size : (block_id + 1) * size]
-            assert content == page, f"block {block_id} of adapter {row.adapter} is another's"
+            assert self._slots[self._at(block_id)] == page, f"block {block_id} of adapter {row.adapter} is another's"
         return row.placed.root
 
     def _slot(self, row: HashRow, position: int) -> int:
