@@ -328,7 +328,7 @@ def test_fp8_is_widened_with_its_scales() -> None:
 def test_fp8_that_is_no_finite_number_is_refused(code: int, scale: float) -> None:
     codes = np.full((32, 32), 0x38, np.uint8)
     codes[31, 30] = code
-    with pytest.raises(ModelError, match="'v' has a weight that is no finite number"):
+    with pytest.raises(ModelError, match="'v' has a weight that is not finite"):
         lower_fp8(codes, np.full(32, scale, np.float32), Recorder())
 
 

@@ -21,7 +21,7 @@ from penstock.models.formats import Floats, WeightFormat, held_bytes
 from penstock.models.hf import load_hf_directory
 from penstock.models.hf_config import JsonFile
 from penstock.models.hf_quantised import put_together, read_quantisation
-from penstock.models.packed_integers import PackedIntegers
+from penstock.models.packed import PackedIntegers
 from penstock.models.safetensors_file import open_safetensors
 from penstock.models.weights import Cut, LoadedModel, WeightTensor, stacked
 from penstock.types.errors import ModelError

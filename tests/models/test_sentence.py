@@ -10,7 +10,7 @@ import pytest
 
 from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.models.hf import load_hf_directory, read_hf_spec
-from penstock.models.sentence import DenseModule, read_sentence_files
+from penstock.models.sentence import read_sentence_files
 from penstock.types.encoder import ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Dense
@@ -42,7 +42,7 @@ def test_all_files_are_read(tmp_path):
     )
     found = read_sentence_files(tmp_path)
     assert (found.pooling, found.is_normalised, found.max_tokens) == ("last", True, 200)
-    assert found.dense == (DenseModule(folder="2_Dense", width=7, activation=None, has_bias=False),)
+    assert found.dense == {"2_Dense": Dense(width=7, activation=None, has_bias=False)}
     assert (found.prompts, found.default_prompt) == ({"query": "query: ", "document": ""}, "query")
 
 

@@ -1,7 +1,6 @@
-"""Owns the rows that an executor knows: their tokens, block tables and progress, and what a plan means in arrays.
+"""Turns plans into arrays: the rows that an executor knows, with their tokens, block tables and progress.
 
-Backends call `BatchBuilder.apply` once per step and `append_sampled` when its tokens are known. Never computes
-with the model and never chooses a token.
+Backends call `BatchBuilder.apply` once per step and `append_sampled` when its tokens are known.
 """
 
 from __future__ import annotations
@@ -16,52 +15,41 @@ from penstock.types.adapter import BASE
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
-"""Never holds a request's KV: every block of padding, and the first ones of rows that do not read them (`Capacity.window`)."""
+"""Never holds a request's KV: it stands for blocks of padding, and for the first ones of rows that do not read them."""
 
 NO_TOKEN = -1
-"""Stands for the token of a row that failed, released before it could be read, and for one that only the device knows."""
+"""Stands for the token of a row that failed, and for one that only the device knows."""
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
 """Why a row fails, for `StepResult.failures`."""
 NO_USABLE_STATE = "the model's answer to this text has an entry that is no number, or is infinite"
-"""The same for a text."""
 
 
-MAX_SCORED_BYTES = 32 * 2**20
-"""Memory for logits of prompts whose log-probabilities a step tells."""
+MAX_SCORED_BYTES = 32 * 2**20  # memory for logits of prompts whose log-probabilities a step returns
 MIN_SCORED, MAX_SCORED = 16, 256
 
 
 def max_scored_positions(vocab_size: int) -> int:
-    """`Capacity.max_scored` of a vocabulary: with a large one, fewer positions have logits at a time."""
+    """Return `Capacity.max_scored` for a vocabulary."""
     return min(max(MIN_SCORED, MAX_SCORED_BYTES // (4 * vocab_size)), MAX_SCORED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """One step in arrays, all C-contiguous: R rows, T tokens, S sampled tokens."""
+    """One step in C-contiguous arrays: R rows, T tokens, S sampled tokens."""
 
     step_id: int
-    request_ids: tuple[str, ...]
-    """[R]"""
-    row_slots: NDArray[np.int32]
-    """Where each row lies in the builder's tables. [R]"""
-    query_start_loc: NDArray[np.int32]
-    """Prefix sums of `query_len`. [R + 1]"""
-    context_lens: NDArray[np.int32]
-    """[R]"""
-    token_ids: NDArray[np.int32]
-    """[T]"""
-    positions: NDArray[np.int32]
-    """[T]"""
-    slot_mapping: NDArray[np.int64]
-    """block_id * block_size + offset of each token. [T]"""
-    sample_rows: NDArray[np.int32]
-    """Indices into the rows of those that sample, ascending. [S]"""
+    request_ids: tuple[str, ...]  # [R]
+    row_slots: NDArray[np.int32]  # [R], places in the builder's tables
+    query_start_loc: NDArray[np.int32]  # [R + 1], prefix sums of `query_len`
+    context_lens: NDArray[np.int32]  # [R]
+    token_ids: NDArray[np.int32]  # [T]
+    positions: NDArray[np.int32]  # [T]
+    slot_mapping: NDArray[np.int64]  # [T], block_id * block_size + offset
+    sample_rows: NDArray[np.int32]  # [S], indices of rows that sample, ascending
     admitted: tuple[tuple[int, AdmitRow], ...]
-    """(slot, row) in the plan's order; a slot may appear in `released` too, which comes first."""
-    released: tuple[int, ...]
-    """Slots."""
+    """(slot, row) in the plan's order. A slot may be in `released`, too, which comes first."""
+    released: tuple[int, ...]  # slots
 
     @property
     def num_rows(self) -> int:
@@ -73,7 +61,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Turns plans into arrays and checks that they keep the contract; the tables are for the backend to read.
+    """Turns plans into arrays and checks them. The tables are for the backend to read.
 
     A plan that breaks the contract raises ValueError and leaves the builder in an undefined state.
     """
@@ -84,7 +72,7 @@ class BatchBuilder:
         max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
         self.capacity = capacity
         self.tokens: NDArray[np.int32] = np.zeros((max_rows, max_tokens), np.int32)
-        """Prompt and output; one more than `max_model_len`, for the token after the longest row. [max_rows, .]"""
+        """Prompt and output, with room for the token after the longest row. [max_rows, max_model_len + 1]"""
         self.block_tables: NDArray[np.int32] = np.zeros((max_rows, -(-max_tokens // capacity.block_size)), np.int32)
         """Block ids in order, `NULL_BLOCK` after the last. [max_rows, .]"""
         self.num_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
@@ -92,7 +80,6 @@ class BatchBuilder:
         self.second_at: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         """Position of the first token of a pair's second text; 0: the row is one text."""
         self.adapters: NDArray[np.int64] = np.full(max_rows, BASE, np.int64)
-        """Number of each row's adapter."""
         self.num_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._num_computed: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._vocab_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
@@ -101,7 +88,7 @@ class BatchBuilder:
         self._free_slots = list(range(max_rows - 1, -1, -1))
 
     def slot(self, request_id: str) -> int:
-        """Where a request lies in the tables. Raises ValueError if it is unknown."""
+        """Return where a request lies in the tables. Raises ValueError if it is unknown."""
         slot = self._slots.get(request_id)
         if slot is None:
             raise ValueError(f"request {request_id!r} was never admitted, or is released")
@@ -233,7 +220,7 @@ class BatchBuilder:
         samples: NDArray[np.bool_],
         num_step_tokens: int,
     ) -> None:
-        """Rows against what is known of their requests; `seq_lens` is context + query. All arrays are [R]."""
+        """`seq_lens` is context + query. All arrays are [R]."""
         if num_step_tokens > self.capacity.max_step_tokens:
             raise ValueError(f"{num_step_tokens} tokens in a step; max_step_tokens is {self.capacity.max_step_tokens}")
         num_tokens = self.num_tokens[row_slots]
@@ -260,7 +247,7 @@ def _token_coordinates(
     query_lens: NDArray[np.int32],
     query_start_loc: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The slot and the position of each token of the step. ([T], [T])"""
+    """Return the slot and the position of each token of the step. ([T], [T])"""
     num_step_tokens = int(query_start_loc[-1])
     if num_step_tokens == len(row_slots):  # one token per row: nothing to spread
         return row_slots, context_lens.copy()

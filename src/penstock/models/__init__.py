@@ -1,1 +1,1 @@
-"""Architectures described in Python, and the loaders of their weights. Describes; never computes."""
+"""Architectures described in Python, and the loaders of their weights."""

@@ -1,7 +1,7 @@
 """The factors of a low-rank adapter, and the matrices of a program that they can change.
 
-With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. For `Embed`, the row
-of a token becomes W[token] + A[:, token] @ B.T, before scaling. Source: LoRA, arXiv 2106.09685.
+With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. For `Embed`, a row
+becomes W[token] + A[:, token] @ B.T, before scaling. Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
 
-OUTPUT_SITE = "output"
-"""The site of `Logits`. Even if the output is tied to the embedding, an adapter can change one without the other."""
+OUTPUT_SITE = "output"  # the site of `Logits`, also if its weight is tied to the embedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +30,6 @@ class AdapterFactors:
 
     @property
     def max_rank(self) -> int:
-        """The largest r, or 0 without factors."""
         return max((len(a) for a, _ in self.by_weight.values()), default=0)
 
     def check(self, program: Program, *, max_rank: int) -> None:
@@ -58,11 +56,10 @@ class AdapterFactors:
 
 
 AdapterPacker = Callable[[AdapterFactors], PackedAdapter]
-"""Packs an adapter for `place_adapter`, in any thread. Raises ModelError for an adapter that can't be computed."""
+"""Packs an adapter for `place_adapter`, in any thread. Raises ModelError."""
 
 
 def site_of(op: Linear | Embed | Logits) -> str:
-    """Return the name by which adapters refer to an operation."""
     return OUTPUT_SITE if isinstance(op, Logits) else op.weight
 
 

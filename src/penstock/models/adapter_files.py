@@ -15,19 +15,15 @@ from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
-"""Largest memory for each number of an adapter while it is read: as stored, as float32, reordered, and packed."""
-_PIECE_BYTES = 1 << 24
-"""The time limit is checked after each piece of this size."""
+"""Largest memory per number while an adapter is read: as stored, as float32, reordered, and packed."""
+_PIECE_BYTES = 1 << 24  # the time limit is checked after each piece of this size
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether a folder has an adapter of PEFT and no model."""
     return (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
 class AdapterFiles:
-    """One reading of one adapter."""
-
     def __init__(
         self,
         *,
@@ -35,7 +31,7 @@ class AdapterFiles:
         timeout_s: float | None = None,
         take: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`roots`: resolved folders or files that may be read; None: any. `timeout_s` limits the whole reading.
+        """Read from `roots`, resolved folders or files (None: anywhere), within `timeout_s`.
 
         `take` gets the memory that the reading needs as soon as it is known. It raises ModelError if there is too little.
         """
@@ -47,7 +43,6 @@ class AdapterFiles:
 
     @property
     def digest(self) -> bytes:
-        """The 16-byte hash of all that was read, in order."""
         return self._digest.digest()
 
     def check(self, path: Path) -> None:
@@ -60,7 +55,7 @@ class AdapterFiles:
             raise _outside(path) from None
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a regular file. Raises ModelError for any other file and outside of the folders, and OSError."""
+        """Open a regular file. Raises OSError, and ModelError for any other file and outside of the folders."""
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -74,7 +69,7 @@ class AdapterFiles:
         return cast("BinaryIO", _HashedFile(io.FileIO(fd), self._read))
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole file. Raises ModelError as `open`, for more than `max_bytes`, and if the file can't be read."""
+        """Read a whole file of at most `max_bytes`. Raises ModelError."""
         try:
             with self.open(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
@@ -91,7 +86,7 @@ class AdapterFiles:
             raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
 
     def take(self, num_values: int) -> None:
-        """Reserve memory for this many numbers of factors. Raises ModelError if there is too little."""
+        """Reserve memory for so many numbers."""
         self._take(READ_BYTES * num_values)
 
     def _check(self, found: Path, path: Path) -> None:

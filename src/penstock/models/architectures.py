@@ -62,9 +62,9 @@ _ROWS = (
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
     ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
 )
-"""For each architecture: file in this folder, our name, classes in config.json, `general.architecture` of GGUF files.
+"""File in this folder, our name, classes in config.json (`*`: an encoder's ends), `general.architecture` of GGUF files.
 
-The value of `glm4` is called `GLM4`. `*` stands for the ends of an encoder's classes.
+The value of `glm4` is called `GLM4`.
 """
 _ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -106,7 +106,7 @@ _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 
 
 def _family(name: str) -> str:
-    """Return the family in a class's name, in lower case: `Kimi_K25ForCausalLM` is of `kimik25`."""
+    """Return the family in a class's name: `Kimi_K25ForCausalLM` is of `kimik25`."""
     return re.sub(r"[^a-z0-9]", "", _CLASS_END.sub("", name).lower())
 
 
@@ -117,7 +117,7 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Return config.json without nulls, with keys renamed (theirs -> ours), and with defaults for missing keys."""
+    """Return config.json without nulls, with keys renamed (theirs -> ours) and with defaults."""
     return {**defaults, **{renamed.get(key, key): value for key, value in values.items() if value is not None}}
 
 
@@ -142,7 +142,7 @@ HF_LAYER: Mapping[str, str] = with_biases(
         **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
     }
 )
-"""End of a tensor's name after "model.layers.{i}.", in most models -> end of our name after "layers.{i}."."""
+"""Ends of tensors' names -> ends of ours, after "model.layers.{i}." and "layers.{i}."."""
 GGUF_LAYER: Mapping[str, str] = with_biases(
     {
         "attn_norm": "attn_norm",
@@ -156,24 +156,19 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
         "post_ffw_norm": "post_mlp_norm",
     }
 )
-"""End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""
+"""The same after "blk.{i}."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the rows of a file's tensor are divided among our weights. In a bias, columns take the place of rows.
-
-    The tensor may be a cube: one matrix for each expert.
-    """
+    """How the rows of a file's tensor, or each expert's matrix in it, are divided among our weights. In a bias, columns are."""
 
     names: tuple[str, ...]
     """Ends of our names, in the order of their rows. The program says how many rows each has."""
-    is_transposed: bool = False
-    """The file has inputs as rows and outputs as columns."""
-    is_interleaved: bool = False
-    """Row i belongs to weight i modulo their number."""
+    is_transposed: bool = False  # the file has inputs as rows and outputs as columns
+    is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
-    """The file has the rows of all weights for the first key-value head, then those for the second, and so on."""
+    """The file has the rows of all weights for one key-value head after the other."""
 
 
 QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
@@ -183,14 +178,11 @@ QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 class HeadLayer:
     """A layer of a head: norm(activation(x @ weight.T + bias))."""
 
-    name: str
-    """The beginning of its tensors' names."""
+    name: str  # beginning of its tensors' names
     activation: Activation | None = None
-    is_last: bool = False
-    """The layer has a column for each label; others have the model's width."""
+    is_last: bool = False  # it has a column per label; others have the model's width
     has_bias: bool = True
-    norm: str = ""
-    """The beginning of the names of the norm's tensors; empty without a norm."""
+    norm: str = ""  # beginning of the norm's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +194,6 @@ class Head:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of tensors -> ours."""
         ours = {layer.name: f"dense.{number}" for number, layer in enumerate(self.layers)}
         norms = {layer.norm: f"dense.{number}_norm" for number, layer in enumerate(self.layers) if layer.norm}
         return with_biases(ours | norms)
@@ -210,13 +201,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that is computed from another weight, or from the spec alone, because no file has it."""
+    """A weight that no file has: it is computed from another weight, or from the spec alone."""
 
-    source: str
-    """Our name of the other weight, which no operation reads; empty without one."""
+    source: str  # our name of the other weight, which no operation reads; empty without one
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
-    """Computes the weight from the spec and the other weight's values (empty without one)."""
 
 
 def _no_head(*_: object) -> Head | None:
@@ -232,51 +221,37 @@ class Architecture:
     """All that Penstock knows of one architecture. docs/how-to/add-a-model.md explains how to write one."""
 
     describe: Callable[[ModelSpec], Program]
-    """Returns the program of one step."""
     of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = _as_read
-    """Applies the architecture's own keys of config.json to the spec that the common keys gave.
-
-    Raises ModelError for a setting that would change the result and can't be computed.
-    """
+    """Applies the architecture's own keys of config.json. Raises ModelError for a setting that can't be computed."""
     of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = _as_read
-    """The same for the metadata of a GGUF file."""
     hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
-    """Adds the keys that `read_spec` requires to config.json: renamed ones, and transformers' defaults."""
+    """Adds the keys that `read_spec` requires to config.json."""
     hf_name: Callable[[str], str | None] = lambda name: name
     """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
-    """End of a tensor's name -> end of ours, or the `Parts` in it. `*` stands for the number of an expert."""
+    """Ends of tensors' names -> ends of ours, or `Parts`. `*` stands for the number of an expert."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
-    hf_layers: str = "model.layers."
-    """The beginning of the names of the layers' tensors, before the number."""
-    hf_head: Callable[[str, JsonFile], Head | None] = _no_head
-    """Returns the head of a class in `HF_CLASSES` with this config.json, or None."""
-    hf_unread: tuple[str, ...] = ()
-    """Tensors whose names begin so are left out, unless the head reads them."""
+    hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
+    hf_head: Callable[[str, JsonFile], Head | None] = _no_head  # returns the head of a class, or None
+    hf_unread: tuple[str, ...] = ()  # beginnings of tensors' names that are left out, unless the head reads them
     gguf_head: Callable[[GgufFile], Head | None] = _no_head
     made: Mapping[str, Made] = field(default_factory=dict)
-    """Our names of weights that no file has."""
     is_encoder: bool = False
-    """The model reads texts and writes none."""
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False
-    """In transformers, neighbouring columns of a head turn as a pair. The loader reorders the rows of q and k to half-split
-    ones, but not those of `Parts`."""
+    """Neighbouring columns of a head turn as a pair. The loader makes the rows of q and k half-split, except those of `Parts`.
+        """
     is_interleaved_in_gguf: bool = False
-    """The same for GGUF files."""
-    has_partial_rope: bool = False
-    """Rotations may turn only the first columns of a head."""
-    is_yarn_truncated_in_gguf: bool = True
-    """YaRN's range of pairs is rounded to whole pairs. GGUF files do not say."""
+    has_partial_rope: bool = False  # only the first columns of a head may rotate
+    is_yarn_truncated_in_gguf: bool = True  # yaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False
-    """`of_gguf` reads `rope.freq_base_swa`, the base of layers with windows. Otherwise it must equal the base of all layers."""
-    hf_norm_offset: float = 0.0
-    """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
+    """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
+    hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
-    """Return our name of an architecture. `known` is `HF_CLASSES` or `GGUF_NAMES`. Raises ModelError if it is not supported."""
+    """Return our name of an architecture of `HF_CLASSES` or `GGUF_NAMES`. Raises ModelError if it is not supported."""
     if (found := known.get(name)) is not None:
         return found
     reason = REFUSED.get(_family(name))
@@ -285,7 +260,6 @@ def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
 
 
 def _like(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown name: the most similar supported ones, and where to find all of them."""
     from difflib import get_close_matches  # only a wrong name needs it
 
     close = get_close_matches(name[:64], sorted(known), n=3)  # its time is quadratic in the length; real names are shorter
@@ -294,7 +268,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def find(name: str) -> Architecture:
-    """Return the architecture that we call `name`. Raises ModelError for an unknown name."""
+    """Return the architecture that we call `name`. Raises ModelError."""
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(f"The architecture {name!r} is not supported.", remedy=f"Supported are: {known}.")
@@ -305,5 +279,4 @@ def find(name: str) -> Architecture:
 
 
 def describe(spec: ModelSpec) -> Program:
-    """Return the program of one step of a model."""
     return find(spec.architecture).describe(spec)

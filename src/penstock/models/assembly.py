@@ -1,7 +1,4 @@
-"""Makes our weights from the tensors of a file: renamed, divided, stacked, transposed.
-
-The loaders find the pieces of each weight by the architecture's tables, compare shapes, and put the pieces together.
-"""
+"""Makes our weights from the tensors of a file: renamed, divided, stacked, transposed."""
 
 from __future__ import annotations
 
@@ -36,19 +33,14 @@ class Piece:
     """A tensor of the file, or a part of it, that is one of our weights or a part of it."""
 
     tensor: str
-    names: tuple[str, ...]
-    """Our names of all parts of the tensor."""
+    names: tuple[str, ...]  # our names of all parts of the tensor
     part: int = 0
-    """Index of this part."""
     expert: int = 0
-    layout: Parts | None = None
-    """How the tensor is divided; None: it is the weight."""
+    layout: Parts | None = None  # how the tensor is divided; None: it is the weight
 
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
-        """Return (matrices, columns, runs of rows in each matrix: first row, number of rows, step between them).
-
-        There are no rows if the parts do not fit. In a bias, columns take the place of rows.
-        """
+        """Return (matrices, columns, runs of rows in each matrix: first row, number of rows, step); no rows if the parts do not
+        fit."""
         *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
             rows, cols = cols, rows
@@ -73,8 +65,7 @@ def find_pieces(
 ) -> dict[str, list[Piece]]:
     """Return the pieces of each of our weights. An unknown tensor keeps its name, for the error message.
 
-    `block` matches the number of a layer and the end of a tensor's name. `layer` has these ends, with `*` for the number of an
-    expert; `top` has the names of all other tensors.
+    `block` matches a layer's number and the end of a tensor's name. `layer` has these ends, and `top` all other tensors.
     """
     found: dict[str, list[Piece]] = {}
     for name in names:
@@ -103,7 +94,7 @@ def _pieces_of(
 
 
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
-    """Return (num_rows, num_cols) of the pieces together, or (0, 0) if they do not fit. Vectors are [1, n]."""
+    """Return (num_rows, num_cols) of the pieces together, or (0, 0) if they do not fit."""
     if pieces[0].layout is None:
         shape = without_middle(sizes.stored[pieces[0].tensor])
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
@@ -117,14 +108,14 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
 
 
 def without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop the 1 from the shape [channels, 1, positions] of a convolution's kernels."""
+    """Drop the 1 from [channels, 1, positions], a convolution's kernels."""
     return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def put_together(
     name: str, pieces: Sequence[Piece], sizes: Sizes, load: Callable[[Piece], Sequence[WeightTensor]]
 ) -> WeightTensor:
-    """Return the weight of these pieces, whose shape has been checked. `load` returns the matrices of a piece's tensor.
+    """Return the weight of these pieces. `load` returns the matrices of a piece's tensor.
 
     Raises ModelError if their formats differ. Rows of matrices stay in the file; biases become F32.
     """

@@ -41,10 +41,7 @@ from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pool
 
 
 def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
-    """Return the program of one step.
-
-    `has_positions`: positions are learned. `has_down_bias`: an MLP's last projection has a bias, even if the others have none.
-    """
+    """`has_down_bias`: an MLP's last projection has a bias, even if the others have none."""
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.norm(build.add_positions(x) if has_positions else x, "embed_norm", "x")
@@ -85,7 +82,6 @@ def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[st
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a BERT without types, whose positions begin at the first row."""
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
@@ -98,7 +94,6 @@ def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _with_biased_attention(spec: ModelSpec) -> ModelSpec:
-    """Return the spec whose tokens see each other both ways, without rotations and with biases on all projections."""
     return spec.with_attention(
         lambda _, attention: replace(attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
     )
@@ -123,13 +118,12 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _bare_name(name: str) -> str:
-    """Return a tensor's name without the prefix that files with heads have, and with today's names of norms."""
+    """Return a tensor's name without the prefix of files with heads, and with today's names of norms."""
     bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
     return bare.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _hf_head(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head | None:
-    """Return the head of a class. `scores` are the layers behind the first token's state in a classifier of texts."""
     if hf_class.endswith("ForSequenceClassification"):
         return Head("first", scores)
     if hf_class.endswith("ForTokenClassification"):
@@ -150,7 +144,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _num_types_of_gguf(file: GgufFile) -> int:
-    """Return the rows of the table of types, 0 without one."""
     table = file.tensors.get("token_types.weight")
     num_types = 0 if table is None else matrix_shape(table)[0]
     if num_types > _MAX_TYPES:
@@ -327,14 +320,12 @@ NOMIC_BERT = replace(
 # MPNet has no token types, and all layers share a learned bias for each range of distances.
 
 NUM_BUCKETS = 32
-FARTHEST = 128
-"""Tokens at this distance and beyond share one bias for each direction."""
-_PADDING = 1
-"""Fixed in the class, whatever config.json says."""
+FARTHEST = 128  # tokens from this distance on share one bias for each direction
+_PADDING = 1  # fixed in the class, whatever config.json says.
 
 
 def bucket(distance: int) -> int:
-    """Return the bucket of keys so many tokens after the query, or before it if negative. Source: arXiv 1910.10683 (T5)."""
+    """Return the bucket of keys so many tokens after the query (before, if negative). Source: arXiv 1910.10683 (T5)."""
     half = NUM_BUCKETS // 2
     near, first = half // 2, half * (distance > 0)
     far = abs(distance)
@@ -346,7 +337,6 @@ def bucket(distance: int) -> int:
 
 
 def _by_bucket(_: ModelSpec, buckets: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[num_buckets, num_heads] -> the biases of each head by distance, [num_heads, 2 * FARTHEST + 1]."""
     return np.ascontiguousarray(buckets[[bucket(distance) for distance in range(-FARTHEST, FARTHEST + 1)]].T)
 
 
@@ -384,7 +374,7 @@ _JINA_ACTIVATIONS: Mapping[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 
 
 def slopes(num_heads: int) -> list[float]:
-    """Return how much the scores of each head fall per token of distance: 2^(-8/n), 2^(-16/n), ... for n heads.
+    """Return how much the scores of each of n heads fall per token of distance: 2^(-8/n), 2^(-16/n), ...
 
     If n is not a power of two: those of the next lower power, then every other one of the next higher power.
     """
@@ -432,7 +422,7 @@ JINA_BERT = replace(
 
 
 def _describe_modernbert(spec: ModelSpec) -> Program:
-    """Return the program of one step. The first layer reads the embeddings, which are normed already."""
+    """The first layer reads the embeddings, which are normed already."""
     build = Decoder(spec)
     x = build.norm(build.embed(), "embed_norm", "x")
     for layer in range(spec.num_layers):
@@ -461,7 +451,7 @@ _MODERNBERT_DEFAULTS: Mapping[str, Any] = {
 
 
 def _modernbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with a type for each layer and a rotation for each type, as release 5 of transformers has them."""
+    """Return config.json with a type for each layer and a rotation for each type."""
     found = with_defaults(values, _MODERNBERT_DEFAULTS)
     every, num_layers = found["global_attn_every_n_layers"], found["num_hidden_layers"]
     if type(every) is int and every > 0 and type(num_layers) is int and 0 < num_layers <= checks.LIMITS["num_layers"]:

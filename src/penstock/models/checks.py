@@ -44,7 +44,7 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:
-    """Return the error for a valid `setting` (key and value) that Penstock lacks. `supported` says what it has."""
+    """Return the error for a valid setting that Penstock lacks."""
     remedy = "The file is in order, but Penstock cannot do this yet: choose another model, or ask for it in an issue."
     return ModelError(f"{path}: {setting}, which is not supported ({supported}).", remedy=remedy)
 
@@ -61,10 +61,7 @@ def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
 
 
 def check_spec(spec: ModelSpec, path: Path) -> None:
-    """Raise ModelError unless the spec's windows and real numbers are usable.
-
-    Beyond these limits, far above every published model, float32 overflows or underflows, and angles lose all digits.
-    """
+    """Raise ModelError for windows and numbers far above every published model, with which float32 overflows or underflows."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
     attentions = set(spec.attentions)
@@ -92,7 +89,7 @@ def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: P
 
 
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
-    """Return a layer with this rotation, and with the biases and sinks that `names`, of weights, has for layer 0."""
+    """Return a layer with this rotation, and with the biases and sinks that the weights `names` have for layer 0."""
     has_o_bias, has_sinks = "layers.0.o_bias" in names, "layers.0.sinks" in names
     mlp = layer.mlp
     if isinstance(mlp, GatedMlp):
@@ -102,7 +99,7 @@ def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:
-    """Return the ids that name a token, by their names in the file. None and -1 (4294967295 if unsigned) mean no token."""
+    """Return the ids that name a token, by name. None and -1 (4294967295 if unsigned) mean no token."""
     found: dict[str, int] = {}
     for name, token_id in ids.items():
         if token_id in (-1, 0xFFFFFFFF):
@@ -115,7 +112,7 @@ def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dic
 
 
 def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
-    """Return (num_rows, num_cols) of every weight that a program reads, by our name. Vectors are [1, n]."""
+    """Return (num_rows, num_cols) of every weight that a program reads. Vectors are [1, n]."""
     width = dict(program.buffers)
     shapes: dict[str, tuple[int, int]] = {}
 
@@ -162,7 +159,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
 def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:
     """Raise ModelError unless the weights are those that the program reads, with the same shapes.
 
-    A tensor that the program does not read means that the model is a variant that we would compute wrongly.
+    A tensor that the program does not read means that we would compute the model wrongly.
     """
     wanted = weight_shapes(program)
     if missing := [name for name in wanted if name not in shapes]:
@@ -177,7 +174,7 @@ def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], 
 
 
 def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, experts_on_disk: bool) -> None:
-    """Raise NotEnoughMemory if the weights would take more than `max_bytes`. `held` has the bytes of each."""
+    """Raise NotEnoughMemory if the weights, of `held` bytes each, would take more than `max_bytes`."""
     expert_bytes = sum(size for name, size in held.items() if is_of_experts(name))
     needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
     if max_bytes is None or needed <= max_bytes:

@@ -1,7 +1,7 @@
 """Decodes blocks of GGML's types IQ1 to IQ3, whose codes are indices into a codebook. Nothing is rounded.
 
-An entry of a codebook is one number of 32 or 64 bits with its 4 or 8 small integers. The entries come from codebooks.h, which
-the native backend also uses. Layouts: `ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml.
+A codebook's entry is one number of 32 or 64 bits with its 4 or 8 integers. The entries come from codebooks.h, which the native
+backend also uses. Layouts: `ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
-Parts = tuple[I8, F32, F32 | None]
-"""Integers, the scale of each group, and its offset, if the format has one; in any shape."""
+Parts = tuple[I8, F32, F32 | None]  # integers, the scale of each group, and its offset or None; in any shape
 
 _SOURCE = Path(__file__).with_name("codebooks.h")
 _OF_IQ2 = (8, 25, 43)
 _OF_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
 _OF_IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
-_OF_IQ1 = (-8, 0, 8)
-"""In eighths, so that the shift by an eighth gives integers."""
+_OF_IQ1 = (-8, 0, 8)  # in eighths, so that the shift by an eighth gives integers
 
-_BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)
-"""First bits of four fields of 7 bits."""
+_BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)  # first bits of four fields of 7 bits
 _NIBBLES = np.array([0, 4], np.uint8)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 _BITS = np.arange(8, dtype=np.uint8)
@@ -37,7 +34,7 @@ _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 @cache
 def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Return a codebook's entries, one number each. `sizes` are the values of a column's bits."""
+    """`sizes` are the values of a column's bits."""
     found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _SOURCE.read_text())
     assert found is not None
     packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
@@ -50,7 +47,7 @@ def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
 
 @cache
 def _signs() -> NDArray[np.uint64]:
-    """Return eight factors, 1 or -1, for every byte: a set bit means minus."""
+    """Return eight factors, 1 or -1, for every byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     factors: NDArray[np.uint64] = (1 - 2 * bits.astype(np.int8)).view(np.uint64)[:, 0]
     return factors
@@ -66,7 +63,7 @@ def _even_signs() -> NDArray[np.uint64]:
 
 
 def _entries(book: NDArray[Any], codes: NDArray[Any]) -> I8:
-    """Look up codes. [num_blocks, num_codes] -> [num_blocks, columns]"""
+    """[num_blocks, num_codes] -> [num_blocks, columns]"""
     return book.take(codes.reshape(len(codes), -1)).view(np.int8)
 
 

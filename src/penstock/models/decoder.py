@@ -1,7 +1,4 @@
-"""The parts that transformers are made of. Descriptions of architectures put them together.
-
-A method emits operations and returns the name of the buffer with their result.
-"""
+"""The parts that transformers are made of. A method emits operations and returns the name of the buffer with their result."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec, TextEnding
 
-SAMPLED = "sampled_"
-"""Prefix of buffers with a row per sample."""
+SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 
 
 class Decoder:
@@ -29,7 +25,7 @@ class Decoder:
         """For each layer, the number of layers before it with the same kind of mixer."""
 
     def _buffer(self, name: str, width: int) -> str:
-        """Return a buffer. If a buffer of this name has another width, append the width to the name."""
+        """Return a buffer. If one of this name has another width, append the width to the name."""
         name = self._prefix + name
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"
@@ -37,24 +33,24 @@ class Decoder:
         return name
 
     def embed(self) -> str:
-        """Return the residual stream `x` of the step's tokens. [num_tokens, hidden_size]"""
+        """Return the residual stream. [num_tokens, hidden_size]"""
         x = self._buffer("x", self._spec.hidden_size)
         self._ops.append(prog.Embed(x, "embed", self._spec.embed_scale))
         return x
 
     def add_positions(self, x: str) -> str:
-        """x += the learned row of each token's position. The weight is `positions`."""
+        """x += the learned row of each token's position."""
         self._ops.append(prog.EmbedPositions(x, x, "positions", self._spec.max_model_len, self._spec.first_position))
         return x
 
     def add_types(self, x: str) -> str:
-        """x += the row of each token's type, if the model has types. The weight is `types`."""
+        """x += the row of each token's type, if the model has types."""
         if self._spec.num_types:
             self._ops.append(prog.EmbedTypes(x, x, "types", self._spec.num_types))
         return x
 
     def norm(self, x: str, weight: str, out: str = "normed") -> str:
-        """Norm whole rows, as the spec says. A layer norm's bias is the weight `{weight}_bias`. `out` may be x."""
+        """Norm whole rows, as the spec says. `out` may be x."""
         if self._spec.norm == "rms":
             return self._rms_norm(x, weight, out)
         normed = self._buffer(out, self._widths[x])
@@ -68,7 +64,6 @@ class Decoder:
         return normed
 
     def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
-        """x @ weight.T, of `width` columns."""
         result = self._buffer(out, width)
         self._ops.append(prog.Linear(result, x, weight, bias))
         return result
@@ -89,8 +84,6 @@ class Decoder:
         """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
 
         `qk_norms`: q and k are normed before their rotation, over whole rows (OLMo 2) or per head (Qwen 3).
-        Weights are `layers.{i}.` `q`, `k`, `v`, and where the spec has them `q_bias`, `k_bias`, `v_bias`, `sinks`, `q_norm`,
-        `k_norm`. The bias by distance is `distances`, one for all layers.
         """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
         q, k, v = (
@@ -122,10 +115,7 @@ class Decoder:
         return out
 
     def short_conv(self, layer: int, x: str) -> str:
-        """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]
-
-        Weights are `layers.{i}.` `conv_in`, `conv`, and where the spec has them `conv_in_bias`, `conv_bias`.
-        """
+        """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]"""
         spec, at, width = self._spec.layers[layer].mixer, f"layers.{layer}", self._spec.hidden_size
         assert isinstance(spec, ShortConvSpec)
         in_bias, bias = (f"{at}.conv_in_bias", f"{at}.conv_bias") if spec.has_bias else (None, None)
@@ -135,19 +125,19 @@ class Decoder:
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
-        """Return the layer's attention or short convolution before its output projection."""
+        """Return the layer's attention or short convolution."""
         if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
             return self.short_conv(layer, x)
         return self.attention(layer, x, qk_norms=qk_norms)
 
     def add_output(self, layer: int, to: str, mixed: str) -> str:
-        """to += the output projection of what `mix` returned. Weights are `layers.{i}.o` and `o_bias`."""
+        """to += the output projection of what `mix` returned."""
         mixer = self._spec.layers[layer].mixer
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """After the last layer's attention, return only the rows that the answer is made of; after others, return all.
+        """After the last layer's attention, return only the rows that the answer is made of; else return all.
 
         So a prompt skips most of the last layer. Call this before the output projection of each layer.
         """
@@ -162,10 +152,7 @@ class Decoder:
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
-        """Return activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`: the input of the down projection.
-
-        Weights are `layers.{i}.` `gate`, `up`, and where the spec has them `gate_bias`, `up_bias`.
-        """
+        """Return the input of the down projection: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`."""
         mlp, at = self._spec.layers[layer].mlp, f"layers.{layer}"
         assert not isinstance(mlp, ExpertsMlp)
         names = ("gate", "up") if isinstance(mlp, GatedMlp) else ("up",)
@@ -181,11 +168,7 @@ class Decoder:
         return act
 
     def experts(self, layer: int, x: str) -> str:
-        """Return the sum of the experts of a layer with an `ExpertsMlp`. [., hidden_size]
-
-        Weights are `layers.{i}.` `router`, `expert_gate`, `expert_up`, `expert_down`, and where the spec has them the same with
-        `_bias`, and `selection_bias`.
-        """
+        """Return the sum of the layer's experts. [., hidden_size]"""
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
         out, at = self._buffer("mixed", self._spec.hidden_size), f"layers.{layer}"
@@ -225,10 +208,7 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """Return the program. It ends in logits of x, or in what the spec's ending makes of x.
-
-        Weights: `embed` or `output` for logits; `dense.{i}`, `dense.{i}_bias` and `dense.{i}_norm` for the ending's layers.
-        """
+        """Return the program. It ends in logits of x, or in what the spec's ending makes of x."""
         ending = self._spec.ending
         if ending is None:
             self._finish_with_logits(x)

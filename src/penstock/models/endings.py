@@ -8,72 +8,59 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.models.architectures import Architecture, Head
+from penstock.models.architectures import Architecture, Head, with_biases
 from penstock.models.assembly import Shapes
 from penstock.models.formats import WeightFormat
+from penstock.models.hf_config import JsonFile
+from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import WeightTensor
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import ModelError, damaged
 from penstock.types.model_spec import Dense, ModelSpec, Pooling, TextEnding
 
-if TYPE_CHECKING:  # a start reads files of one kind
-    from penstock.models.hf_config import JsonFile
-    from penstock.models.sentence import SentenceFiles
-
 MAX_LABELS = 1 << 16
-CLASSES_WITHOUT_OUTPUT = frozenset({"Qwen3Model"})
-"""Classes of decoders without an output matrix, as `AutoModel` saves them."""
 
 
 def choose_ending(
     path: Path,
+    architecture: Architecture,
     *,
-    own_pooling: Pooling | None,
-    usual_pooling: Pooling,
+    files: SentenceFiles,
     writes_none: bool,
     head: Head | None,
     labels: tuple[str, ...],
     hidden_size: int,
-    dense: tuple[Dense, ...] = (),
-    is_normalised: bool = False,
-    task: str = "auto",
-    pooling: Pooling | None = None,
+    task: str,
+    pooling: Pooling | None,
 ) -> TextEnding | None:
-    """Return the ending of a model, or None if it writes text.
+    """Return the ending of a model, or None if it writes text. Raises ModelError for what the model can't do.
 
     - `path`: the file of its settings, for error messages
-    - `own_pooling`, `dense`, `is_normalised`: what its files say of embeddings
-    - `usual_pooling`: its pooling if neither the files nor the user name one
-    - `writes_none`: the model can't write text; otherwise it does, unless the files have a pooling or `task` asks for another
-      ending
-    - `head`, `labels`: its head, and the columns of the head
-    - `task`: `auto`, `generate` or one of `Task`
-    - `pooling`: the user's choice; None: the model's own
-
-    Raises ModelError for what the model can't do.
+    - `files`: what its files say of embeddings
+    - `writes_none`: it can't write text; otherwise it does, unless `files` have a pooling or `task` asks for another ending
+    - `labels`: the columns of its head
+    - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
     is_asked = task not in ("auto", "generate")
-    if task == "generate" or not (writes_none or is_asked or own_pooling is not None):
+    if task == "generate" or not (writes_none or is_asked or files.pooling is not None):
         if writes_none:
             raise ModelError(f"{path}: the model can't write text.", remedy="Leave out --task generate.")
         if pooling is not None:
             raise ModelError(f"{path}: the model has no pooling: it writes text.", remedy="Add --task embed.")
         return None
+    dense = tuple(files.dense.values())
     if head is None:
         if is_asked and task != Task.EMBED:
             raise ModelError(f"{path}: the model has no head for --task {task}.", remedy="It can --task embed.")
-        return TextEnding(pooling=pooling or own_pooling or usual_pooling, dense=dense, is_normalised=is_normalised)
+        usual: Pooling = "mean" if architecture.is_encoder else "last"  # a decoder's last token has seen all others
+        return TextEnding(pooling=pooling or files.pooling or usual, dense=dense, is_normalised=files.is_normalised)
     fitting = Task.RERANK if len(labels) == 1 else Task.CLASSIFY
     if is_asked and task != fitting:
-        raise ModelError(
-            f"{path}: the model has a head of {len(labels)} labels, which does not fit --task {task}.",
-            remedy=f"Leave the setting out, or make it {fitting}.",
-        )
+        cause = f"the model has a head of {len(labels)} labels, which does not fit --task {task}"
+        raise ModelError(f"{path}: {cause}.", remedy=f"Leave the setting out, or make it {fitting}.")
     if pooling not in (None, head.pooling) or dense:
         cause = "has dense modules after its head" if dense else f"must pool as its head expects ({head.pooling})"
         raise ModelError(f"{path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
@@ -87,38 +74,6 @@ def choose_ending(
         for layer in head.layers
     )
     return TextEnding(pooling=head.pooling, dense=layers, labels=labels)
-
-
-def usual_pooling(architecture: Architecture) -> Pooling:
-    """Return the pooling of a model whose files name none: the mean, or in decoders the last token, which has seen all
-    others."""
-    return "mean" if architecture.is_encoder else "last"
-
-
-def choose_hf_ending(
-    architecture: Architecture,
-    hf_class: str,
-    head: Head | None,
-    config: JsonFile,
-    files: SentenceFiles,
-    *,
-    task: str,
-    pooling: Pooling | None,
-) -> TextEnding | None:
-    """Return the ending of a Hugging Face directory, as `choose_ending`."""
-    return choose_ending(
-        config.path,
-        own_pooling=files.pooling,
-        usual_pooling=usual_pooling(architecture),
-        writes_none=architecture.is_encoder or hf_class in CLASSES_WITHOUT_OUTPUT,
-        head=head,
-        labels=read_labels(config) if head else (),
-        hidden_size=config.require("hidden_size", int),
-        dense=tuple(Dense(width=one.width, activation=one.activation, has_bias=one.has_bias) for one in files.dense),
-        is_normalised=files.is_normalised,
-        task=task,
-        pooling=pooling,
-    )
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
@@ -149,42 +104,27 @@ def usual_scores(spec: ModelSpec) -> ScoreFunction:
     return ScoreFunction.SIGMOID if is_alone else ScoreFunction.SOFTMAX
 
 
-def encoder_info(
-    spec: ModelSpec,
-    scores: ScoreFunction,
-    *,
-    max_tokens: int | None = None,
-    prompts: Mapping[str, str] = MappingProxyType({}),
-    default_prompt: str = "",
-    has_modules: bool = False,
-) -> EncoderInfo | None:
-    """Return what clients may know of an encoder, or None for a model that writes text.
-
-    `max_tokens` None: all positions. `has_modules`: the files say whether vectors are normalised.
-    """
+def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -> EncoderInfo | None:
+    """Return what clients may know of an encoder, or None for a model that writes text."""
     ending = spec.ending
     if ending is None:
         return None
     return EncoderInfo(
         width=spec.result_width,
         pooling=ending.pooling,
-        max_tokens=min(max_tokens or spec.max_model_len, spec.max_model_len),
+        max_tokens=min(files.max_tokens or spec.max_model_len, spec.max_model_len),
         is_normalised=ending.is_normalised,
-        has_own_lengths=has_modules and not ending.is_normalised,
+        has_own_lengths=files.pooling is not None and not ending.is_normalised,
         labels=ending.labels,
         scores=scores,
-        prompts=prompts,
-        default_prompt=default_prompt,
+        prompts=files.prompts,
+        default_prompt=files.default_prompt,
     )
 
 
-def dense_names(files: SentenceFiles) -> Mapping[str, str]:
+def dense_names(files: SentenceFiles) -> dict[str, str]:
     """Return the names of dense modules' tensors, with their folder before them -> ours."""
-    return {
-        f"{dense.folder}/linear.{end}": f"dense.{number}{bias}"
-        for number, dense in enumerate(files.dense)
-        for end, bias in (("weight", ""), ("bias", "_bias"))
-    }
+    return with_biases({f"{folder}/linear": f"dense.{number}" for number, folder in enumerate(files.dense)})
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:

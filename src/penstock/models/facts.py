@@ -10,16 +10,14 @@ from typing import Any
 
 from penstock.models.catalog import ModelSource, SourceKind
 
-MAX_WORD_CHARS = 80
-"""Longest part of a file's text that is shown."""
+MAX_WORD_CHARS = 80  # longest part of a file's text that is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
     """All tensors of a file in one format."""
 
-    name: str
-    """GGML's or safetensors' name, in capitals."""
+    name: str  # GGML's or safetensors' name, in capitals
     num_tensors: int
     num_values: int
     """By the tensors' shapes. A packed integer counts once, though it has several weights."""
@@ -29,23 +27,16 @@ class StoredFormat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     path: Path
-    container: str
-    """The kind of files, in words."""
+    container: str  # the kind of files
     title: str
-    """The model's name in its files; may be empty."""
     license: str
     architecture: str
-    """The files' name of the architecture."""
-    quantisation: str
-    """Method and bits of a quantised Hugging Face directory, or empty."""
+    quantisation: str  # method and bits of a Hugging Face directory, or empty
     num_file_bytes: int
-    """Size of all files with weights."""
-    formats: tuple[StoredFormat, ...]
-    """The largest first."""
+    formats: tuple[StoredFormat, ...]  # the largest first
     num_layers: int | None
     max_model_len: int | None
-    vocabulary: str
-    """The kind of tokenizer, in words."""
+    vocabulary: str  # the kind of tokenizer
     num_tokens: int | None
     chat_templates: Mapping[str, str]
 
@@ -55,7 +46,7 @@ class ModelFacts:
 
 
 def read_facts(source: ModelSource) -> ModelFacts:
-    """Return the facts of a source that is present. Raises ModelError for files that can't be read."""
+    """Return the facts of a source that is present. Raises ModelError."""
     return _directory_facts(source.path) if source.kind is SourceKind.DIRECTORY else _gguf_facts(source.path)
 
 
@@ -114,7 +105,6 @@ def _directory_facts(path: Path) -> ModelFacts:
 
 
 def _formats(tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> tuple[StoredFormat, ...]:
-    """Add up tensors by format. Each is (name of the format, shape, bytes)."""
     sums: dict[str, list[int]] = {}
     for name, shape, num_bytes in tensors:
         one = sums.setdefault(name, [0, 0, 0])

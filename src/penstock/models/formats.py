@@ -1,7 +1,7 @@
 """The formats of weights in files, and how to decode them.
 
-The quantised ones are GGML's. A row is divided into blocks of 32 to 256 columns; within a block, groups of 32 or 16 columns
-share a scale. `ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml have the layouts of blocks.
+The quantised ones are GGML's. A row is divided into blocks of 32 to 256 columns; groups of 32 or 16 columns share a scale.
+`ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml have the layouts of blocks.
 """
 
 from __future__ import annotations
@@ -20,65 +20,37 @@ from penstock.models.codebooks import F32, I8, U8, Parts
 
 
 class WeightFormat(StrEnum):
-    """Formats that every backend computes with. Loaders convert all others to one of these."""
+    """Formats that every backend computes with; it may round floats to bf16. Loaders convert all others to one of these."""
 
     F32 = "f32"
     F16 = "f16"
-    """A backend may round it to bf16, and also a matrix in F32."""
-    BF16 = "bf16"
-    """As uint16 bit patterns."""
-    F8_E4M3 = "f8_e4m3"
-    """As uint8: `E4M3_VALUES` times a scale beside the matrix (`BlockScales`). A backend may round it to bf16."""
-    Q4_0 = "q4_0"
-    """w = d * (q - 8)"""
-    Q4_1 = "q4_1"
-    """w = d * q + m"""
-    Q5_0 = "q5_0"
-    """w = d * (q - 16)"""
-    Q5_1 = "q5_1"
-    """w = d * q + m"""
-    Q8_0 = "q8_0"
-    """w = d * q"""
-    Q2_K = "q2_k"
-    """w = d * s * q - e * t"""
-    Q3_K = "q3_k"
-    """w = d * (s - 32) * (q - 4)"""
-    Q4_K = "q4_k"
-    """w = d * s * q - e * t"""
-    Q5_K = "q5_k"
-    """As Q4_K, with a fifth bit."""
-    Q6_K = "q6_k"
-    """w = d * s * (q - 32)"""
-    IQ4_NL = "iq4_nl"
-    """w = d * IQ4_VALUES[q]"""
-    IQ4_XS = "iq4_xs"
-    """w = d * (s - 32) * IQ4_VALUES[q]"""
-    Q1_0 = "q1_0"
-    """w = d if the bit is set, else -d"""
-    Q2_0 = "q2_0"
-    """w = d * (q - 1)"""
-    TQ1_0 = "tq1_0"
-    """w = d * (q - 1). A byte has five digits q of base 3, as a fraction of 256."""
-    TQ2_0 = "tq2_0"
-    """w = d * (q - 1)"""
-    IQ1_S = "iq1_s"
-    """w = d * (2 s + 1) * (c + 1/8 or c - 1/8); c, from a codebook, is -1, 0 or 1."""
-    IQ1_M = "iq1_m"
-    """As IQ1_S, with s for 16 columns and the sign of 1/8 for 8."""
-    IQ2_XXS = "iq2_xxs"
-    """w = d * (1/2 + s) / 4 * c; c, from a codebook and with a sign, is 8, 25 or 43."""
-    IQ2_XS = "iq2_xs"
-    """As IQ2_XXS, with s for 16 columns."""
-    IQ2_S = "iq2_s"
-    """As IQ2_XS, with a larger codebook."""
-    IQ3_XXS = "iq3_xxs"
-    """w = d * (1/2 + s) / 2 * c; c, from a codebook and with a sign, is one of 8 values from 4 to 62."""
-    IQ3_S = "iq3_s"
-    """w = d * (2 s + 1) * c; c, from a codebook and with a sign, is odd and at most 15."""
-    MXFP4 = "mxfp4"
-    """w = 2^(e - 128) * E2M1_TWICE[q]"""
-    NVFP4 = "nvfp4"
-    """w = s / 2 * E2M1_TWICE[q], with s in E4M3 without a sign."""
+    BF16 = "bf16"  # uint16 bit patterns
+    F8_E4M3 = "f8_e4m3"  # uint8: `E4M3_VALUES` times a scale (`BlockScales`)
+    Q4_0 = "q4_0"  # w = d * (q - 8)
+    Q4_1 = "q4_1"  # w = d * q + m
+    Q5_0 = "q5_0"  # w = d * (q - 16)
+    Q5_1 = "q5_1"  # w = d * q + m
+    Q8_0 = "q8_0"  # w = d * q
+    Q2_K = "q2_k"  # w = d * s * q - e * t
+    Q3_K = "q3_k"  # w = d * (s - 32) * (q - 4)
+    Q4_K = "q4_k"  # w = d * s * q - e * t
+    Q5_K = "q5_k"  # as Q4_K, with a fifth bit
+    Q6_K = "q6_k"  # w = d * s * (q - 32)
+    IQ4_NL = "iq4_nl"  # w = d * IQ4_VALUES[q]
+    IQ4_XS = "iq4_xs"  # w = d * (s - 32) * IQ4_VALUES[q]
+    Q1_0 = "q1_0"  # w = d or -d
+    Q2_0 = "q2_0"  # w = d * (q - 1)
+    TQ1_0 = "tq1_0"  # w = d * (q - 1), five q in a byte
+    TQ2_0 = "tq2_0"  # w = d * (q - 1)
+    IQ1_S = "iq1_s"  # w = d * (2 s + 1) * (c +- 1/8), c = -1, 0 or 1
+    IQ1_M = "iq1_m"  # as IQ1_S, with s for 16 columns
+    IQ2_XXS = "iq2_xxs"  # w = d * (1/2 + s) / 4 * c, c = +-8, 25 or 43
+    IQ2_XS = "iq2_xs"  # as IQ2_XXS, with s for 16 columns
+    IQ2_S = "iq2_s"  # as IQ2_XS, with a larger codebook
+    IQ3_XXS = "iq3_xxs"  # w = d * (1/2 + s) / 2 * c, abs(c) from 4 to 62
+    IQ3_S = "iq3_s"  # w = d * (2 s + 1) * c, c odd, abs(c) <= 15
+    MXFP4 = "mxfp4"  # w = 2^(e - 128) * E2M1_TWICE[q]
+    NVFP4 = "nvfp4"  # w = s / 2 * E2M1_TWICE[q], s in E4M3 without a sign
 
 
 E4M3_VALUES = tuple(
@@ -86,7 +58,7 @@ E4M3_VALUES = tuple(
     * (math.nan if code & 127 == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 10))
     for code in range(256)
 )
-"""Values by code; the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+"""By code. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -111,12 +83,9 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
 class Floats(StrEnum):
     """How a backend holds matrices that are floats in a file."""
 
-    BF16 = "bf16"
-    """All become bf16, as in the native backend."""
-    AS_STORED = "as stored"
-    """fp8 stays; all others become bf16."""
-    FP8 = "fp8"
-    """All become fp8, except embeddings and the matrix of logits, which are as stored."""
+    BF16 = "bf16"  # all become bf16, as in the native backend
+    AS_STORED = "as stored"  # fp8 stays; all others become bf16
+    FP8 = "fp8"  # All become fp8, except embeddings and the matrix of logits, which are as stored
 
 
 def held_bytes(
@@ -124,7 +93,7 @@ def held_bytes(
 ) -> int:
     """Return the bytes of a matrix in memory. docs/kernels.md has the native backend's layout.
 
-    Where fp8 stays fp8, it has a scale for each row, and with `has_blocks` one for each 32 columns, too.
+    fp8 that stays has a scale for each row, and with `has_blocks` one for each 32 columns, too.
     """
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
@@ -151,14 +120,11 @@ def _padded(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a quantised matrix: a value is scale * integer (+ offset). Groups of columns share scale and offset."""
+    """Rows of a quantised matrix: a value is scale * integer (+ offset)."""
 
-    integers: I8
-    """[num_rows, num_cols]"""
-    scales: F32
-    """[num_rows, num_groups]"""
-    offsets: F32 | None
-    """[num_rows, num_groups]"""
+    integers: I8  # [num_rows, num_cols]
+    scales: F32  # [num_rows, num_groups]
+    offsets: F32 | None  # [num_rows, num_groups]
 
     @property
     def group(self) -> int:
@@ -196,17 +162,16 @@ def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F
 
 
 def _f16(blocks: U8, at: int) -> F32:
-    """Return the half-precision number at a byte of each block. [num_blocks, 1]"""
+    """[num_blocks, 1]"""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _halves(packed: U8) -> U8:
-    """Return low nibbles, then high nibbles, of the last axis."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
 
 
 def _bits(packed: U8) -> U8:
-    """Return the bits of 4 bytes, the lowest first. [num_blocks, 32]"""
+    """[num_blocks, 4] -> [num_blocks, 32], the lowest bit first."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -297,7 +262,7 @@ def _iq4_xs(blocks: U8) -> Parts:
 
 
 def _in_groups(scale: F32, num: int) -> F32:
-    """Repeat a block's scale for each of its groups of 32. [num_blocks, 1] -> [num_blocks, num]"""
+    """[num_blocks, 1] -> [num_blocks, num]"""
     return np.repeat(scale, num, axis=1)
 
 
@@ -340,19 +305,15 @@ def _nvfp4(blocks: U8) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Quantised:
-    ggml: int
-    """`ggml_type` in ggml.h."""
+    ggml: int  # `ggml_type` in ggml.h
     cols: int
     num_bytes: int
     parts: Callable[[U8], Parts]
-    """Decodes blocks [num_blocks, num_bytes]."""
-    held_bits: int = 8
-    """Bits of an integer in memory."""
+    held_bits: int = 8  # bits of an integer in memory
     has_table: bool = False
     """Codes of a table of at most 16 numbers: backends that hold floats as bf16 hold the codes, others `held_bits`."""
     has_held_offsets: bool = False
-    group: int = 32
-    """Columns that share a scale."""
+    group: int = 32  # columns that share a scale
 
 
 _QUANTISED: Mapping[WeightFormat, _Quantised] = {
@@ -387,10 +348,10 @@ BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
 )
 """(columns, bytes) of a block of every quantised format."""
 GROUP_OF_16 = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.group == 16)
-"""Formats in which 16 columns share a scale. In all other quantised ones 32 do."""
+"""Formats in which 16 columns share a scale. In other quantised ones 32 do."""
 FOUR_BITS = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.held_bits == 4)
 """Formats whose integers every backend holds in 4 bits."""
 GGML_TYPES: Mapping[int, WeightFormat] = MappingProxyType(
     {0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16} | {kind.ggml: fmt for fmt, kind in _QUANTISED.items()}
 )
-"""GGML's numbers of weight types. Its other types are not of weights, or no longer in use."""
+"""GGML's numbers of weight types."""

@@ -47,7 +47,7 @@ def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Release 5 of transformers writes rotary parameters for each type of layer. `read_spec` has applied those."""
+    """Release 5 of transformers writes rotary parameters for each type of layer, which `read_spec` has applied."""
     config.only("attn_logit_softcapping", None)
     found = _of_gemma_hf(config, spec)
     local = (config.get("rope_parameters", dict) or {}).get("sliding_attention")
@@ -83,7 +83,6 @@ def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:
 
 
 def _with_local_base(spec: ModelSpec, base: float) -> ModelSpec:
-    """Give layers with a window unscaled rotations of this base."""
     rotation = Rotation(inv_freq=rope.inverse_frequencies(spec.layers[0].attention.head_dim, base))
     return spec.with_attention(lambda _, attention: replace(attention, rotation=rotation) if attention.window else attention)
 
@@ -185,7 +184,7 @@ def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
-    """The pattern is a period, or letters such as LLLG: layers with an L have a window, those with a G do not."""
+    """The pattern is a period, or letters such as LLLG: layers with an L have a window."""
     if not isinstance(config.values.get("sliding_window_pattern"), str):
         return local_layers(spec, config.get("sliding_window_pattern", int))
     letters = config.require("sliding_window_pattern", str)

@@ -1,7 +1,7 @@
 """A model's own defaults of sampling (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
 
-We use `suppress_tokens` and the keys that vLLM uses (`get_diff_sampling_param` in `vllm/config/model.py`). The log names all
-other keys that would change answers. Keys of GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
+We use `suppress_tokens` and the keys of vLLM's `get_diff_sampling_param` (`vllm/config/model.py`), and log all other keys that
+would change answers. Keys of GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from penstock.types.errors import ConfigError, ModelError
 from penstock.types.sampling import MIN_TEMPERATURE, SamplingDefaults
 
 FILE = "generation_config.json"
-MAX_SUPPRESSED = 1024
-"""Each suppressed token slows down every step a little."""
+MAX_SUPPRESSED = 1024  # each suppressed token slows down every step a little
 
 _REALS: Mapping[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 2.0),
@@ -32,7 +31,7 @@ _REALS: Mapping[str, tuple[str, float, float]] = {
     "repetition_penalty": ("repetition_penalty", 0.01, 100.0),
     "general.sampling.penalty_repeat": ("repetition_penalty", 0.01, 100.0),
 }
-"""Key of a file -> field of `SamplingDefaults`, least and largest value, as in requests."""
+"""Key -> field of `SamplingDefaults`, least and largest value."""
 _COUNTS: Mapping[str, tuple[str, int]] = {
     "top_k": ("top_k", -1),
     "general.sampling.top_k": ("top_k", -1),
@@ -59,7 +58,7 @@ _FACTS = frozenset(
         "output_logits",
     }
 )
-"""Keys that do not change answers, or that the loaders read themselves."""
+"""Keys that do not change answers, or that the loaders read."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "do_sample": (True,),
     "max_length": (20,),
@@ -72,7 +71,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     _PENALTY_LAST_N: (0, -1),
 }
-"""Values without effect. For all other keys these are `_NOTHING`."""
+"""Values without effect; for all other keys, `_NOTHING`."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 _log = logging.getLogger(__name__)
 
@@ -80,8 +79,7 @@ _log = logging.getLogger(__name__)
 def obeying(model: LoadedModel, choice: str) -> LoadedModel:
     """Return the model with defaults of sampling: `choice` is `none`, `auto` for the model's own, or a folder.
 
-    A folder's end tokens are added to the model's. Raises ModelError for a value out of range, and ConfigError for a folder
-    without the file.
+    A folder's end tokens are added. Raises ModelError for a value out of range, and ConfigError for a folder without the file.
     """
     if choice == "none":
         return model
@@ -100,7 +98,6 @@ def obeying(model: LoadedModel, choice: str) -> LoadedModel:
 
 
 def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ...]]:
-    """Return the settings in a folder, and its end tokens."""
     from penstock.models.hf_config import JsonFile, read_eos_ids, read_json
 
     path = folder / FILE

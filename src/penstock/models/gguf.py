@@ -21,13 +21,13 @@ from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
+from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
 
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
-"""Matches the number of a layer and the end of a tensor's name."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
@@ -49,7 +49,7 @@ _PRE_WITH_BOS = frozenset(
         "chameleon",
     }
 )
-"""Pre-tokenisers whose models begin a text with the bos token, unless the file says otherwise."""
+"""Pre-tokenisers whose models begin a text with the bos token by default."""
 _ENDS = frozenset(
     {
         "<|im_end|>",
@@ -72,11 +72,7 @@ _ENDS = frozenset(
         "</s>",
     }
 )
-"""Tokens that end a turn or a document. Many files of chat models name only one of them as `eos`.
-
-Source: `special_eog_ids` in llama.cpp's `llama-vocab.cpp`, without tokens that end only a part of an answer, such as a tool
-call.
-"""
+"""Tokens that end a turn or a document; many files name only one of them as `eos`. Source: `special_eog_ids` of llama.cpp."""
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
 """In vocabularies with all tokens of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
@@ -101,10 +97,9 @@ def load_gguf(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """Return the model of a GGUF file, or of a split one by its first file.
+    """Return the model of a GGUF file, or of a split one by its first file. `name` defaults to the file's stem.
 
-    `name` defaults to the file's stem. `load.LoadOptions` describes the other options. Raises ModelError before any weight is
-    read.
+    `load.LoadOptions` describes the other options. Raises ModelError before any weight is read.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
@@ -157,7 +152,7 @@ def load_gguf(
         eos_token_ids=eos_token_ids,
         path=path,
         generation=_read_generation(file),
-        encoder=endings.encoder_info(spec, endings.usual_scores(spec)),
+        encoder=endings.encoder_info(spec, endings.usual_scores(spec), SentenceFiles()),
     )
 
 
@@ -167,7 +162,7 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """Choose the ending by the file's pooling and its head's labels. Embeddings are normalised, as in llama.cpp's server."""
+    """Embeddings are normalised, as in llama.cpp's server."""
     key = file.architecture
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
@@ -181,13 +176,12 @@ def _choose_ending(
         labels = labels or tuple(f"LABEL_{number}" for number in range(matrix_shape(last)[0]))
     return endings.choose_ending(
         file.path,
-        usual_pooling=endings.usual_pooling(architecture),
-        own_pooling=None if kind is None else _POOLINGS.get(kind),
+        architecture,
+        files=SentenceFiles(pooling=None if kind is None else _POOLINGS.get(kind), is_normalised=True),
         writes_none=architecture.is_encoder,
         head=head,
         labels=labels,
         hidden_size=file.require(f"{key}.embedding_length", int),
-        is_normalised=True,
         task=task,
         pooling=pooling,
     )
@@ -208,7 +202,7 @@ def _loaded_format(entry: TensorEntry) -> WeightFormat:
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
-    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor, or row i if None."""
+    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor."""
     num_rows, num_cols = matrix_shape(entry)
     stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) > 1:
@@ -225,7 +219,6 @@ def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mappin
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Raise ModelError for a file of another format, which is not a damaged GGUF file."""
     if path.suffix == ".gguf" or not path.is_file():
         return
     with path.open("rb") as file:
@@ -247,7 +240,7 @@ def _find_architecture(file: GgufFile) -> tuple[str, Architecture]:
 def _read_spec(
     file: GgufFile, name: str, architecture: Architecture, entries: Mapping[str, TensorEntry], served_len: int | None
 ) -> ModelSpec:
-    """Read the keys that most models share. All layers are alike; `Architecture.of_gguf` applies the other keys."""
+    """Read the keys that most models share. `Architecture.of_gguf` applies the others."""
     key = file.architecture
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
@@ -289,7 +282,7 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
 
 
 def _num_kv_heads(file: GgufFile, key: str) -> int | None:
-    """Return the number. In a list for each layer, zeros are skipped. Raises ModelError if the others differ."""
+    """In a list for each layer, zeros are skipped."""
     if not isinstance(file.metadata.get(key), list):
         return file.get(key, int)
     counts = set(file.get_list(key, int)) - {0}
@@ -355,7 +348,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
 
 
 def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
-    """Return a factor. Converters also write 0 if it is unset."""
+    """Return a factor. Converters also write 0 for an unset one."""
     value = file.get(key, float) or default
     if not math.isfinite(value) or value <= 0.0:
         raise file.error(f"{key} is {value}, not a positive number")
@@ -372,7 +365,7 @@ def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[f
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
-    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError if it is contradictory or not supported."""
+    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError."""
     model = file.require("tokenizer.ggml.model", str)
     pre = file.get("tokenizer.ggml.pre", str) or ""
     tokens = file.get_list("tokenizer.ggml.tokens", str)
@@ -420,7 +413,7 @@ def _read_generation(file: GgufFile) -> Generation | None:
 
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
-    """Return the tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens with a known text."""
+    """Return the tokens that end a reply: `eos`, `eot` and `eom`, then added tokens with a known text."""
     named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
     named += _ids(file, len(vocab.tokens), "eot", "eom").values()
     by_text = [
@@ -444,14 +437,13 @@ def _refuse_unsupported(file: GgufFile, model: str) -> None:
 
 
 def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
-    """Return token ids of the metadata by name, without missing ones."""
     ids = {f"tokenizer.ggml.{name}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
     found = checks.token_ids(ids, num_tokens, file.path)
     return {name: found[key] for name, key in zip(names, ids, strict=True) if key in found}
 
 
 def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
-    """Return the id, or None if it is out of range, as in some fine-tuned models. We pad nothing, so that does no harm."""
+    """We pad nothing, so an id out of range, as in some fine-tuned models, does no harm."""
     value = file.get("tokenizer.ggml.padding_token_id", int)
     if value is not None and not 0 <= value < num_tokens:
         _log.info("%s: tokenizer.ggml.padding_token_id is %d, which is not in the vocabulary: ignored", file.path, value)

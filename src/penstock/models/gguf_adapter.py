@@ -14,14 +14,11 @@ from penstock.models.adapter_files import AdapterFiles
 from penstock.models.assembly import find_pieces
 from penstock.models.gguf import BLOCK, load_tensor
 from penstock.models.gguf_file import GgufFile, TensorEntry, parse_gguf
-from penstock.models.peft import F32, MERGE, place, put, scaled
+from penstock.models.peft import F32, place, put, refused, scaled
 from penstock.models.program import Program
-from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
-_MAX_METADATA_BYTES = 1 << 24
-_LLAMAS = ("llama", "mistral", "mixtral")
-"""Our architectures whose GGUF files call themselves llama."""
+_LLAMAS = ("llama", "mistral", "mixtral")  # our architectures whose GGUF files call themselves llama
 
 
 def read_gguf_adapter(
@@ -30,19 +27,17 @@ def read_gguf_adapter(
     """Return the factors of the adapter in a file. Raises ModelError and limits memory as `peft.read_peft`."""
     files = files or AdapterFiles()
     files.check(path)
-    most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + _MAX_METADATA_BYTES
+    most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + (1 << 24)  # of metadata
     file = parse_gguf(path, files.read(path, most_bytes))
     if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
-        raise ModelError(f"{path}: this is not a LoRA adapter.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
+        raise refused(path, "this is not a LoRA adapter", "Convert one with llama.cpp's convert_lora_to_gguf.py.")
     if "adapter.alora.invocation_tokens" in file.metadata:
-        raise ModelError(f"{path}: activated LoRA begins in the middle of a prompt, which is not computed.", remedy=MERGE)
+        raise refused(path, "activated LoRA begins in the middle of a prompt, which is not computed")
     key = file.architecture
     name = architectures.our_name(key, architectures.GGUF_NAMES, path)
     if spec.architecture != name and not (name == "llama" and spec.architecture in _LLAMAS):
-        raise ModelError(
-            f"{path}: it is an adapter of a {key}, and the model is a {spec.architecture}.",
-            remedy="Use an adapter that was trained on the model that is served.",
-        )
+        remedy = "Use an adapter that was trained on the model that is served."
+        raise refused(path, f"it is an adapter of a {key}, and the model is a {spec.architecture}", remedy)
     alpha = file.require("adapter.lora.alpha", float)
     if not math.isfinite(alpha):
         raise file.error(f"adapter.lora.alpha is {alpha}")
@@ -70,13 +65,13 @@ def read_gguf_adapter(
 
 
 def _pairs(file: GgufFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-    """Return the tensors of A and B by the name of the model's tensor. Raises ModelError for any other tensor."""
+    """Return the tensors of A and B by the name of the model's tensor."""
     for name in file.tensors:
         stem, _, half = name.rpartition(".lora_")
         if half not in ("a", "b"):
-            raise ModelError(f"{file.path}: {name} is a whole tensor, not a low-rank change of one.", remedy=MERGE)
+            raise refused(file.path, f"{name} is a whole tensor, not a low-rank change of one")
         other = f"{stem}.lora_{'b' if half == 'a' else 'a'}"
         if other not in file.tensors:
-            raise ModelError(f"{file.path}: there is no {other}.", remedy="The file may be cut short: fetch it again.")
+            raise file.error(f"there is no {other}")
     stems = [name.removesuffix(".lora_a") for name in file.tensors if name.endswith(".lora_a")]
     return {stem: (file.tensors[f"{stem}.lora_a"], file.tensors[f"{stem}.lora_b"]) for stem in stems}

@@ -27,8 +27,7 @@ from penstock.models.hf_config import (
 )
 from penstock.models.hf_quantised import Stored, read_quantisation
 from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_ends
-from penstock.models.mxfp4 import Mxfp4Cube
-from penstock.models.packed_integers import PackedIntegers
+from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
@@ -38,27 +37,22 @@ from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
 """Tensors of the text model inside a model that has other parts, too."""
-_DERIVED = "rotary_emb.inv_freq"
-"""In old checkpoints; config.json says the same."""
+_DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; config.json says the same.
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
     """A directory by its JSON files."""
 
-    config: JsonFile
-    """The text model's part of config.json, with the keys that its architecture adds."""
-    is_wrapped: bool
-    """The text model is a part of another one, such as one for pictures."""
+    config: JsonFile  # the text model's part, with the keys that its architecture adds
+    is_wrapped: bool  # the text model is a part of another one
     name: str
-    """Our name of the architecture."""
     architecture: Architecture
     head: Head | None
     files: SentenceFiles
     ending: TextEnding | None
 
     def spec(self, names: Container[str], served_len: int | None) -> ModelSpec:
-        """Return the spec. `names` are our names of the weights."""
         partial = self.architecture.has_partial_rope
         spec = read_spec(self.config, self.name, names, has_partial_rope=partial, served_len=served_len)
         spec = endings.with_ending(self.architecture.of_hf(self.config, spec), self.ending)
@@ -74,7 +68,17 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     architecture = architectures.find(name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
+    ending = endings.choose_ending(
+        config.path,
+        architecture,
+        files=files,
+        writes_none=architecture.is_encoder or hf_class == "Qwen3Model",  # a decoder without an output, as `AutoModel` saves it
+        head=head,
+        labels=endings.read_labels(config) if head else (),
+        hidden_size=config.require("hidden_size", int),
+        task=task,
+        pooling=pooling,
+    )
     is_wrapped = "text_config" in whole.values or "vision_config" in whole.values
     return _Described(config, is_wrapped, name, architecture, head, files, ending)
 
@@ -90,10 +94,9 @@ def load_hf_directory(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """Return the model of a directory with config.json, safetensors and a tokenizer. Weights stay memory-mapped.
+    """Return the model of a directory with config.json, safetensors and a tokenizer. `name` defaults to the directory's.
 
-    `name` defaults to the directory's. `load.LoadOptions` describes the other options. Raises ModelError before any weight is
-    read.
+    `load.LoadOptions` describes the other options. Raises ModelError before any weight is read.
     """
     _refuse_adapter(path)
     described = _describe(path, task, pooling)
@@ -108,9 +111,9 @@ def load_hf_directory(
         tensors = _text_tensors(tensors, path)
     if ending is not None and not head:
         top |= endings.dense_names(files)
-        for dense in files.dense:
-            opened_dense = open_safetensors(path / dense.folder / "model.safetensors")
-            tensors |= {f"{dense.folder}/{key}": tensor for key, tensor in opened_dense.items()}
+        for folder in files.dense:
+            opened_dense = open_safetensors(path / folder / "model.safetensors")
+            tensors |= {f"{folder}/{key}": tensor for key, tensor in opened_dense.items()}
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
     spec = described.spec(pieces, served_len)
@@ -147,6 +150,7 @@ def load_hf_directory(
         order = rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None
         return _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset, order)
 
+    usual_scores = endings.usual_scores(spec)
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
@@ -158,14 +162,7 @@ def load_hf_directory(
         special_tokens=read_special_tokens(path),
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
-        encoder=endings.encoder_info(
-            spec,
-            read_scores(config, endings.usual_scores(spec)) if head else endings.usual_scores(spec),
-            max_tokens=files.max_tokens,
-            prompts=files.prompts,
-            default_prompt=files.default_prompt,
-            has_modules=files.pooling is not None,
-        ),
+        encoder=endings.encoder_info(spec, read_scores(config, usual_scores) if head else usual_scores, files),
         notes=notes,
         weights=endings.weights_with_made(architecture, spec, {key: weight(key, found) for key, found in pieces.items()}),
     )
@@ -184,7 +181,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
 
 
 def _is_copy(output: Stored, embed: Stored) -> bool:
-    """Return whether the output's weights equal the embeddings. Packed ones are assumed to."""
+    """Packed weights are assumed to be copies."""
     if not (isinstance(output, StoredTensor) and isinstance(embed, StoredTensor)):
         return True
     if len(embed.shape) != 2 or (output.dtype, output.shape) != (embed.dtype, embed.shape):
@@ -194,7 +191,6 @@ def _is_copy(output: Stored, embed: Stored) -> bool:
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for a folder of PEFT, which has only the difference from a model."""
     file = path / "adapter_config.json"
     if not file.is_file() or any(path.glob("model*.safetensors")):
         return
@@ -211,7 +207,7 @@ def name_in_tables(architecture: Architecture, name: str) -> str:
 
 
 def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """Return the pieces of each of our weights. `names` are those of the tables; `top` are those outside of layers."""
+    """Return the pieces of each of our weights. `names` are those of the tables."""
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     return find_pieces(names, top=top, block=block, layer=architecture.hf_layer)
 
@@ -225,7 +221,6 @@ def _text_name(name: str) -> str:
 
 
 def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors of the text model. The log names the others."""
     has_prefix = any(_TEXT.fullmatch(name) for name in tensors)
     of_text = {name for name in tensors if _TEXT.fullmatch(name) or name.startswith("lm_head.")}
     if not has_prefix:
@@ -237,7 +232,7 @@ def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored
 
 
 def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors by new names, given pairs of new and old ones. Raises ModelError if two get the same name."""
+    """Return the tensors by new names, given pairs of new and old ones."""
     old_names: dict[str, str] = {}
     for new, old in names:
         if new in old_names:
@@ -263,7 +258,6 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shards(index: JsonFile) -> dict[str, str]:
-    """Return the file of each tensor. Raises ModelError for a name that leads out of the directory."""
     files = index.require("weight_map", dict)
     for file in files.values():
         if type(file) is not str or Path(file).name != file:

@@ -1,7 +1,4 @@
-"""Reads the JSON files of a Hugging Face directory.
-
-Release 5 of transformers writes `rope_parameters`, earlier ones `rope_theta` and `rope_scaling`. Both are read.
-"""
+"""Reads the JSON files of a Hugging Face directory, as all releases of transformers write them."""
 
 from __future__ import annotations
 
@@ -20,12 +17,10 @@ from penstock.types.model_spec import Activation, ModelSpec, Rotation, spec_of_e
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys of special tokens in most files."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 """Release 5 of transformers calls the first one by the second name, which may also be an object of names and tokens."""
 
-_MOST_TYPES = 16
-"""Limit for types of layers with their own rotation: each takes time to compute."""
+_MOST_TYPES = 16  # limit for types of layers with their own rotation: each takes time to compute
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -50,21 +45,21 @@ class JsonFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """Return a value. Raises ModelError if it is missing or of another type."""
+        """Return a value. Raises ModelError if it is missing."""
         value = self.get(key, kind)
         if value is None:
             raise self.error(f"{key} is missing")
         return value
 
     def positive(self, key: str) -> float:
-        """Return a finite number above 0. Raises ModelError for any other value."""
+        """Return a finite number above 0. Raises ModelError."""
         value = self.require(key, float)
         if not math.isfinite(value) or value <= 0.0:
             raise self.error(f"{key} is {value}, not a positive number")
         return value
 
     def only(self, key: str, value: object) -> None:
-        """Raise ModelError if the key has another value than the supported one. It may be missing or null."""
+        """Raise ModelError if the key is there with another value."""
         found = self.values.get(key)
         if found is not None and found != value:
             raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
@@ -86,7 +81,6 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
 
 
 def json_file(path: Path, data: bytes) -> JsonFile:
-    """Parse the JSON object in the data of a file. Raises ModelError."""
     try:
         return JsonFile(path, checks.json_object(data))
     except ValueError as error:
@@ -94,7 +88,7 @@ def json_file(path: Path, data: bytes) -> JsonFile:
 
 
 def text_part(config: JsonFile) -> JsonFile:
-    """Return the settings of the text model, completed by those outside of `text_config`, if the model has other parts, too."""
+    """Return the settings of the text model, completed by those outside of `text_config`."""
     text = config.get("text_config", dict)
     if text is None:
         return config
@@ -136,7 +130,7 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Return our names of the first layer's biases according to config.json -> the key that says so."""
+    """Return the first layer's biases according to config.json -> the key that says so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
@@ -161,7 +155,6 @@ def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tup
 
 
 def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
-    """Return the ids under a key whose value is an id, a list, or null."""
     value = file.values.get(key)
     values = value if isinstance(value, list) else [value]
     if not all(item is None or type(item) is int for item in values):
@@ -171,7 +164,7 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 
 
 def read_special_tokens(path: Path) -> SpecialTokens:
-    """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key, as chat templates get them.
+    """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key.
 
     The first file wins if it has an `added_tokens_decoder`, as newer ones do, otherwise the second.
     """
@@ -191,7 +184,6 @@ def read_special_tokens(path: Path) -> SpecialTokens:
 
 
 def _token_text(file: JsonFile, key: str, value: object) -> str | None:
-    """Return the text of a token: the value itself, or its `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and type(text) is not str:
         raise file.error(f"{key} is {value!r}, not the text of a token")
@@ -242,7 +234,7 @@ def _read_rotations(
 
 
 def read_activation(config: JsonFile, key: str, default: str) -> Activation:
-    """Return the activation that a key names. Raises ModelError for one that no backend computes."""
+    """Return the activation that a key names. Raises ModelError."""
     name = config.get(key, str) or default
     if name not in _ACTIVATIONS:
         raise checks.unsupported(config.path, f"{key} is {name!r}", f"{', '.join(_ACTIVATIONS)} are")
@@ -262,7 +254,6 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "swish": "silu",
     }
 )
-"""Source: activations.py of transformers."""
 
 
 def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
@@ -276,7 +267,7 @@ def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
 _ROPE_KINDS: Mapping[str, rope.Kind] = MappingProxyType(
     {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
 )
-"""`rope_type` in config.json. `mrope` gives a token three positions, which are equal in a text."""
+"""`mrope` gives a token three positions, which are equal in a text."""
 _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = MappingProxyType(
     {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 )
@@ -284,7 +275,7 @@ _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = MappingProxyType(
 
 
 def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapping[str, int]) -> rope.RopeParameters:
-    """Return the parameters. `settings` are those under `key`, completed by those beside it."""
+    """`settings` are those under `key`, completed by those beside it."""
     name = "rope_type" if settings.values.get("rope_type") else "type"
     kind = _ROPE_KINDS.get(settings.get(name, str) or "default")
     if kind is None:

@@ -1,20 +1,17 @@
 """The quantised matrices of a Hugging Face directory: which settings are supported, and which tensors make up a matrix.
 
-- fp8 (e4m3): a matrix, and a tensor of scales whose name adds `_scale` (compressed-tensors, ModelOpt, AutoFP8) or `_scale_inv`
-  (DeepSeek): one scale for all, one for each row, or one for each block of rows and columns.
-- integers of 4 or 8 bits (`models.packed_integers`), as GPTQ, AWQ and compressed-tensors pack them;
-- experts in MXFP4 (`models.mxfp4`), as in gpt-oss.
+- fp8 (e4m3): a matrix, and scales for the matrix, for rows or for blocks in a tensor whose name adds `_scale`
+  (compressed-tensors, ModelOpt, AutoFP8) or `_scale_inv` (DeepSeek, transformers' finegrained_fp8)
+- integers of 4 or 8 bits and experts in MXFP4 (`models.packed`)
 
 Scales of activations and of keys and values are ignored: backends round activations in their own way.
-Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/NVIDIA/Model-Optimizer,
-https://huggingface.co/docs/transformers/quantization/finegrained_fp8, https://github.com/ModelCloud/GPTQModel and
-https://github.com/casper-hansen/AutoAWQ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -23,16 +20,14 @@ from numpy.typing import NDArray
 from penstock.models.checks import unsupported
 from penstock.models.formats import WeightFormat, dequantize
 from penstock.models.hf_config import JsonFile
-from penstock.models.mxfp4 import Mxfp4Cube, mxfp4_cube
-from penstock.models.packed_integers import AWQ_ORDER, Integers, PackedIntegers, packed_integers
+from penstock.models.packed import AWQ_ORDER, GROUP, Integers, Mxfp4Cube, PackedIntegers, mxfp4_cube, packed_integers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor
 from penstock.models.weights import BlockScales
-from penstock.types.errors import ModelError, counted
+from penstock.types.errors import ModelError, counted, damaged
 
-Block = tuple[int, int]
-"""Rows and columns."""
-Tensors = Mapping[str, StoredTensor]
-"""By their names in the files."""
+Block = tuple[int, int]  # rows and columns
+Tensors = Mapping[str, StoredTensor]  # by their names in the files
+Stored = StoredTensor | PackedIntegers | Mxfp4Cube
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +36,26 @@ class Quantisation:
 
     method: Literal["floats", "gptq", "awq", "compressed", "mxfp4"]
     """`floats`: no matrix is packed, though some may be in fp8. `compressed`: integers of compressed-tensors."""
-    bits: int = 0
-    """Bits of a packed integer, 4 or 8; 0 if none is packed."""
+    bits: int = 0  # of a packed integer
     group_sizes: frozenset[int] = frozenset()
     """Possible numbers of columns that share a scale. A matrix may also have one scale for each row."""
-    zero_shift: int = 0
-    """Added to the stored zero points of GPTQ."""
-    block: Block | None = None
-    """Rows and columns that share a scale of fp8, if the file has blocks."""
+    zero_shift: int = 0  # added to the stored zero points of GPTQ
+    block: Block | None = None  # that shares a scale of fp8
 
 
-_OF_FP8 = ("_scale", "_scale_inv")
-"""Added to the name of a matrix in fp8."""
+_OF_FP8 = ("_scale", "_scale_inv")  # added to the name of a matrix in fp8
 _OF_OTHERS = (
-    ".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
-    ".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
-)  # fmt: skip
+    *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point"),
+    *(".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point"),
+)
 """Ends of names of scales that are not of weights."""
 _FP8_FORMATS = (None, "float-quantized", "naive-quantized")
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
-"""Formats of compressed-tensors that are supported."""
-_COLS_AT_LEAST = 32
-"""Columns of a block of fp8 are a multiple of this: backends hold a scale for each 32."""
 _BITS = (4, 8)
 
 
 def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
-    """Read the settings in config.json, or else those in `separate`, the quantize_config.json of AutoGPTQ.
-
-    Raises ModelError for any other quantisation than those above.
-    """
+    """Read the settings in config.json, or else in `separate`, AutoGPTQ's quantize_config.json. Raises ModelError."""
     settings = config.get("quantization_config", dict)
     if settings is None:
         settings = {"quant_method": "gptq", **separate.values} if separate.values else {}
@@ -80,16 +65,8 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
         return Quantisation("floats")
     if method is None:
         raise _unsupported(read, "a quantization_config with no quant_method")
-    if method == "compressed-tensors":
-        return _compressed_tensors(read)
-    if method == "gptq":
-        return _gptq(read)
-    if method == "awq":
-        return _awq(read)
-    if method == "mxfp4":  # matrices that are not converted have no blocks
-        return Quantisation("mxfp4")
-    if method == "fp8":
-        return Quantisation("floats", block=_as_block(read, settings.get("weight_block_size")))
+    if (reader := _READERS.get(method)) is not None:
+        return reader(read)
     if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
         return Quantisation("floats")
     raise _unsupported(read, f"the quantisation {method} {settings.get('quant_algo') or ''}".rstrip())
@@ -152,9 +129,18 @@ def _as_block(settings: JsonFile, value: object) -> Block | None:
         rows, cols = map(int, sizes if isinstance(sizes, list) else ())
     except (TypeError, ValueError, OverflowError) as error:
         raise settings.error(f"the block {value!r} of quantization_config is not two numbers") from error
-    if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:
+    if rows < 1 or cols < 1 or cols % GROUP:
         raise unsupported(settings.path, f"quantization_config has blocks of {rows} x {cols}", "columns in multiples of 32 are")
     return rows, cols
+
+
+_READERS: Mapping[str, Callable[[JsonFile], Quantisation]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": lambda _: Quantisation("mxfp4"),  # matrices that are not converted have no blocks
+    "fp8": lambda read: Quantisation("floats", block=_as_block(read, read.values.get("weight_block_size"))),
+}
 
 
 def _unsupported(settings: JsonFile, what: str) -> ModelError:
@@ -164,18 +150,13 @@ def _unsupported(settings: JsonFile, what: str) -> ModelError:
     )
 
 
-Stored = StoredTensor | PackedIntegers | Mxfp4Cube
-
-
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """The tensors of all files, with quantised matrices put together."""
 
     tensors: Mapping[str, Stored]
-    """By name. Packed integers have the name of the unpacked matrix. A matrix in MXFP4 keeps the name of its blocks, because
-    files of floats have it transposed."""
-    scales: Mapping[str, BlockScales]
-    """Scales of matrices in fp8."""
+    """By name: of the unpacked matrix, or for MXFP4 of the blocks, because files of floats have that matrix transposed."""
+    scales: Mapping[str, BlockScales]  # of matrices in fp8
 
 
 def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
@@ -183,17 +164,14 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
 
     Raises ModelError if a part of a matrix is missing or does not fit.
     """
-    packed: Mapping[str, PackedIntegers | Mxfp4Cube]
-    packed, used = _cubes(tensors) if quantisation.method == "mxfp4" else _packed(quantisation, tensors)
+    packed, used = (_cubes if quantisation.method == "mxfp4" else _packed)(quantisation, tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     rest, scales = _split_scales(rest, quantisation.block)
     if packed:
         rest = _without_idle_biases(rest, packed)
         rest = {name: tensor for name, tensor in rest.items() if not name.endswith(_OF_OTHERS)}
-    doubled = packed.keys() & rest.keys()
-    if doubled:
-        name = min(doubled)
-        raise ModelError(f"{packed[name].path}: {name} is there twice, packed and not.", remedy="Fetch the model again.")
+    if doubled := packed.keys() & rest.keys():
+        raise damaged(packed[min(doubled)].path, f"{min(doubled)} is there twice, packed and not")
     return Matrices({**rest, **packed}, scales)
 
 
@@ -204,34 +182,25 @@ def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
     return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
 
 
-# MXFP4
-
-_BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-def _cubes(tensors: Tensors) -> tuple[dict[str, Mxfp4Cube], set[str]]:
+def _cubes(_: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
     """Return the matrices of experts by name, and the names of all their tensors."""
     found: dict[str, Mxfp4Cube] = {}
     used: set[str] = set()
-    for name in [name for name in tensors if name.endswith(_BLOCKS)]:
-        parts = _Parts(name, _BLOCKS, tensors, used)
-        blocks, scales = (parts.require(end).integers("U8") for end in (_BLOCKS, _SCALES))
-        found[name] = mxfp4_cube(tensors[name].path, name, blocks, scales)
+    for name in tensors:
+        if name.endswith("_blocks"):
+            parts = _Parts(name, "_blocks", tensors, used)
+            blocks, scales = (parts.require(end).integers("U8") for end in ("_blocks", "_scales"))
+            found[name] = mxfp4_cube(tensors[name].path, name, blocks, scales)
     return found, used
 
 
-# Integers
-
-
-def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, PackedIntegers], set[str]]:
+def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
     """Return the matrices of packed integers by name, and the names of all their tensors."""
     found: dict[str, PackedIntegers] = {}
     used: set[str] = set()
-    make = _MAKERS.get(quantisation.method)
-    if make is None:
-        return found, used
+    ends, make = _MAKERS.get(quantisation.method, ((), _gptq_matrix))
     for name, tensor in tensors.items():
-        for end in _ENDS[quantisation.method]:
+        for end in ends:
             if name.endswith(end) and (end != ".weight" or tensor.dtype == "I8"):
                 parts = _Parts(name, end, tensors, set())
                 found[f"{parts.stem}.weight"] = made = make(quantisation, parts)
@@ -243,12 +212,16 @@ def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, Pac
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The tensors of one matrix. `name` is that of its integers, `end` the end of that name."""
+    """The tensors of one matrix. `name` is that of its integers."""
 
     name: str
     end: str
     tensors: Tensors
     used: set[str]
+
+    @property
+    def path(self) -> Path:
+        return self.tensors[self.name].path
 
     @property
     def stem(self) -> str:
@@ -261,12 +234,10 @@ class _Parts:
     def require(self, end: str) -> StoredTensor:
         tensor = self.find(end)
         if tensor is None:
-            path = self.tensors[self.name].path
-            raise ModelError(f"{path}: {self.name} has no {self.stem}{end}.", remedy="Fetch the model again.")
+            raise self.error(f"{self.name} has no {self.stem}{end}")
         return tensor
 
     def matrix(self, end: str, *dtypes: str) -> NDArray[np.generic]:
-        """Return a tensor of integers with two dimensions. Raises ModelError."""
         tensor = self.require(end)
         values = tensor.integers(*dtypes)
         if values.ndim != 2:
@@ -274,32 +245,28 @@ class _Parts:
         return values
 
     def error(self, cause: str) -> ModelError:
-        return ModelError(f"{self.tensors[self.name].path}: {cause}.", remedy="Fetch the model again.")
+        return damaged(self.path, cause)
 
 
 def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
     """qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows], g_idx [columns]: the group of each."""
-    words, bits = parts.matrix(".qweight", "I32"), quantisation.bits
-    integers = Integers(words.T, bits)
+    integers = Integers(parts.matrix(".qweight", "I32").T, quantisation.bits)
+    num_cols = integers.shape[1]
     scales, scale_format = _scales(parts, ".scales")
-    groups = parts.find(".g_idx")
-    return packed_integers(
-        parts.name,
-        parts.tensors[parts.name].path,
-        integers.shape[1],
-        integers,
-        (scales.T, scale_format),
-        Integers(parts.matrix(".qzeros", "I32").T, bits, is_of_columns=True),
-        zero_shift=quantisation.zero_shift,
-        order=None if groups is None else _column_order(parts, groups, integers.shape[1], len(scales)),
-    )
+    zeros = Integers(parts.matrix(".qzeros", "I32").T, quantisation.bits, is_of_columns=True)
+    order = _column_order(parts, ".g_idx", num_cols, len(scales))
+    shift = quantisation.zero_shift
+    transposed = (scales.T, scale_format)
+    return packed_integers(parts.name, parts.path, num_cols, integers, transposed, zeros, zero_shift=shift, order=order)
 
 
-def _column_order(parts: _Parts, stored: StoredTensor, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
+def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
     """Return the columns in the order of their groups (act-order), or None if they are in order already.
 
-    `stored` has the group of each column. Raises ModelError unless all groups have the same number of columns.
+    Raises ModelError unless all groups have the same number of columns.
     """
+    if (stored := parts.find(end)) is None:
+        return None
     groups = stored.integers("I32", "I64").astype(np.int64)
     if groups.shape != (num_cols,):
         raise parts.error(f"the groups of {parts.stem} have the shape {groups.shape}, and the matrix {num_cols} columns")
@@ -318,14 +285,12 @@ def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
         for end in (".qweight", ".qzeros")
     )
     scales, scale_format = _scales(parts, ".scales")
-    path = parts.tensors[parts.name].path
-    return packed_integers(parts.name, path, words.shape[1], words, (scales.T, scale_format), zeros)
+    return packed_integers(parts.name, parts.path, words.shape[1], words, (scales.T, scale_format), zeros)
 
 
 def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
     """weight [rows, columns], or weight_packed [rows, columns / 8] and weight_shape [2]; weight_scale [rows, groups];
     weight_zero_point [rows / 8, groups], or [rows, groups] if not packed."""
-    path = parts.tensors[parts.name].path
     if parts.end == ".weight":
         integers = Integers(parts.matrix(parts.end, "I8"), 8)
         num_rows, num_cols = integers.shape
@@ -335,7 +300,6 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
         if len(shape) != 2 or shape[0] != len(integers.words):
             raise parts.error(f"{parts.stem}.weight_shape is {shape}, and there are {len(integers.words)} rows")
         num_rows, num_cols = shape
-    groups = parts.find(".weight_g_idx")
     scales, scale_format = _scales(parts, ".weight_scale")
     if scales.size == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), (num_rows, 1))
@@ -347,8 +311,8 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
         if points.ndim != 2:
             raise parts.error(f"{parts.stem}.weight_zero_point has the shape {points.shape}, not that of a matrix")
         zeros = Integers(points, integers.bits, is_of_columns=True)
-    order = None if groups is None else _column_order(parts, groups, num_cols, scales.shape[1])
-    return packed_integers(parts.name, path, num_cols, integers, (scales, scale_format), zeros, order=order)
+    order = _column_order(parts, ".weight_g_idx", num_cols, scales.shape[1])
+    return packed_integers(parts.name, parts.path, num_cols, integers, (scales, scale_format), zeros, order=order)
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
@@ -360,24 +324,19 @@ def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]
     return values if values.ndim == 2 else values.reshape(-1, 1), WeightFormat[tensor.dtype]
 
 
-_MAKERS: Mapping[str, Callable[[Quantisation, _Parts], PackedIntegers]] = {
-    "gptq": _gptq_matrix,
-    "awq": _awq_matrix,
-    "compressed": _compressed_matrix,
+_MAKERS: Mapping[str, tuple[tuple[str, ...], Callable[[Quantisation, _Parts], PackedIntegers]]] = {
+    "gptq": ((".qweight",), _gptq_matrix),
+    "awq": ((".qweight",), _awq_matrix),
+    "compressed": ((".weight_packed", ".weight"), _compressed_matrix),
 }
-_ENDS: Mapping[str, tuple[str, ...]] = {
-    "gptq": (".qweight",),
-    "awq": (".qweight",),
-    "compressed": (".weight_packed", ".weight"),
-}
-"""Ends of the names of integers."""
+"""Ends of the names of integers, and what makes a matrix of them."""
 
 
 def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]) -> dict[str, StoredTensor]:
     """Drop biases of packed matrices that are zero in every layer: AutoGPTQ writes them for models without biases."""
-    biases = {name: f"{name.removesuffix('.weight')}.bias" for name in packed}
     by_kind: dict[str, list[str]] = {}
-    for bias in biases.values():
+    for name in packed:
+        bias = f"{name.removesuffix('.weight')}.bias"
         if bias in tensors:
             by_kind.setdefault(".".join(bias.split(".")[-2:]), []).append(bias)
     idle = {name for names in by_kind.values() if all(_is_zero(tensors[name]) for name in names) for name in names}
@@ -388,36 +347,26 @@ def _is_zero(tensor: StoredTensor) -> bool:
     return tensor.dtype != FLOAT8 and not tensor.array().any()
 
 
-# fp8
-
-
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Return the other tensors, and the scales by the name of their matrix in fp8. Raises ModelError if a matrix has none.
-
-    If no tensor is in fp8, nothing changes.
-    """
-    wanted = {name for name, tensor in tensors.items() if tensor.dtype == FLOAT8}
+    """Return the other tensors, and the scales by the name of their matrix in fp8. Raises ModelError if a matrix has none."""
+    wanted = [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]
     if not wanted:
         return dict(tensors), {}
     scales = {name: tensors[name + end] for name in wanted for end in _OF_FP8 if name + end in tensors}
-    for name in tensors:  # in the file's order
-        if name in wanted and name not in scales:
-            raise ModelError(
-                f"{tensors[name].path}: {name} is in fp8, and there is no {name}_scale.", remedy="Fetch the model again."
-            )
+    if missing := [name for name in wanted if name not in scales]:
+        raise damaged(tensors[missing[0]].path, f"{missing[0]} is in fp8, and there is no {missing[0]}_scale")
     used = {name + end for name in wanted for end in _OF_FP8}
     left = {name: tensor for name, tensor in tensors.items() if name not in used and not name.endswith(_OF_OTHERS)}
     return left, {name: _block_scales(name, tensors[name].shape, scale, block) for name, scale in scales.items()}
 
 
 def _block_scales(name: str, shape: tuple[int, ...], scale: StoredTensor, block: Block | None) -> BlockScales:
-    """Return the scales of a matrix. Raises ModelError if one is not finite, or if their shape fits neither rows nor blocks."""
     if len(shape) != 2:
         raise ModelError(f"{scale.path}: {name} is in fp8, but not a matrix.", remedy="Use the bf16 original.")
     values = scale.array()
     wide = dequantize(values, WeightFormat[scale.dtype], 1)
     if scale.dtype == FLOAT8 or not np.isfinite(wide).all():
-        raise ModelError(f"{scale.path}: a scale of {name} is not a finite number.", remedy="Fetch the model again.")
+        raise damaged(scale.path, f"a scale of {name} is not a finite number")
     num_rows, num_cols = shape
     if wide.size == 1:
         return BlockScales(wide.reshape(1, 1), max(1, num_rows), max(1, num_cols))

@@ -8,8 +8,7 @@ from pathlib import Path
 from penstock.models.hf_config import JsonFile, read_json
 from penstock.types.errors import ModelError
 
-TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
-"""Files of tokenizers, the most exact first."""
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")  # files of tokenizers, the most exact first
 _DEFAULT = "default"
 
 
@@ -27,7 +26,7 @@ def find_tokenizer(path: Path) -> Path:
 def read_ends(path: Path) -> tuple[bool, bool] | None:
     """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither.
 
-    transformers 5 lets these override the tokenizer's file (`TokenizersBackend`).
+    transformers 5 lets these override the tokenizer's file.
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     names = ("add_bos_token", "add_eos_token")
@@ -38,10 +37,9 @@ def read_ends(path: Path) -> tuple[bool, bool] | None:
 
 
 def read_chat_templates(path: Path) -> Mapping[str, str]:
-    """Return the templates of a directory by name. One without a name is `default`.
+    """Return the templates of a directory by name. One without a name is `default`. Raises ModelError.
 
-    chat_template.jinja and additional_chat_templates replace those of tokenizer_config.json and chat_template.json:
-    https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
+    Source: https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
     """
     file = path / "chat_template.jinja"
     others = sorted((path / "additional_chat_templates").glob("*.jinja"))
@@ -56,7 +54,6 @@ def read_chat_templates(path: Path) -> Mapping[str, str]:
 
 
 def _named(config: JsonFile) -> Mapping[str, str]:
-    """Return the templates under `chat_template`: a text, or a list of objects with a name and a template."""
     found = config.values["chat_template"]
     items = found if isinstance(found, list) else [{"name": _DEFAULT, "template": found}]
     templates: dict[str, str] = {}

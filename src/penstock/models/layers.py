@@ -17,16 +17,12 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
     **{f"ffn_{name}_exps.weight": Parts((f"expert_{name}",)) for name in ("gate", "up", "down")},
 }
-"""The names of experts in every GGUF file."""
 _PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "smollm3": 4}
 """One layer in so many sees all positions (in SmolLM3: does not rotate), unless the file says otherwise."""
 
 
 def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with the experts of config.json in every layer. `width` is the key of an expert's columns.
-
-    Some files call the number of experts `num_experts`, others `num_local_experts`. Raises ModelError.
-    """
+    """Return the spec with the experts of config.json in every layer. `width` is the key of an expert's columns."""
     one, other = config.get("num_experts", int), config.get("num_local_experts", int)
     if one is not None and other is not None and one != other:
         raise config.error(f"num_experts is {one}, and num_local_experts is {other}")
@@ -74,10 +70,7 @@ def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool |
 
 
 def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
-    """Return the spec whose local layers see the last `window` positions.
-
-    `layer_types` of config.json names the local layers; without that key they are those of `usual`.
-    """
+    """Return the spec whose local layers, of `layer_types` or else of `usual`, see the last `window` positions."""
     is_local = usual
     if config.values.get("layer_types") is not None:
         kinds = read_layer_types(config, spec.num_layers)
@@ -105,5 +98,4 @@ def local_layers(spec: ModelSpec, period: int | None = None, *, first: int = 1) 
 
 
 def without_global_rotations(spec: ModelSpec) -> ModelSpec:
-    """Return the spec without rotations in layers that see all positions."""
     return spec.with_attention(lambda _, attention: attention if attention.window else replace(attention, rotation=None))

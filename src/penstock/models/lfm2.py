@@ -25,7 +25,6 @@ _MAX_KERNEL = 17
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with its present keys and transformers' defaults."""
     old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
     renamed = {new: values[key] for key, new in old.items() if key in values}
     defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "norm_eps": 1e-5, "intermediate_size": 12288}
@@ -35,7 +34,6 @@ def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Widths are not adjusted, and old names do not count."""
     values = {key: value for key, value in values.items() if key != "block_ff_dim"}
     defaults = {"intermediate_size": 7168, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
     return _values({**defaults, "moe_intermediate_size": 1792, **values, "block_auto_adjust_ff_dim": False})
@@ -117,7 +115,6 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None, path: Path) -> ModelSpec:
-    """Return the spec with experts in all layers but the first `num_dense`; None: two."""
     if not 0.0 <= mlp.share_factor <= 1e6:
         raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
     mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
@@ -129,7 +126,6 @@ def _with_width(spec: ModelSpec, width: int) -> ModelSpec:
 
 
 def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:
-    """Return the spec with this convolution in some layers. Raises ModelError if no backend has room for its state."""
     if not 2 <= conv.kernel <= _MAX_KERNEL:
         raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
     if all(has_conv):

@@ -61,13 +61,11 @@ def describe(
 
 
 def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Require Llama's activation and return the spec as it is."""
     config.only("hidden_act", "silu")
     return spec
 
 
 def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the file's experts, if any, and its window, which all layers share."""
     key = file.architecture
     if file.get(f"{key}.expert_count", int):  # GGUF files of Mixtral call themselves llama
         spec = experts_of_gguf(file, spec)
@@ -87,7 +85,7 @@ def _is_ministral3(values: Mapping[str, Any]) -> bool:
 
 
 def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with the window of the first Mistral 7B if the key is missing. Null means no window."""
+    """A missing key means the window of the first Mistral 7B, null none."""
     return values if _is_ministral3(values) else {"sliding_window": 4096, **values}
 
 
@@ -163,18 +161,16 @@ _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier
 
 
 def granite_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with transformers' defaults for the factors."""
     return {**dict.fromkeys(_FACTORS, 1.0), **values}
 
 
 def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the factors of config.json."""
     embed, scores, residual, logits = (config.positive(key) for key in _FACTORS)
     return _with_factors(of_hf(config, spec), embed, scores, residual, logits)
 
 
 def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the file's factors. A missing factor is 1, or for the scores Llama's."""
+    """A missing factor is 1, or for the scores Llama's."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
@@ -185,7 +181,6 @@ def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_factors(spec: ModelSpec, embed: float, scores: float | None, residual: float, logits: float) -> ModelSpec:
-    """Logits are divided by their factor."""
     spec = replace(spec, embed_scale=embed, residual_scale=residual, logit_scale=1.0 / logits)
     return spec.with_attention(lambda _, attention: replace(attention, scale=scores))
 

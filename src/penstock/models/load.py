@@ -20,19 +20,12 @@ from penstock.types.vocab import GgufVocab
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of every loader."""
-
-    max_weight_bytes: int | None
-    """Largest size of the weights in memory. None: unlimited."""
+    max_weight_bytes: int | None  # None: unlimited
     floats: Floats
-    """How the backend holds floats."""
-    served_len: int | None
-    """Tokens of the longest text. None: all positions of the model."""
-    experts_on_disk: bool
-    """The experts' weights take no memory."""
+    served_len: int | None  # tokens of the longest text; None: all positions
+    experts_on_disk: bool  # the experts' weights take no memory
     task: str
-    pooling: Pooling | None
-    """`task` and `pooling` are those of `endings.choose_ending`."""
+    pooling: Pooling | None  # `task` and `pooling` as in `endings.choose_ending`
 
 
 def load_model(
@@ -45,8 +38,7 @@ def load_model(
     """Return the model of a source that is present, called `source.name`.
 
     `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use. `generation` is the setting
-    `generation_config`. Raises ModelError, before any weight is read, for files that are missing, corrupt or unsupported and
-    for weights of more than `max_weight_bytes`.
+    `generation_config`. Raises ModelError before any weight is read.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -85,8 +77,7 @@ SAMPLE_BYTES = 1 << 16
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
     """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
 
-    The hash covers names, sizes, samples and, with `has_times`, the times of the last change. These show changes that no sample
-    hits, but differ between copies.
+    The hash covers names, sizes, samples and, with `has_times`, the times of the last change, which differ between copies.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

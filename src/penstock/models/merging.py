@@ -23,8 +23,7 @@ from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
 
-_GROUP = 32
-"""Columns of a block of Q8_0."""
+_GROUP = 32  # columns of a block of Q8_0
 _MAX_SCALE = float(np.finfo(np.float16).max)
 _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.F32: WeightFormat.F32,
@@ -32,7 +31,7 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.BF16: WeightFormat.BF16,
     WeightFormat.F8_E4M3: WeightFormat.BF16,
 }
-"""Format of a matrix -> of the merged one; others become Q8_0."""
+"""Others become Q8_0."""
 _MAX_RANK = 1024
 
 
@@ -52,7 +51,7 @@ def merged(
 ) -> LoadedModel:
     """Return the model with these factors in its weights. `whole` weights replace the model's.
 
-    If the output is tied to the embedding and the adapter changes one of them, they become two matrices.
+    An output that is tied to the embedding becomes a matrix of its own if the adapter changes either.
     """
     weights, spec = dict(model.weights), model.spec
     if spec.tie_word_embeddings and (factors.by_weight.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
@@ -66,7 +65,6 @@ def merged(
 
 
 def _merged(base: WeightTensor, left: F32, right: F32) -> WeightTensor:
-    """Return base + left @ right. left is [num_rows, r], right [r, num_cols]."""
     fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % _GROUP == 0 else WeightFormat.BF16)
     return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, left, right, fmt))
 
@@ -80,7 +78,7 @@ class MergedRows:
 
     @property
     def packed(self) -> NDArray[np.generic]:
-        """The base's array in the file, for `WeightTensor.forget`; empty if there are several."""
+        """The base's array in the file; empty if there are several."""
         stored = self.base.stored
         if isinstance(stored, Stacked):
             return np.empty(0, np.uint8)
@@ -105,7 +103,7 @@ class MergedRows:
 
 
 def _to_bf16(values: F32) -> NDArray[np.uint16]:
-    """Round finite values to bfloat16, ties to even."""
+    """Round to bfloat16, ties to even."""
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
     return rounded

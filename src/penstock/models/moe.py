@@ -27,7 +27,7 @@ from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 
 _GATE_UP, _DOWN = Parts(("expert_gate", "expert_up")), Parts(("expert_down",))
 _CUBES: Mapping[str, Parts] = {"experts.gate_up_proj": _GATE_UP, "experts.down_proj": _DOWN}
-"""Ends of names. Release 5 of transformers puts the matrices of all experts of a layer into one tensor."""
+"""Release 5 of transformers puts the matrices of all experts of a layer into one tensor."""
 _GATE_UP_DOWN: Mapping[str, str | Parts] = {
     "mlp.gate.weight": "router",
     **{f"mlp.experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
@@ -43,7 +43,7 @@ def _of_mixtral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Layers in `mlp_only_layers` keep a dense MLP, and so do all but each `decoder_sparse_step`-th. All have the window."""
+    """Layers in `mlp_only_layers` keep a dense MLP, and so do all but each `decoder_sparse_step`-th."""
     config.only("hidden_act", "silu")
     window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
     dense = spec.with_windows(window, [True] * spec.num_layers)
@@ -146,8 +146,6 @@ def _of_gpt_oss_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_gpt_oss(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with what all of these models have and no file says."""
-
     def own(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, ExpertsMlp)
         mlp = replace(layer.mlp, activation="swiglu_clamped", has_router_bias=True, has_bias=True)

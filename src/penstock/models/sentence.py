@@ -7,63 +7,53 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import orjson
 
 from penstock.models import checks
 from penstock.models.hf_config import JsonFile, read_json
 from penstock.types.encoder import ScoreFunction
-from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, Pooling
+from penstock.types.errors import ModelError, damaged
+from penstock.types.model_spec import Activation, Dense, Pooling
 
 MAX_MODULES = 16
 _FOLDER = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _SETTINGS = tuple(f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta"))
-_POOLINGS: Mapping[str, Pooling] = MappingProxyType({"cls": "first", "lasttoken": "last", "mean": "mean"})
-_OLD_POOLINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_max_tokens": "max",
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-        "pooling_mode_weightedmean_tokens": "weightedmean",
-        "pooling_mode_lasttoken": "lasttoken",
-    }
-)
+_POOLINGS: Mapping[str, Pooling] = {"cls": "first", "lasttoken": "last", "mean": "mean"}
+_OLD_POOLINGS: Mapping[str, str] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 """Switches in older files, instead of `pooling_mode`."""
-_ACTIVATIONS: Mapping[str, Activation | None] = MappingProxyType(
-    {"Tanh": "tanh", "Identity": None, "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
-)
-_SCORES: Mapping[str, ScoreFunction] = MappingProxyType({"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE})
-"""Classes of torch.nn."""
-_PROBLEMS: Mapping[str, ScoreFunction] = MappingProxyType(
-    {"regression": ScoreFunction.NONE, "multi_label_classification": ScoreFunction.SIGMOID}
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseModule:
-    """A layer after the pooling, with a file of weights of its own."""
-
-    folder: str
-    width: int
-    activation: Activation | None
-    has_bias: bool
+_ACTIVATIONS: Mapping[str, Activation | None] = {
+    "Tanh": "tanh",
+    "Identity": None,
+    "GELU": "gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+_SCORES: Mapping[str, ScoreFunction] = {"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE}
+_PROBLEMS: Mapping[str, ScoreFunction] = {
+    "regression": ScoreFunction.NONE,
+    "multi_label_classification": ScoreFunction.SIGMOID,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceFiles:
-    """The content of the files. Missing ones leave the defaults."""
+    """The content of the files."""
 
-    pooling: Pooling | None = None
-    """None without modules.json."""
-    dense: tuple[DenseModule, ...] = ()
+    pooling: Pooling | None = None  # None without modules.json
+    dense: Mapping[str, Dense] = field(default_factory=dict)
+    """The layers after the pooling by the folders of their weights, in order."""
     is_normalised: bool = False
-    max_tokens: int | None = None
-    """The longest text in tokens, special ones included."""
+    max_tokens: int | None = None  # special ones included
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
 
@@ -72,30 +62,24 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     """Read the files of a directory. Raises ModelError for damaged ones, and for settings that are not computed."""
     max_tokens = _read_max_tokens(path)
     prompts, default_prompt = _read_prompts(path)
+    found = SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
     file = path / "modules.json"
     if not file.is_file():
-        return SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
+        return found
     pooling: Pooling | None = None
-    dense: list[DenseModule] = []
+    dense: dict[str, Dense] = {}
     is_normalised = False
     for kind, folder in _read_modules(file):
         at = path / folder
         if kind == "Pooling" and pooling is None:
             pooling = _read_pooling(at, has_prompts=any(prompts.values()))
-        elif kind == "Dense" and pooling is not None and not is_normalised:
-            dense.append(_read_dense(at))
+        elif kind == "Dense" and pooling is not None and not is_normalised and folder not in dense:
+            dense[folder] = _read_dense(at)
         elif kind == "Normalize" and pooling is not None:
             is_normalised = True
         elif kind != "Dropout":  # dropout does nothing after training
             raise _unsupported(file, f"a module is of the type {kind} at this place")
-    return SentenceFiles(
-        pooling=pooling,
-        dense=tuple(dense),
-        is_normalised=is_normalised,
-        max_tokens=max_tokens,
-        prompts=prompts,
-        default_prompt=default_prompt,
-    )
+    return replace(found, pooling=pooling, dense=dense, is_normalised=is_normalised)
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
@@ -111,20 +95,18 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
 
 
 def _read_modules(file: Path) -> list[tuple[str, str]]:
-    """Return (type, folder) of each module after the model itself, which must be the first one and in the directory itself."""
+    """Return (type, folder) of each module after the model itself, which must be first and in the directory itself."""
     try:
         modules = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: can't be read as JSON: {error}.", remedy="Fetch the file again.") from error
+        raise damaged(file, f"can't be read as JSON: {error}") from error
     if not isinstance(modules, list) or not 1 <= len(modules) <= MAX_MODULES:
-        raise ModelError(f"{file}: it is not a list of 1 to {MAX_MODULES} modules.", remedy="Fetch the file again.")
+        raise damaged(file, f"it is not a list of 1 to {MAX_MODULES} modules")
     found: list[tuple[str, str]] = []
     for module in modules:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if type(kind) is not str or type(folder) is not str or (folder and not _FOLDER.fullmatch(folder)):
-            raise ModelError(
-                f"{file}: a module has no type, or its path is not the name of a folder.", remedy="Correct the file."
-            )
+            raise damaged(file, "a module has no type, or its path is not the name of a folder")
         if not kind.startswith("sentence_transformers."):
             raise _unsupported(file, f"a module is of the type {kind[:80]!r}, which is the repository's own code")
         found.append((kind.rpartition(".")[2][:80], folder))
@@ -147,7 +129,7 @@ def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
     return known[0]
 
 
-def _read_dense(folder: Path) -> DenseModule:
+def _read_dense(folder: Path) -> Dense:
     config = read_json(folder / "config.json")
     config.only("use_residual", False)
     for key in ("module_input_name", "module_output_name"):
@@ -158,12 +140,10 @@ def _read_dense(folder: Path) -> DenseModule:
         raise _unsupported(config.path, f"activation_function is {name[:80]!r}")
     width = config.require("out_features", int)
     checks.check_sizes({"hidden_size": width, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}, config.path)
-    has_bias = config.get("bias", bool) is not False
-    return DenseModule(folder=folder.name, width=width, activation=_ACTIVATIONS[kind], has_bias=has_bias)
+    return Dense(width=width, activation=_ACTIVATIONS[kind], has_bias=config.get("bias", bool) is not False)
 
 
 def _read_max_tokens(path: Path) -> int | None:
-    """Return `max_seq_length`, or else the tokenizer's `model_max_length`, or None if neither is a usable number."""
     for name in _SETTINGS:
         config = read_json(path / name, is_optional=True)
         if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):

@@ -24,8 +24,7 @@ from penstock.types.sampling import SamplingDefaults
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
 _Array = TypeVar("_Array", bound=NDArray[np.generic])
-_PART_VALUES = 1 << 23
-"""Values of one of `WeightTensor.parts`: 32 MiB of float32."""
+_PART_VALUES = 1 << 23  # values of one of `WeightTensor.parts`: 32 MiB of float32.
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
@@ -85,10 +84,8 @@ class WeightTensor:
     format: WeightFormat
     stored: NDArray[np.generic] | Rows | Stacked
     """Rows in this format: float32, float16, uint16 (BF16) or uint8 (F8_E4M3) values, or uint8 blocks."""
-    scales: BlockScales | None = None
-    """Set if and only if the format is F8_E4M3."""
-    order: NDArray[np.intp] | None = None
-    """Row i is `stored[order[i]]`; None: `stored[i]`."""
+    scales: BlockScales | None = None  # set if and only if the format is F8_E4M3
+    order: NDArray[np.intp] | None = None  # row i is `stored[order[i]]`; None: `stored[i]`
     column_order: NDArray[np.intp] | None = None
     """Column j of `ordered_rows` is column `column_order[j]` of the matrix (act-order of GPTQ); None: column j."""
 
@@ -184,12 +181,11 @@ class Cut:
     step: int = 1
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return rows [begin, end) of these, in the matrix's format and order of columns."""
         first = self.first + begin * self.step
         return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1, self.step)
 
     def scales(self) -> NDArray[np.float32]:
-        """Return the scales of F8_E4M3 for each row. [num_rows, blocks of columns]"""
+        """[num_rows, blocks of columns]"""
         assert self.tensor.scales is not None
         return self.tensor.scales.of_rows(self.first, self.first + (self.num_rows - 1) * self.step + 1)[:: self.step]
 
@@ -209,7 +205,6 @@ class Stacked:
             cut.tensor.forget(cut.first + first * cut.step, cut.first + (last - 1) * cut.step + 1)
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[Cut, int, int]]:
-        """Yield each matrix that has some of the rows, with their range in it."""
         at = 0
         for cut in self.cuts:
             first, last = max(begin - at, 0), min(end - at, cut.num_rows)
@@ -237,7 +232,7 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
-    """Return how a backend holds one weight. Embeddings and logits are not rounded to fp8."""
+    """Embeddings and logits are not rounded to fp8."""
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
@@ -255,30 +250,26 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """Everything in a model's files."""
-
     name: str
     spec: ModelSpec
     weights: Mapping[str, WeightTensor]
-    """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}` and so on.
-    The rows of q and k are in the half-split rope layout."""
+    """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{q,k,v,o,gate,up,down}` and so on. q and k are half-
+    split."""
     tokenizer_source: Path | GgufVocab
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a reply, if files name them by id. `Tokenizer.eos_token_ids` has all."""
     path: Path
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """By name. `default` is used unless a request names another one."""
+    """`default` is used unless a request names another one."""
     special_tokens: SpecialTokens = field(default_factory=dict)
     ends: tuple[bool, bool] | None = None
     """Whether bos and eos are added to a text. None: the tokenizer's file decides."""
     generation: Generation | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The settings that apply: `models.generation.obeying` sets them."""
-    encoder: EncoderInfo | None = None
-    """None: the model writes text."""
-    notes: tuple[str, ...] = ()
-    """Notes on weights that the loader converts. They are logged already."""
+    encoder: EncoderInfo | None = None  # None: the model writes text
+    notes: tuple[str, ...] = ()  # notes on converted weights, logged already
 
     @property
     def chat_template(self) -> str | None:

@@ -21,7 +21,7 @@ class PenstockError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
     def without_folders(self) -> str:
-        """Return the text with absolute paths cut to their last part, for clients that must not see where files lie."""
+        """Return the text for clients that must not see where files lie: absolute paths are cut to their last part."""
         return _FOLDERS.sub("", str(self))
 
 
@@ -77,7 +77,7 @@ class RejectReason(StrEnum):
 
     @property
     def is_deadline(self) -> bool:
-        """A client's or the server's time limit has passed or can't be met, so retrying does not help."""
+        """A time limit has passed or can't be met, so retrying does not help."""
         return self in (RejectReason.DEADLINE, RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
 
 
@@ -103,7 +103,7 @@ class Rejected(PenstockError):
 
 
 class ExecutorFailure(PenstockError):
-    """The device or its driver code failed during a step; its KV can't be trusted any more."""
+    """The device or its driver failed during a step; its KV can't be trusted any more."""
 
 
 class GrammarFailure(PenstockError):
@@ -115,7 +115,7 @@ class CorruptBlock(PenstockError):
 
 
 def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
-    """Return `1 token` or `2 tokens`. `plural` is for irregular nouns; `spec` formats the number as in an f-string."""
+    """Return `1 token` or `2 tokens`. `plural` is for irregular nouns; `spec` formats the number."""
     return f"{number:{spec}} {noun if number == 1 else plural or f'{noun}s'}"
 
 
@@ -128,7 +128,7 @@ class ModelAway(Exception):
 
 
 class NameUnknown(Exception):
-    """A request names what may be an adapter, and only the disk can tell. `serve` looks it up off the event loop."""
+    """A request names what may be an adapter. `serve` looks on the disk, off the event loop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"nobody has asked yet where {name!r} lies")

@@ -18,7 +18,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request at once (client gone, cancelled, timed out). Unknown and ended ids are ignored."""
+    """End a request at once. Unknown and ended ids are ignored."""
 
     request_id: str
     detail: str = "cancelled"
@@ -47,16 +47,12 @@ class TokenEvent:
 
     request_id: str
     token_ids: tuple[int, ...]
-    """New tokens, in order; may be empty on a finish event. Includes a sampled stop token."""
+    """New tokens, in order, including a sampled stop token; may be empty on a finish event."""
     at_ns: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """Empty, or as long as `token_ids`."""
+    logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or as long as `token_ids`
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    detail: str = ""
-    """For ABORT, ERROR and REJECTED: the cause, in words for the user."""
-    reject_reason: str = ""
-    """For REJECTED: a `RejectReason` value."""
-    states: bytes = b""
-    """The answer to a text (`StepResult.states`)."""
+    detail: str = ""  # for ABORT, ERROR and REJECTED: the cause, for the user
+    reject_reason: str = ""  # for REJECTED: a `RejectReason` value
+    states: bytes = b""  # `StepResult.states` of a text.

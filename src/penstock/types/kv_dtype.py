@@ -8,21 +8,19 @@ from enum import StrEnum
 class KvDtype(StrEnum):
     """The values of `--kv-cache-dtype`."""
 
-    INT8 = "int8"
-    """8-bit integers: keys with a bf16 scale per head and 32 columns, values with one per head."""
+    INT8 = "int8"  # keys have a bf16 scale per head and 32 columns, values one per head
     BF16 = "bf16"
-    """16 bits. The native backend keeps keys as 16-bit integers with a float32 scale per head, which is finer still."""
+    """The native backend keeps keys as 16-bit integers with a float32 scale per head, which is finer still."""
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one position's key and value in one head, scales included, in the native backend."""
+        """Return the bytes of one position's key and value in one head of the native backend."""
         columns = padded_head_dim(head_dim)
         if self is KvDtype.INT8:
             return 2 * columns + 2 * (-(-columns // KEY_GROUP) + 1)
         return 2 * 2 * columns + 4
 
 
-KEY_GROUP = 32
-"""Columns of a key that share a scale in `INT8`."""
+KEY_GROUP = 32  # columns of a key that share a scale in `INT8`
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -31,6 +29,5 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def state_bytes(num_columns: int, width: int) -> int:
-    """Return the bytes of recurrent state per block in the native backend: bf16, in whole cache lines. `num_columns` is over
-    all layers."""
+    """Return the bytes of recurrent state per block in the native backend, for `num_columns` over all layers."""
     return -(-2 * num_columns * width // 64) * 64

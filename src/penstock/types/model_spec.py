@@ -1,5 +1,4 @@
-"""The shape of a model, layer by layer, without weights. Loaders make a `ModelSpec`; an architecture turns it into a
-`Program`."""
+"""The shape of a model, layer by layer, without weights. An architecture turns it into a `Program`."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
-"""`swiglu_clamped` acts on a gate and its partner, the others on one number. `models.program` has the formulas."""
+"""`models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
 Mask = Literal["causal", "all"]
 """The tokens of its text that a token sees: itself and earlier ones, or all."""
@@ -20,10 +19,8 @@ Pooling = Literal["first", "last", "mean", "each"]
 class Rotation:
     """Rotary positions of a layer's queries and keys."""
 
-    inv_freq: tuple[float, ...]
-    """Radians per position for each pair (i, i + rope_dim/2), scaling applied. [rope_dim / 2]"""
-    attention_factor: float = 1.0
-    """Factor of cos and sin (YaRN and similar)."""
+    inv_freq: tuple[float, ...]  # radians per position for each pair (i, i + rope_dim/2), scaling applied
+    attention_factor: float = 1.0  # factor of cos and sin (YaRN and similar)
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // growth_len)."""
     growth_len: int = 1
@@ -34,33 +31,25 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Columns of a head; the same for queries, keys and values."""
     rotation: Rotation | None
-    """None: queries and keys are not rotated."""
-    scale: float | None = None
-    """Factor of the scores; None is head_dim ** -0.5."""
+    scale: float | None = None  # factor of the scores; None is head_dim ** -0.5.
     window: int = 0
-    """Last positions that a token sees, its own included; 0 is all. With mask `all`, positions less than this far away on
-    both sides."""
+    """Last positions that a token sees, its own included; 0 is all. With mask `all`, on both sides."""
     mask: Mask = "causal"
     num_distances: int = 0
-    """Scores get a bias by the distance of key and query, constant beyond this many positions; 0: no bias."""
-    softcap: float = 0.0
-    """If > 0, scores become softcap * tanh(scores / softcap)."""
+    """Scores get a bias by the distance of key and query, constant from here on; 0: no bias."""
+    softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     has_qkv_bias: bool = False
     has_o_bias: bool = False
-    has_sinks: bool = False
-    """Each head's softmax has one more term, without a value."""
+    has_sinks: bool = False  # each head's softmax has one more term, without a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
-    """A gated convolution over the last few positions, column by column."""
+    """A gated convolution over the last `kernel` positions, column by column."""
 
     kernel: int
-    """Last positions that an output depends on, its own included."""
-    has_bias: bool = False
-    """On the convolution and both projections."""
+    has_bias: bool = False  # on the convolution and both projections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +59,6 @@ class GatedMlp:
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
-    """On all three projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +68,6 @@ class PlainMlp:
     intermediate_size: int
     activation: Activation
     has_bias: bool = False
-    """On both projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +79,11 @@ class ExpertsMlp:
     intermediate_size: int
     activation: Activation = "silu"
     scoring: Scoring = "softmax"
-    is_renormalised: bool = True
-    """The chosen experts' shares are divided by their sum."""
+    is_renormalised: bool = True  # the chosen experts' shares are divided by their sum
     share_factor: float = 1.0
     has_router_bias: bool = False
-    has_selection_bias: bool = False
-    """Biases that affect only the choice of experts."""
+    has_selection_bias: bool = False  # biases that affect only the choice of experts
     has_bias: bool = False
-    """On the experts' projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,38 +114,30 @@ class TextEnding:
     """How a model that only reads texts makes its answer: an embedding, or a head's scores."""
 
     pooling: Pooling
-    dense: tuple[Dense, ...] = ()
-    """Poolers, heads and sentence-transformers' dense modules, in order."""
+    dense: tuple[Dense, ...] = ()  # poolers, heads and sentence-transformers' dense modules, in order
     is_normalised: bool = False
-    labels: tuple[str, ...] = ()
-    """Names of the answer's columns if a head makes them; empty for an embedding."""
+    labels: tuple[str, ...] = ()  # names of the answer's columns if a head makes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    architecture: str
-    """A key of `models.architectures.ARCHITECTURES`."""
+    architecture: str  # A key of `models.architectures.ARCHITECTURES`.
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """In order; often one value many times."""
     norm_eps: float
     max_model_len: int
     tie_word_embeddings: bool
     embed_scale: float = 1.0
-    logit_softcap: float = 0.0
-    """If > 0, logits become logit_softcap * tanh(logits / logit_softcap)."""
+    logit_softcap: float = 0.0  # if > 0, logits become logit_softcap * tanh(logits / logit_softcap)
     logit_scale: float = 1.0
-    residual_scale: float = 1.0
-    """Factor of what attention and MLP add to the residual stream."""
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     norm: Literal["rms", "layer"] = "rms"
     has_norm_bias: bool = False
     num_types: int = 0
-    """Token types with an embedding: with 2, the second text of a pair has the second type; 0: none."""
-    first_position: int = 0
-    """Row of the learned position table for a text's first token."""
-    ending: TextEnding | None = None
-    """None: the model writes text, and its answer to a token is logits."""
+    """Token types with an embedding: with 2, a pair's second text has the second type."""
+    first_position: int = 0  # row of the learned position table for a text's first token
+    ending: TextEnding | None = None  # None: the model writes text, and its answer to a token is logits
 
     @property
     def result_width(self) -> int:
@@ -190,8 +166,7 @@ class ModelSpec:
         return self.with_layers(changed)
 
     def with_windows(self, window: int, is_local: Sequence[bool]) -> ModelSpec:
-        """Return a copy whose local layers see the last `window` positions, and the others all. `is_local` has a value per
-        layer."""
+        """Return a copy whose local layers see the last `window` positions, and the others all."""
         return self.with_attention(lambda i, attention: replace(attention, window=window if is_local[i] else 0))
 
     def with_plain_mlps(self, activation: Activation) -> ModelSpec:

@@ -12,7 +12,7 @@ from penstock.types.sampling import SamplingParams
 
 
 class PaddingId(str):
-    """The id of a padding row. It never equals a request's id, whatever ids users choose.
+    """The id of a padding row, which never equals a request's id.
 
     A padding row is computed like any other and its result is dropped. Its blocks are all null blocks.
     """
@@ -33,42 +33,36 @@ class AdmitRow:
     """A request that the executor does not know (new, or back from preemption), in full. Treat as frozen (see `RowPlan`)."""
 
     request_id: str
-    token_ids: tuple[int, ...]
-    """Prompt and what was generated before a preemption. [num_tokens]"""
+    token_ids: tuple[int, ...]  # prompt and what was generated before a preemption
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """In order of position. Null blocks stand for those that no layer reads any more (`num_unread_blocks`), and for all
-    blocks of padding."""
-    num_computed_tokens: int
-    """Positions whose KV those blocks hold: the `context_len` of the first row."""
+    """In order of position. Null blocks stand for those that no layer reads any more, and for all blocks of padding."""
+    num_computed_tokens: int  # positions whose KV those blocks hold
     sampling: SamplingParams
-    second_at: int = 0
-    """Position of the second text's first token in a pair; 0: one text."""
-    adapter: int = BASE
-    """Its adapter, placed before this step and kept until the row is released."""
+    second_at: int = 0  # position of the second text's first token in a pair; 0: one text
+    adapter: int = BASE  # its adapter, placed before this step and kept until the row is released
     num_scored: int = 0
-    """With `sampling.prompt_logprobs`: prompt tokens, after the first, that already have log-probabilities. A step reports
-    those of `scored_positions`."""
+    """With `sampling.prompt_logprobs`: prompt tokens, after the first, that already have log-probabilities."""
 
 
 @dataclass(slots=True)
 class RowPlan:
     """One row of a step: compute `query_len` tokens after the `context_len` that are cached.
 
-    Treat as frozen. It is not declared so because a frozen dataclass takes four times as long to make, and every step makes
-    one per row. The other per-step records follow for the same reason.
+    Treat as frozen. A frozen dataclass takes four times as long to make, and every step makes one per row.
     """
 
     request_id: str
     context_len: int
     query_len: int
-    new_block_ids: tuple[int, ...]
-    """Appended to the row's block table before this step."""
+    new_block_ids: tuple[int, ...]  # appended to the row's block table before this step
     samples: int
-    """Tokens that the executor samples after the row's last one and appends to the row itself: 0 in the middle of a prompt,
-    usually 1 otherwise. With more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`
-    tokens, each as a step of its own would have. The row has blocks for all of them. With `Capacity.is_one_pass`, 1 requests
-    the answer to the row's text, and nothing is appended."""
+    """Tokens to sample after the row's last one: 0 in the middle of a prompt, usually 1 otherwise.
+
+    With more, the executor may guess tokens and check them in the same step: it samples 1 to `samples` tokens, each as a step
+    of its own would have. The row has blocks for all of them. With `Capacity.is_one_pass`, 1 requests the answer to the row's
+    text.
+    """
 
     @property
     def num_positions(self) -> int:
@@ -84,8 +78,7 @@ class StepPlan:
     now_ns: int
     admits: tuple[AdmitRow, ...]
     rows: tuple[RowPlan, ...]
-    releases: tuple[str, ...]
-    """Requests to forget before anything else: finished, aborted or preempted."""
+    releases: tuple[str, ...]  # requests to forget before anything else: finished, aborted or preempted
 
     @property
     def num_tokens(self) -> int:
@@ -94,8 +87,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    rows: tuple[tuple[int, int], ...]
-    """(query_len, context_len) of each row."""
+    rows: tuple[tuple[int, int], ...]  # (query_len, context_len) of each row
     num_samples: int
 
 
@@ -103,26 +95,21 @@ class StepShape:
 class Capacity:
     """The executor's limits, which the scheduler keeps to."""
 
-    num_blocks: int
-    """Blocks in the pool, including the null block 0."""
+    num_blocks: int  # including the null block 0
     block_size: int
     max_rows: int
     max_step_tokens: int
-    max_model_len: int
-    """Longest prompt + output of one request."""
+    max_model_len: int  # longest prompt + output of one request
     has_state: bool = False
-    """Blocks also hold the recurrent state after their last computed position, so a prefix can be continued only from there."""
+    """Blocks also hold the recurrent state after their last computed position: a prefix can be continued only from there."""
     window: int = 0
     """Every layer sees at most this many last positions, the computed one included; 0: some layer sees all.
 
     The executor may read older positions, whatever is there, if no bit of an answer depends on them.
     """
-    max_scored: int = 0
-    """Prompt positions per step whose log-probabilities can be returned; 0: not supported. Their logits cost memory and
-    time."""
+    max_scored: int = 0  # prompt positions per step whose log-probabilities can be returned; 0: not supported
     is_one_pass: bool = False
-    """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached: its
-    one block only marks its place in the step."""
+    """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached."""
 
     unsupported_parameters: frozenset[str] = frozenset()
     """Names of `types.sampling.PARAMETERS` that the executor does not compute."""
@@ -163,5 +150,4 @@ class Ticket:
     """A step in flight. Treat as frozen (see `RowPlan`)."""
 
     step_id: int
-    ready_ns: int | None = None
-    """When it will be done, if known beforehand (simulation)."""
+    ready_ns: int | None = None  # when it will be done, if known beforehand (simulation)

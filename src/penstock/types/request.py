@@ -1,7 +1,4 @@
-"""One sequence being served: what it asks for, and how far it has come.
-
-The scheduler owns it from `Add` to its finish event. `n > 1` is n requests that share a prompt.
-"""
+"""One sequence being served. The scheduler owns it from `Add` to its finish event."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ class RequestStatus(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. `serve` translates to OpenAI's words."""
-
     STOP = 0
     LENGTH = 1
     ABORT = 2
@@ -39,63 +34,48 @@ class Request:
     sampling: SamplingParams
     arrival_ns: int
     parent_id: str = ""
-    """Shared by the requests of one call: the beams of a search, the texts of a list. Empty: it is alone."""
-    priority: int = 0
-    """Lower is served first (as in vLLM)."""
+    """Shared by the requests of one call: the beams of a search, the texts of a list."""
+    priority: int = 0  # lower is served first (as in vLLM)
     deadline_ns: int | None = None
-    """It is aborted if it has not ended by then; likewise for the next two."""
-    queue_deadline_ns: int | None = None
-    """Deadline for its first step to begin."""
+    """The request is aborted if it has not ended by then; likewise for the next two."""
+    queue_deadline_ns: int | None = None  # for its first step to begin
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
     """Target of its time to first token. Missing a target is counted and has no other effect."""
     slo_itl_ns: int | None = None
     """Target of its inter-token latency, met if 99 % of its gaps are no longer."""
     tenant: str = ""
-    cache_salt: bytes = b""
-    """Cached prefixes are shared only among requests of the same salt."""
-    conversation: bytes = b""
-    """Conversation named by the client, hashed with the tenant; empty if not named."""
-    predicted_new_tokens: int | None = None
-    """The predicted output length that policies see."""
-    matcher: Matcher | None = None
-    """Set if and only if `sampling.follows_grammar`."""
-    second_at: int = 0
-    """Position of the second text's first token in a pair; 0: one text."""
-    model_wait_ns: int = 0
-    """Time after arrival that it waited for its model to load."""
-    grammar_wait_ns: int = 0
-    """Time before it was queued that it waited for its grammar to compile."""
+    cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt
+    conversation: bytes = b""  # the conversation that the client named, hashed with the tenant
+    predicted_new_tokens: int | None = None  # the output length that policies see
+    matcher: Matcher | None = None  # set if and only if `sampling.follows_grammar`.
+    second_at: int = 0  # as in `AdmitRow`
+    model_wait_ns: int = 0  # time after arrival that it waited for its model to load
+    grammar_wait_ns: int = 0  # time before it was queued that it waited for its grammar to compile
     adapter: AdapterRef | None = None
-    """None: the plain model."""
 
     # Progress: written by `sched/progress.py` alone.
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)
     """Prompt + generated. A field, since every step reads it for every row."""
-    max_total_tokens: int = 0
-    """Limit of `num_tokens`; 0 before it is queued."""
+    max_total_tokens: int = 0  # limit of `num_tokens`; 0 before it is queued
     num_computed_tokens: int = 0
     """Tokens with committed KV. Changes only in commit, or temporarily while a step is planned ahead (`sched/flights.py`)."""
-    num_inflight_tokens: int = 0
-    """Tokens scheduled and not yet committed."""
+    num_inflight_tokens: int = 0  # tokens scheduled and not yet committed
     num_pending_samples: int = 0
-    """Tokens counted in `num_tokens` whose value is not known yet; nonzero only while a step is planned ahead."""
-    forced_from: int = 0
-    """`num_tokens` before its grammar last forced tokens; 0: not since it was admitted."""
-    num_cached_tokens: int = 0
-    """Tokens that the first admission found in the prefix cache (for `usage`)."""
+    """Tokens counted in `num_tokens` whose value is not known yet, while a step is planned ahead."""
+    forced_from: int = 0  # `num_tokens` before its grammar last forced tokens; 0: not since it was admitted
+    num_cached_tokens: int = 0  # tokens that the first admission found in the prefix cache
     num_preemptions: int = 0
     max_computed_tokens: int = 0
     """The most that `num_computed_tokens` was at a preemption. Tokens up to there are recomputed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
+    """Of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it, if one did."""
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -107,7 +87,7 @@ class Request:
 
     @property
     def is_jumping(self) -> bool:
-        """True if everything it is behind, except one token, was forced by its grammar. Only asked when it is more than one
+        """Whether all but one of the tokens it is behind were forced by its grammar. Only asked when it is more than one
         behind."""
         return 0 < self.forced_from <= self.num_computed_tokens + 1
 
@@ -121,11 +101,11 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """True if no log-probabilities of its prompt are left to report, so cached tokens can be skipped."""
+        """Whether no log-probabilities of its prompt are left to report, so cached tokens can be skipped."""
         return self.sampling.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
 
     def positions_to_score(self, context_len: int, query_len: int) -> range:
-        """Return the row's `scored_positions`, or an empty range if the request does not ask for them."""
+        """Return the row's `scored_positions`, empty if the request does not ask for them."""
         if self.sampling.prompt_logprobs is None:
             return range(0)
         return scored_positions(context_len, query_len, self.num_prompt_tokens, len(self.prompt_logprobs))

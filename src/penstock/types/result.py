@@ -12,36 +12,32 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
-    rank: int
-    """1 + the number of more likely tokens."""
-    top: tuple[tuple[int, float], ...]
-    """(token_id, logprob), most likely first, ties by id; as many as requested."""
+    rank: int  # 1 + the number of more likely tokens
+    top: tuple[tuple[int, float], ...]  # (token_id, logprob), most likely first, ties by id; as many as requested
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Integer nanoseconds of the executor's monotonic clock. Treat as frozen (see `RowPlan`)."""
+    """In the executor's monotonic clock. Treat as frozen (see `RowPlan`)."""
 
     start_ns: int
     end_ns: int
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Named shares of the step (linear, attention, sampling, host, ...), where the executor knows them."""
-    waited_ns: int = 0
-    """Time before `start_ns` in which the executor was ready but other models used the machine."""
+    """Named shares of the step (linear, attention, sampling, host, ...)."""
+    waited_ns: int = 0  # time before `start_ns` in which other models used the machine
 
 
 @dataclass(slots=True)
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]
-    """request_id -> tokens sampled in this step, in order: 1 to `samples` for each sampling row that did not fail."""
+    """request_id -> sampled tokens, 1 to `samples` for each sampling row that did not fail."""
     timing: StepTiming
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only for rows that asked for them; as long as the row's `token_ids`."""
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """Only for rows that asked: request_id -> one entry per `scored_positions`, about the token after it."""
+    """For rows that asked: one entry per `scored_positions`, about the token after it."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """request_id -> why a sampling row has no token (no logit was a number). That request ends; the others continue."""
+    """request_id -> why a sampling row has no token. That request ends; the others continue."""
     states: Mapping[str, bytes] = field(default_factory=dict)
-    """With `Capacity.is_one_pass`, instead of tokens: request_id -> float32 in native byte order. [width], or [num_tokens,
-    width] with one row per token"""
+    """With `Capacity.is_one_pass`, instead of tokens: float32 [width], or [num_tokens, width] with one row per token."""

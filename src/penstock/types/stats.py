@@ -16,66 +16,49 @@ class WaitReason(StrEnum):
 
     NOTHING = ""
     ROWS = "rows"
-    """The maximum number of requests runs."""
-    TOKENS = "tokens"
-    """Other requests, mostly prefills, took the step's tokens."""
+    TOKENS = "tokens"  # other requests, mostly prefills, took the step's tokens
     MEMORY = "memory"
-    LOADING = "loading"
-    """The rest of its prefix is being loaded from the tier below the pool."""
-    PREFIX = "prefix"
-    """Another request is computing part of its prompt."""
-    ADAPTER = "adapter"
-    """Its adapter is being loaded, or the maximum number of adapters runs."""
-    GATE = "gate"
-    """The batch is closed, or waits for more requests."""
+    LOADING = "loading"  # the rest of its prefix is being loaded from the tier below the pool
+    PREFIX = "prefix"  # another request is computing part of its prompt
+    ADAPTER = "adapter"  # its adapter is being loaded, or the maximum number of adapters runs
+    GATE = "gate"  # the batch is closed, or waits for more requests
 
 
 class PrefixEnd(StrEnum):
     """Why a prefix cache lookup ended."""
 
-    WHOLE = "whole"
-    """Everything possible was found: the last token is always computed."""
+    WHOLE = "whole"  # everything possible was found: the last token is always computed
     OFF = "caching off"
     EVICTED = "evicted"
-    """It was cached, and its memory was given to others."""
-    DIFFERS = "differs"
-    """The cache continues with other tokens."""
-    ANSWER = "answer differs"
-    """The cache continues with an answer that an earlier request generated."""
+    DIFFERS = "differs"  # the cache continues with other tokens
+    ANSWER = "answer differs"  # the cache continues with an answer that an earlier request generated
     SALT = "different salt or adapter"
     """The same tenant sent the same tokens under another salt, or for another adapter."""
     UNSEEN = "never seen"
-    SCORED = "log-probabilities of the prompt"
-    """The request asks for these, which needs every token computed."""
+    SCORED = "log-probabilities of the prompt"  # the request asks for these, which needs every token computed
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixStop:
     reason: PrefixEnd
-    position: int
-    """The first token not found; for `differs` and `answer differs`, the first that differs."""
-    evicted_ns: int | None = None
-    """When that token's block was evicted, if it was."""
+    position: int  # the first token not found; for `differs` and `answer differs`, the first that differs
+    evicted_ns: int | None = None  # when that token's block was evicted
 
 
 @dataclass(slots=True)
 class Admission:
-    """A request began to run or resumed after preemption. All requests of a beam search do so together. Treat as frozen."""
+    """A request began to run or resumed after preemption. Treat as frozen."""
 
     request_id: str
     num_tokens: int
-    """Prompt and what was generated before."""
     num_hit_tokens: int
     query_len: int
-    stop: PrefixStop | None = None
-    """Set on the first admission, if somebody keeps request histories."""
+    stop: PrefixStop | None = None  # set on the first admission, if somebody keeps request histories
 
 
 class PreemptReason(StrEnum):
     MEMORY = "memory"
-    """Another running request lacked blocks."""
-    ORDER = "order"
-    """A request of a higher class took its place."""
+    ORDER = "order"  # a request of a higher class took its place
 
 
 @dataclass(slots=True)
@@ -85,8 +68,7 @@ class Preemption:
     request_id: str
     reason: PreemptReason
     num_computed_tokens: int
-    is_swap: bool = False
-    """Its blocks are kept in the tier below the pool."""
+    is_swap: bool = False  # its blocks are kept in the tier below the pool
 
 
 @dataclass(slots=True)
@@ -95,10 +77,8 @@ class PlanNews:
 
     planned_ns: int
     waits_for: WaitReason
-    """As when the step was planned."""
     admissions: Sequence[Admission]
-    preemptions: Sequence[Preemption]
-    """Before the admissions, except pauses in their favour."""
+    preemptions: Sequence[Preemption]  # before the admissions, except pauses in their favour
     set_aside: Sequence[tuple[str, WaitReason]] = ()
     """Requests that let others pass from now on, and why: a long prompt, or a wait for another's."""
 
@@ -107,29 +87,21 @@ class PlanNews:
 class StepCounts:
     """The work of one step, counted while it is planned and committed. Written by the scheduler alone."""
 
-    num_rows: int = 0
-    """Without padding rows."""
-    num_tokens: int = 0
-    """Positions computed, padding included."""
-    num_decodes: int = 0
-    """Positions of decodes: one each, plus forced tokens, plus padding after a request's end."""
-    num_prefill_pairs: int = 0
-    """(prefill token, earlier token of its request) pairs: the work of attention."""
-    num_sampled_tokens: int = 0
-    """Known once the step is committed."""
+    num_rows: int = 0  # without padding rows
+    num_tokens: int = 0  # positions computed, padding included
+    num_decodes: int = 0  # positions of decodes: one each, plus forced tokens, plus padding after a request's end
+    num_prefill_pairs: int = 0  # (prefill token, earlier token of its request) pairs: the work of attention
+    num_sampled_tokens: int = 0  # known once the step is committed
     num_padding_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_recomputed_tokens: int = 0
-    """Positions computed again after a preemption: its cost."""
-    num_prefix_query_tokens: int = 0
-    """Tokens that this step's admissions looked up in the prefix cache."""
+    num_recomputed_tokens: int = 0  # positions computed again after a preemption
+    num_prefix_query_tokens: int = 0  # tokens that this step's admissions looked up in the prefix cache
     num_prefix_hit_tokens: int = 0
     most_ns: int = 0
     """How long the step should take at most, since others want the machine; 0: no limit."""
     max_prefill_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
-    """As when the step was planned."""
     num_blocks_held: int = 0
     """By requests and adapters while the step is computed, including requests that end with it."""
     num_adapters: int = 0
@@ -151,22 +123,17 @@ class StepStats:
     ended_ns: int
     num_running: int
     num_waiting: int
-    num_blocks_total: int
-    """Without the null block: free + cached + held."""
-    num_blocks_free: int
-    """Free blocks without reusable content."""
-    num_blocks_cached: int
-    """Free blocks with content that a prefix hit may revive."""
+    num_blocks_total: int  # without the null block: free + cached + held
+    num_blocks_free: int  # free blocks without reusable content
+    num_blocks_cached: int  # free blocks with content that a prefix hit may revive
     counts: StepCounts = field(default_factory=StepCounts)
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares: schedule, execute, commit, and the executor's own parts."""
     void: Collection[str] = ()
     """Ids of rows whose requests had ended before. A new request may have taken the id since."""
     planned_ns: int = 0
-    """When it was planned, even if the step before still ran."""
     rows: Sequence[RowPlan] = ()
-    waited_ns: int = 0
-    """Time in which other models used the machine."""
+    waited_ns: int = 0  # time in which other models used the machine
 
 
 @dataclass(slots=True)
@@ -186,8 +153,7 @@ class RequestStats:
     finish_reason: FinishReason
     reject_reason: str = ""
     slo_ttft_ns: int | None = None
-    is_beam: bool = False
-    """A hypothesis of a beam search: all tokens come at its end."""
+    is_beam: bool = False  # a hypothesis of a beam search: all tokens come at its end
     model_wait_ns: int = 0
     grammar_wait_ns: int = 0
 
@@ -196,21 +162,16 @@ class RequestStats:
 class TierStats:
     """Totals of the tier below the KV pool. Written by one thread; readers may see fields a step apart."""
 
-    medium: str = "disk"
-    """`disk` or `host`."""
+    medium: str = "disk"  # `disk` or `host`
     num_slots: int = 0
-    num_present: int = 0
-    """Slots with content that can be loaded."""
+    num_present: int = 0  # slots with content that can be loaded
     is_open: bool = False
     num_spilled_blocks: int = 0
     num_loaded_blocks: int = 0
-    """Read intact."""
-    num_dropped_blocks: int = 0
-    """Not written, because too many were on their way."""
+    num_dropped_blocks: int = 0  # not written, because too many were on their way
     num_written_bytes: int = 0
     num_read_bytes: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    """Failed blocks by `FailureReason`."""
+    failures: dict[str, int] = field(default_factory=dict)  # failed blocks by `FailureReason`
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +179,11 @@ class AdapterCounts:
     """The adapters in the KV pool at one moment."""
 
     num_resident: int = 0
-    num_running: int = 0
-    """Those that running requests use."""
+    num_running: int = 0  # those that running requests use
     num_blocks: int = 0
-    """Blocks of all of them: held for those in use, cached for the others."""
-    num_placements: int = 0
-    """Totals since the engine started."""
+    num_placements: int = 0  # totals since the engine started
     num_evictions: int = 0
-    numbers: Collection[int] = field(default=(), compare=False)
-    """The adapters in the pool: in a running engine a live view, only for `in`."""
+    numbers: Collection[int] = field(default=(), compare=False)  # in a running engine a live view, only for `in`
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +193,8 @@ class AdapterStats:
     num_registered: int = 0
     num_in_memory: int = 0
     num_bytes: int = 0
-    """Bytes of host memory, packed."""
     num_loads: int = 0
-    load_ns: int = 0
-    """Time of all successful loads: reading, checking and packing."""
+    load_ns: int = 0  # time of all successful loads: reading, checking and packing
     num_failures: int = 0
     num_evictions: int = 0
 
@@ -248,18 +203,14 @@ class EngineLoad(NamedTuple):
     """How busy the engine is. All 0 before anything is known."""
 
     num_running: int = 0
-    num_waiting: int = 0
-    """Submitted and not running: in the inbox, queued or preempted."""
+    num_waiting: int = 0  # in the inbox, queued or preempted
     waits_for: WaitReason = WaitReason.NOTHING
-    """The resource that the first queued request lacks."""
     num_prompt_tokens: int = 0
-    num_blocks_total: int = 0
-    """Without the null block: free + cached + held."""
+    num_blocks_total: int = 0  # without the null block: free + cached + held
     num_blocks_free: int = 0
     num_blocks_cached: int = 0
     num_blocks_shared: int = 0
-    num_rows_free: int = 0
-    """How many more may run at once, given enough blocks."""
+    num_rows_free: int = 0  # how many more may run at once, given enough blocks
     adapters: AdapterCounts = AdapterCounts()
 
     @property

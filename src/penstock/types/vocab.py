@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SpecialTokens = Mapping[str, str | tuple[str, ...] | None]
-"""Special tokens by the name that chat templates use, such as `eos_token`. A name may stand for several
-(`additional_special_tokens`); None: the model has no such token."""
+"""By the name that chat templates use, such as `eos_token`. A name may stand for several; None: there is no such token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,11 +15,9 @@ class GgufVocab:
 
     model: str
     """`gpt2` and `gemma4` (BPE), `llama` (SentencePiece BPE), `t5` (SentencePiece unigram) or `bert` (WordPiece)."""
-    pre: str
-    """The pre-tokeniser, e.g. `smollm`, `llama-bpe`, `qwen2`; empty if the file names none."""
+    pre: str  # the pre-tokeniser, such as `llama-bpe`; may be empty
     tokens: Sequence[str]
-    token_types: Sequence[int]
-    """1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    token_types: Sequence[int]  # 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
     merges: Sequence[str]
     scores: Sequence[float]
     bos_token_id: int | None
@@ -29,13 +26,8 @@ class GgufVocab:
     padding_token_id: int | None = None
     add_bos_token: bool
     add_eos_token: bool
-    add_space_prefix: bool
-    """SentencePiece only: put a space before a text, and after a special token."""
-    remove_extra_whitespaces: bool = False
-    """SentencePiece only: strip spaces at both ends and collapse runs to one."""
-    charsmap: bytes = b""
-    """Unigram only: SentencePiece's compiled character replacements; empty if there are none."""
+    add_space_prefix: bool  # sentencePiece only: put a space before a text, and after a special token
+    remove_extra_whitespaces: bool = False  # sentencePiece only: strip spaces at both ends and collapse runs to one
+    charsmap: bytes = b""  # unigram only: SentencePiece's compiled character replacements
     lowercase: bool = True
-    """WordPiece only."""
-    strip_accents: bool = True
-    """WordPiece only."""
+    strip_accents: bool = True  # wordPiece only, with `lowercase`

@@ -13,25 +13,21 @@ from penstock.machine import available_memory_bytes, data_cache_bytes
 
 _log = logging.getLogger(__name__)
 
-KV_TILE = 16
-"""Block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h)."""
-LARGEST_HEAD_DIM = 512
-"""Columns of a head (`kLargestHeadDim` there)."""
+KV_TILE = 16  # block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h).
+LARGEST_HEAD_DIM = 512  # `kLargestHeadDim` in native/kernels/kernels.h.
 
 
 class KernelInfo(TypedDict):
     """The kernels of this build that this machine can run."""
 
-    variants: list[str]
-    """Usable instruction-set variants, best first."""
+    variants: list[str]  # usable instruction-set variants, best first
     variant: str
-    """The one taken by default."""
     why_no_tiles: str
-    """Why the tiles that the processor has can't be used; empty if they can, or if it has none."""
+    """Why the processor's tiles can't be used; empty if they can, or if it has none."""
 
 
 def info() -> KernelInfo:
-    """Ask the compiled module. Raises ImportError if it was not built."""
+    """Return what the compiled module reports. Raises ImportError if it was not built."""
     from penstock.backends.native import _native
 
     variants = _native.usable_variants()
@@ -39,7 +35,7 @@ def info() -> KernelInfo:
 
 
 def spreading_refusal(nodes: Sequence[int]) -> str | None:
-    """Why the system does not spread memory over these nodes (NUMA), with the remedy; None if it does."""
+    """Return why the system does not spread memory over these nodes (NUMA), with the remedy, or None if it does."""
     from penstock.backends.native import _native
 
     try:
@@ -52,12 +48,11 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
     return os.strerror(error) + remedy if error else None
 
 
-PROBE_S = 0.01
-"""Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
+PROBE_S = 0.01  # short enough that some measurements fall between the interruptions of a shared machine
 PROBE_REPEAT = 8
 LEAST_PROBED_BYTES = 1 << 28
 PROBED_CACHES = 8
-"""So many times what the caches hold is read: some of twice as much still comes from them (docs/performance.md, Peaks)."""
+"""Memory to read, in sizes of the caches: some of twice their size still comes from them (docs/performance.md, Peaks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +60,15 @@ class Peaks:
     """The best of several short measurements, of all threads together. A multiply-add is two operations."""
 
     variant: str
-    quantised: str
-    """The arithmetic of quantised weights: int8, or bf16 tiles."""
+    quantised: str  # the arithmetic of quantised weights: int8, or bf16 tiles
     quantised_ops_per_s: float
     bf16_ops_per_s: float
     read_bytes_per_s: float
 
 
 def probed_bytes() -> int:
-    """The size of the memory that a probe reads over and over: so large that hardly any of it is read from the caches of this
-    process's CPUs, and 256 MiB at least. No more than half of the memory that is available, which is warned of.
-    """
+    """Return the memory that a probe reads over and over: hardly any of it stays in caches, and half of it or more is left
+    free."""
     wanted, most = max(LEAST_PROBED_BYTES, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
     if wanted > most:
         _log.warning(
@@ -88,8 +81,7 @@ def probed_bytes() -> int:
 
 
 def probe_peaks(num_threads: int) -> Peaks:
-    """How fast this machine multiplies and reads memory just now, with the variant taken by default; takes about a second,
-    or a few where caches are large."""
+    """Measure how fast this machine multiplies and reads memory just now. Takes a second, or a few where caches are large."""
     from penstock.backends.native import _native
     from penstock.backends.native._native import ProbeKind
 

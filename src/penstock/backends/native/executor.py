@@ -1,7 +1,7 @@
-"""Owns the native engine of one model and speaks the `Executor` port for it.
+"""The native engine of one model behind the `Executor` port.
 
-A step is one call without the GIL (`run`). One whose rows wait for masks is begun when it is submitted (`begin`), and is told
-the masks (`restrict`) before that call.
+A step is one call without the GIL (`run`). A step whose rows wait for masks begins when it is submitted (`begin`), and gets the
+masks (`restrict`) before that call.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ TIME_PARTS = ("rows", "linear", "attention", "sampling")
 
 
 class Stage(NamedTuple):
-    """One instruction of a step: what of it threads share, task by task (docs/kernels.md, "Strands")."""
+    """How threads shared one instruction of a step, task by task (docs/kernels.md, "Strands")."""
 
-    strand: int
-    """-1: all strands together."""
+    strand: int  # -1: all strands together
     instruction: str
     num_tasks: int
-    grain: int
-    """Rows, panels or tiles of a task."""
+    grain: int  # rows, panels or tiles of a task
     row_blocks: int
-    num_members: int
-    """Threads that share its tasks."""
+    num_members: int  # threads that share its tasks
 
 
 class NativeExecutor:
     """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
-    Executors that are given the same `team` share its threads: their steps take turns, each as its `account` (by default one of
-    its own). Without a team the executor makes one of `num_threads`; 0: as many as suit the machine. `variant` forces an
-    instruction set (`penstock env` lists them). Raises `ModelError` for what the backend can't compute, MemoryError if there is
-    no room, ValueError for a capacity that the kernels can't work with (`block_size` must be a multiple of 16, but for texts).
-    `poison` is for tests: what is stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If
-    `expert_file` is given, the descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses.
-    `rounds_floats`: weights that are floats become int8 (`lower`), by default those of a program that reads texts; else bf16.
-    Rows may have adapters of a rank up to `max_adapter_rank`; without, no instruction knows of them. Weights and KV cache are
-    spread over `memory_nodes`, if there are any.
+    - `team`, `account`: executors of one team share its threads, and their steps take turns by account. Without a team the
+      executor makes one of `num_threads`; 0: as many as suit the machine.
+    - `variant`: an instruction set (`penstock env` lists them); empty: the best.
+    - `poison`: for tests, stale KV and buffers become NaN.
+    - `on_packed`: called with the bytes of packed weights, as in `lower`.
+    - `expert_file`: descriptor of an empty file for the experts. Then OSError is raised if the disk fails.
+    - `rounds_floats`: float weights become int8 instead of bf16; by default for programs that read texts.
+    - `max_adapter_rank`: largest rank of rows' adapters; 0: no adapters.
+    - `memory_nodes`: nodes over which weights and KV cache are spread.
+
+    Raises ModelError for what the backend can't compute, MemoryError if there is no room, and ValueError for a capacity that
+    the kernels can't work with (`block_size` must be a multiple of 16, except for texts).
     """
 
     def __init__(
@@ -140,8 +140,7 @@ class NativeExecutor:
             rounds_floats=rounds,
             has_adapters=max_adapter_rank > 0,
         )
-        self._placed: dict[int, tuple[int, ...]] = {}
-        """Number of an adapter -> its blocks."""
+        self._placed: dict[int, tuple[int, ...]] = {}  # number of an adapter -> its blocks
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
@@ -155,17 +154,11 @@ class NativeExecutor:
             max_scored=max_scored,
         )
         self._wants_logprobs: set[str] = set()
-        """Request ids."""
         self._scores_prompts: set[str] = set()
-        """Request ids."""
         self._with_grammar: set[str] = set()
-        """Request ids of rows whose masks come step by step."""
         self._awaits_masks = False
-        """The step in flight has such a row that samples."""
         self._flight: int | None = None
-        """The id of the step that was submitted and not collected."""
         self._start_ns = 0
-        """When it was."""
         self._poison = poison
         if poison:
             for block_id in range(1, num_blocks):
@@ -185,7 +178,7 @@ class NativeExecutor:
 
     @property
     def depth(self) -> int:
-        """Its threads share the cores with the host, so there is nothing to hide behind a step."""
+        """1: its threads share the cores with the host, so nothing can be hidden behind a step."""
         return 1
 
     @property
@@ -194,7 +187,6 @@ class NativeExecutor:
 
     @property
     def variant(self) -> str:
-        """The instruction set in use."""
         return str(self._engine.variant)
 
     @property
@@ -208,29 +200,28 @@ class NativeExecutor:
 
     @property
     def num_strands(self) -> int:
-        """In how many groups the last step's tokens went through the layers: docs/kernels.md, "Strands"; 0 before the first."""
+        """Groups in which the last step's tokens went through the layers (docs/kernels.md, "Strands"); 0 before the first."""
         return int(self._engine.num_strands)
 
     @property
     def stages(self) -> list[Stage]:
-        """How the last step was divided: the stages of each strand in order, then those of all together."""
+        """The stages of the last step's strands in order, then those of all together."""
         return [Stage(*stage) for stage in self._engine.stages]
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
-        """The blocks that a strand's products were to fetch for one layer's attention in the last step, in order.
+        """Return the blocks that a strand's products were to fetch for a layer's attention in the last step, in order.
 
-        Those for which they had no time are among them. ValueError if there was no such strand or is no such layer.
+        Includes those for which there was no time. Raises ValueError if there was no such strand or layer.
         """
         return list(self._engine.fetched_blocks(strand, layer))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of packed weights."""
         return int(self._engine.weight_bytes)
 
     @property
     def small_page_bytes(self) -> int:
-        """Bytes of memory for weights that are to become huge pages, in the background; 0 once all are."""
+        """Bytes of weights that are still to become huge pages, in the background."""
         return int(self._engine.small_page_bytes)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -255,7 +246,7 @@ class NativeExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """The packer of adapters for this executor and others of its model and settings; it outlives this one."""
+        """A packer for this executor and others of its model and settings. It outlives this one."""
         return _Packer(self._program, self._engine.adapter_format, self._sites, self._max_adapter_rank)
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
@@ -337,12 +328,11 @@ class NativeExecutor:
         )
 
     def _timing(self, start_ns: int) -> StepTiming:
-        """The times of a step that has just ended."""
         waited_ns, parts = self._engine.waited_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))
         return StepTiming(start_ns + waited_ns, time.monotonic_ns(), parts, waited_ns)
 
     def _forget_stale(self, plan: StepPlan) -> None:
-        """Poisons buffers, and blocks beyond their rows' computed tokens: they have no meaning, and any use becomes visible."""
+        """Poison buffers, and blocks beyond their rows' computed tokens, so that any use becomes visible."""
         self._engine.poison_buffers()
         if self._capacity.is_one_pass:
             return
@@ -374,7 +364,7 @@ class NativeExecutor:
         return found
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Logits after each token of a text with an adapter that is placed, [len(token_ids), vocab_size]; for tests.
+        """Return logits after each token of a text with a placed adapter, [len(token_ids), vocab_size]; for tests.
 
         Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere.
         """
@@ -405,7 +395,7 @@ class NativeExecutor:
         return logits
 
     def close(self) -> None:
-        """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
+        """End the kernel threads and free weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()
@@ -426,8 +416,6 @@ def _enable_adapters(engine: Engine, max_rank: int, *, rounds_floats: bool) -> N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packer:
-    """An `AdapterPacker` that outlives its executor."""
-
     program: Program
     format: AdapterFormat
     sites: Mapping[str, Sequence[int]]
@@ -453,7 +441,7 @@ class _Packer:
 
 
 def make_row_sampling(params: SamplingParams) -> RowSampling:
-    """The native form of a request's parameters, for `AdmitRow.sampling`."""
+    """Return the native form of a request's parameters."""
     return RowSampling(
         temperature=params.temperature,
         top_k=params.top_k,

@@ -1,16 +1,10 @@
-"""Translates a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
+"""Translates a `Program` into the C++ engine's instructions, once, at load.
 
-It goes through the operations in two passes, and looks weights up on the way:
+1. `fuse` groups operations: linear operations that read the same value, and gates with their activations, become one product.
+2. `_Emitter` gives each group to the engine, and converts values to the form that a weight reads where one is first needed.
+Heads whose width is no multiple of 16 are padded before they are stored or attend, and unpadded after.
 
-1. `fuse` looks at the operations alone: linear operations that read the same value become one product, a gate, an up
-   projection and their activation become one, and a norm that only products of integers read need not be kept.
-2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, or bf16 ones
-   if the engine has tiles (AMX); weights that are rounded here int8 ones with a scale per row, and bf16 weights bf16: the
-   conversion is inserted where a value is first wanted so. Where 16 does not divide the width of heads, they are padded
-   before they are stored or attend, and the result loses the padding, so that no weight and no other operation sees it.
-   Neighbouring operations on single rows become one instruction.
-
-`_Weights` packs each weight when it is first named: `native/blocks.h` says how.
+`_Weights` packs each weight when it is first named (`native/blocks.h`).
 """
 
 from __future__ import annotations
@@ -18,40 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
-from penstock.models.program import (
-    Act,
-    Add,
-    Attention,
-    Embed,
-    EmbedPositions,
-    EmbedTypes,
-    Experts,
-    FirstRows,
-    GatedActivation,
-    GatherRows,
-    KvWrite,
-    LayerNorm,
-    Linear,
-    Logits,
-    MeanRows,
-    Op,
-    Program,
-    RMSNorm,
-    Rope,
-    ShortConv,
-    Softcap,
-    States,
-    TextAttention,
-    features,
-)
+from penstock.models.program import Op, Program, features
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
@@ -62,17 +32,14 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16, or as int8 with a scale per row."""
-MOST_ROUNDED_COLS = 8192
-"""`kMostRow8Cols` of native/kernels/kernels.h."""
+MOST_ROUNDED_COLS = 8192  # `kMostRow8Cols` of native/kernels/kernels.h.
 ACTIVATION_KINDS = {
     kind: number
     for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
 }
 """The numbers of native/kernels/kernels.h."""
-_OF_PRODUCTS = ("silu", "gelu_tanh")
-"""Activations that a product of a gate and an up projection computes; the others run on its rows."""
-_OF_ROUNDED_PRODUCTS = ("gelu",)
-"""Activations that a product of weights rounded to int8 computes."""
+_OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that a product of a gate and an up projection computes
+_OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that a product of weights rounded to int8 computes
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
 """Activations whose results are hardly ever negative: 256 integers hold them from the smallest to the largest."""
 COMPUTED = frozenset(
@@ -95,8 +62,7 @@ COMPUTED = frozenset(
     }
 )
 """The `features` of operations that this backend computes."""
-PANEL = 16
-"""Rows that the engine packs together."""
+PANEL = 16  # rows that the engine packs together
 NONE = -1
 
 
@@ -112,12 +78,12 @@ def lower(
 ) -> Mapping[str, Sequence[int]]:
     """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
 
-    `rounds_floats`: the floats of linear operations become int8 with a scale for each of a matrix's rows, else bf16.
-    `on_packed` is told the bytes of each part of a matrix, as in the file, when it has been taken over.
-    `has_adapters`: rows may have adapters, which were enabled in the engine. Then the result has the engine's sites of each of
-    `models.adapter.sites` that is computed. Without, no instruction knows of adapters.
+    - `rounds_floats`: the floats of linear operations become int8 with a scale per row instead of bf16
+    - `on_packed`: called with the file's bytes of each part of a matrix when it has been packed
+    - `has_adapters`: rows may have adapters, which are enabled in the engine
 
-    Raises `ModelError` for an operation or a weight format that this backend can't compute.
+    Return the engine's sites of each of `models.adapter.sites` that is computed. Raises ModelError for an operation or a weight
+    format that this backend can't compute.
     """
     check_program(program)
     known = _Weights(program, weights, engine, on_packed, rounds_floats)
@@ -129,13 +95,13 @@ def lower(
 
 
 def check_program(program: Program) -> None:
-    """Raises `ModelError`, which names every operation and field that this backend can't compute. Needs no weights."""
+    """Raise ModelError with every operation and field that this backend can't compute. Needs no weights."""
     missing = dict.fromkeys(feature for op in program.ops for feature in features(op) if feature not in COMPUTED)
-    results = {op.out for op in program.ops if isinstance(op, Logits)}
+    results = {op.out for op in program.ops if isinstance(op, prog.Logits)}
     for op in program.ops:
-        if isinstance(op, Rope) and op.growth and 2 * len(op.inv_freq) < op.head_dim:
+        if isinstance(op, prog.Rope) and op.growth and 2 * len(op.inv_freq) < op.head_dim:
             missing["Rope.growth of columns that do not turn"] = None
-        elif isinstance(op, Softcap) and op.x not in results:
+        elif isinstance(op, prog.Softcap) and op.x not in results:
             missing["Softcap of anything but logits"] = None
     if missing:
         raise ModelError(
@@ -150,54 +116,52 @@ def check_program(program: Program) -> None:
 class Products(NamedTuple):
     """Linear operations that read the same value and may run in any order."""
 
-    ops: tuple[Linear, ...]
+    ops: tuple[prog.Linear, ...]
 
 
 class Gated(NamedTuple):
-    """A gate, an up projection and their activation: one product of two matrices, whose own results nobody reads."""
+    """A gate, an up projection and their activation as one product, whose own results nobody else reads."""
 
-    gate: Linear
-    up: Linear
-    act: GatedActivation
+    gate: prog.Linear
+    up: prog.Linear
+    act: prog.GatedActivation
 
 
 class ActivatedProduct(NamedTuple):
     """A linear operation and the activation of its result, which nobody else reads."""
 
-    op: Linear
-    act: Act
+    op: prog.Linear
+    act: prog.Act
 
 
 class QuantisedNorm(NamedTuple):
-    """A norm of whole rows that only quantised products read: it is quantised at once, and not kept otherwise."""
+    """A norm of whole rows that only quantised products read, so that it is not kept as floats."""
 
-    op: RMSNorm
+    op: prog.RMSNorm
 
 
 class Attend(NamedTuple):
-    op: Attention
-    of_samples: bool
-    """Only rows that sample are read of the result: of a prompt's last layer hardly anything."""
+    op: prog.Attention
+    of_samples: bool  # only rows that sample are read of the result
 
 
 Group = Products | Gated | ActivatedProduct | QuantisedNorm | Attend | Op
-"""One step of the translation; an operation that stands alone is itself."""
 
 
 def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
-    """All operations, in order, in groups. Reads the formats of weights, and packs none."""
+    """Yield all operations, in order, in groups. Reads the formats of weights, and packs none."""
     at = 0
     while at < len(ops):
         op = ops[at]
-        if isinstance(op, Linear):
+        if isinstance(op, prog.Linear):
             activated = _activated_at(ops, at, weights)
             group = activated or _gated_at(ops, at, weights) or _products_at(ops, at, weights)
             yield group
             at += 2 if isinstance(group, ActivatedProduct) else 3 if isinstance(group, Gated) else len(group.ops)
             continue
-        if isinstance(op, Attention):
+        if isinstance(op, prog.Attention):
             yield Attend(op, _is_only_gathered(ops, op.out, at + 1))
-        elif isinstance(op, RMSNorm) and not op.group and _is_only_multiplied(ops, op.out, at + 1, weights):
+        elif isinstance(op, prog.RMSNorm) and not op.group and _is_only_multiplied(ops, op.out, at + 1, weights):
             yield QuantisedNorm(op)
         else:
             yield op
@@ -206,10 +170,10 @@ def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
 
 def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
     first = ops[at]
-    assert isinstance(first, Linear)
+    assert isinstance(first, prog.Linear)
     run = [first]
     for op in ops[at + 1 :]:
-        if not isinstance(op, Linear) or op.x != first.x or not _are_independent(op, run):
+        if not isinstance(op, prog.Linear) or op.x != first.x or not _are_independent(op, run):
             break
         if _gated_at(ops, at + len(run), weights) is not None:
             break
@@ -218,22 +182,22 @@ def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
 
 
 def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedProduct | None:
-    """The two operations from `at` on, if they are a product of rounded weights and an activation that can be one with it."""
+    """Return the two operations from `at` on if they can be one product of rounded weights."""
     if at + 1 >= len(ops):
         return None
     op, act = ops[at : at + 2]
-    if not (isinstance(op, Linear) and isinstance(act, Act)) or act.activation not in _OF_ROUNDED_PRODUCTS:
+    if not (isinstance(op, prog.Linear) and isinstance(act, prog.Act)) or act.activation not in _OF_ROUNDED_PRODUCTS:
         return None
     fits = act.x == op.out and op.residual is None and weights.is_rounded(op.weight)
     return ActivatedProduct(op, act) if fits and (act.out == op.out or not _is_read(ops, op.out, at + 2)) else None
 
 
 def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
-    """The three operations from `at` on, if they are a gate, an up projection and their activation that can be one."""
+    """Return the three operations from `at` on if they can be one product."""
     if at + 2 >= len(ops):
         return None
     gate, up, act = ops[at : at + 3]
-    if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
+    if not (isinstance(gate, prog.Linear) and isinstance(up, prog.Linear) and isinstance(act, prog.GatedActivation)):
         return None
     plain = act.activation in _OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
     fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
@@ -243,15 +207,15 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     return Gated(gate, up, act) if fits and same and unread else None
 
 
-def _are_independent(op: Linear, run: Sequence[Linear]) -> bool:
-    """Whether `op` may run at the same time as a run before it: neither writes what the other reads or writes."""
+def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
+    """Return whether neither `op` nor the run writes what the other reads or writes."""
     written = {other.out for other in run}
     read = {name for other in run for name in _read_by(other)}
     return not written & {op.out, op.x, op.residual} and op.out not in read
 
 
 def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
-    """The operations from `at` on that read a value, before it is written again."""
+    """Yield the operations from `at` on that read a value, before it is written again."""
     for op in ops[at:]:
         if name in _read_by(op):
             yield op
@@ -264,29 +228,28 @@ def _is_read(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _is_only_gathered(ops: Sequence[Op], name: str, at: int) -> bool:
-    """Whether only rows that sample are read of a value."""
-    return all(isinstance(op, GatherRows) for op in _uses(ops, name, at))
+    return all(isinstance(op, prog.GatherRows) for op in _uses(ops, name, at))
 
 
 def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights) -> bool:
-    """Whether only products that want it in groups of integers read a value."""
+    """Return whether only products that want it in groups of integers read a value."""
     return all(
-        isinstance(op, Linear | Logits)
+        isinstance(op, prog.Linear | prog.Logits)
         and weights.form(op.weight) is _Form.GROUPS
         and weights.order(op.weight) is None
-        and not (isinstance(op, Linear) and op.residual == name)
+        and not (isinstance(op, prog.Linear) and op.residual == name)
         for op in _uses(ops, name, at)
     )
 
 
 def _written_by(op: Op) -> str | None:
-    """The buffer that an operation replaces."""
-    return None if isinstance(op, KvWrite | Rope | Softcap) else getattr(op, "out", None)
+    """Return the buffer that an operation replaces."""
+    return None if isinstance(op, prog.KvWrite | prog.Rope | prog.Softcap) else getattr(op, "out", None)
 
 
 def _read_by(op: Op) -> set[str | None]:
     """Return the buffers that an operation reads, and maybe None."""
-    names = ("gate", "up") if isinstance(op, GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b")
+    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b")
     return {getattr(op, name, None) for name in names}
 
 
@@ -294,7 +257,7 @@ def _read_by(op: Op) -> set[str | None]:
 
 
 class _Emitter:
-    """Gives groups to the engine, in order; holds the ids of buffers, and what they hold at present."""
+    """Gives groups to the engine, in order."""
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
         self._widths = dict(program.buffers)
@@ -303,26 +266,21 @@ class _Emitter:
         self._vocab_size = program.vocab_size
         self._weights = weights
         self._engine = engine
-        self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, Softcap)}
+        self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, prog.Softcap)}
         self._ropes: dict[tuple[tuple[float, ...], float, float, int], int] = {}
         self._buffers: dict[str, int] = {}
         self._converted: dict[str, dict[tuple[_Form, bytes | None], int]] = {}
-        """Buffer -> (form, order of columns) -> the activation that holds its present value."""
-        self._with_zero: set[str] = set()
-        """Buffers whose present value is hardly ever negative."""
+        """Buffer -> (form, order of columns) -> the activation with its present value."""
+        self._with_zero: set[str] = set()  # buffers whose present value is hardly ever negative
         self._activations: dict[tuple[str, _Form, int], int] = {}
-        """By buffer, form, and the number of such orders that its value has before: other layers reuse it."""
-        self._pending: list[RowOp] = []
-        """Row operations not yet given out, to be one instruction."""
-        self._later: list[RowOp] = []
-        """Row operations of the instruction after that one."""
+        """By buffer, form, and the number of such orders before; layers share them."""
+        self._pending: list[RowOp] = []  # row operations that become one instruction
+        self._later: list[RowOp] = []  # row operations of the instruction after that one
         self._on_samples = False
         self._has_adapters = has_adapters
         self.sites: dict[str, list[int]] = {}
-        """Site -> the engine's sites of the operations that adapters change there."""
 
     def emit(self, group: Group) -> None:
-        """Raises ModelError for an operation that the engine lacks."""
         match group:
             case Products():
                 self._emit_products(group.ops)
@@ -334,16 +292,54 @@ class _Emitter:
                 self._emit_quantised_norm(group.op)
             case Attend():
                 self._emit_attention(group)
-            case Experts():
+            case prog.Experts():
                 self._emit_experts(group)
-            case TextAttention():
+            case prog.TextAttention():
                 self._emit_text_attention(group)
-            case Logits():
+            case prog.Logits():
                 self._emit_logits(group)
-            case States():
+            case prog.States():
                 self._emit_states(group)
+            case prog.Embed():
+                self._emit_embed(group)
+            case prog.RMSNorm():
+                n, vector = group.group or self._widths[group.x], self._weights.vector(group.weight)
+                self._map(RowOpKind.RMS_NORM, group, weight=vector, n=n, value=group.eps)
+            case prog.LayerNorm():
+                vector, bias = self._weights.vector(group.weight), self._weights.vector(group.bias)
+                self._map(RowOpKind.LAYER_NORM, group, y=bias, weight=vector, value=group.eps)
+            case prog.EmbedPositions():
+                self._emit_positions(group)
+            case prog.EmbedTypes():
+                self._map(RowOpKind.ADD_TYPE, group, weight=self._weights.vector(group.weight), n=group.num_types)
+            case prog.Rope():
+                rope = self._rope(group)
+                self._row(RowOpKind.ROPE, x=self._written(group.x), weight=rope, n=group.num_heads, head_dim=group.head_dim)
+            case prog.KvWrite():
+                k, v = self._padded(group.k, self._num_kv_heads), self._padded(group.v, self._num_kv_heads)
+                self._row(RowOpKind.KV_WRITE, x=k, y=v, n=group.layer, weight=self._key_centre(group))
+            case prog.ShortConv():
+                self._emit_short_conv(group)
+            case prog.GatedActivation():
+                gate, up = self._buffer(group.gate), self._buffer(group.up)
+                kind = ACTIVATION_KINDS[group.activation]
+                self._row(RowOpKind.GATED, out=self._written(group.out), x=gate, y=up, n=kind)
+            case prog.Act():
+                self._map(RowOpKind.ACTIVATE, group, n=ACTIVATION_KINDS[group.activation])
+                if group.activation in _WITH_ZERO:
+                    self._with_zero.add(group.out)
+            case prog.Add():
+                a, b = self._buffer(group.a), self._buffer(group.b)
+                self._row(RowOpKind.ADD, out=self._written(group.out), x=a, y=b, value=group.factor)
+            case prog.Softcap():
+                pass  # with the logits: rows of which only the largest is kept are capped first, too
+            case prog.GatherRows() | prog.FirstRows() | prog.MeanRows():
+                if not self._on_samples:
+                    self.flush_all()
+                self._on_samples = True
+                self._map(_GATHERINGS[type(group)], group)
             case _:
-                self._emit_row(group)
+                raise AssertionError(f"{type(group).__name__} is among the operations that are computed")
 
     def flush(self) -> None:
         if self._pending:
@@ -354,68 +350,15 @@ class _Emitter:
         while self._pending:
             self.flush()
 
-    def _emit_row(self, op: Op) -> None:
-        match op:
-            case Embed():
-                self._emit_embed(op)
-            case RMSNorm():
-                width = self._widths[op.x]
-                x, vector = self._buffer(op.x), self._weights.vector(op.weight)
-                self._row(RowOpKind.RMS_NORM, out=self._written(op.out), x=x, weight=vector, n=op.group or width, value=op.eps)
-            case LayerNorm():
-                x, vector = self._buffer(op.x), self._weights.vector(op.weight)
-                bias = NONE if op.bias is None else self._weights.vector(op.bias)
-                self._row(RowOpKind.LAYER_NORM, out=self._written(op.out), x=x, y=bias, weight=vector, value=op.eps)
-            case EmbedPositions():
-                self._emit_positions(op)
-            case EmbedTypes():
-                x, rows = self._buffer(op.x), self._weights.vector(op.weight)
-                self._row(RowOpKind.ADD_TYPE, out=self._written(op.out), x=x, weight=rows, n=op.num_types)
-            case Rope():
-                rope = self._rope(op)
-                self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
-            case KvWrite():
-                k, v = self._padded(op.k, self._num_kv_heads), self._padded(op.v, self._num_kv_heads)
-                self._row(RowOpKind.KV_WRITE, x=k, y=v, n=op.layer, weight=self._key_centre(op))
-            case ShortConv():
-                self._emit_short_conv(op)
-            case GatedActivation():
-                gate, up = self._buffer(op.gate), self._buffer(op.up)
-                self._row(RowOpKind.GATED, out=self._written(op.out), x=gate, y=up, n=ACTIVATION_KINDS[op.activation])
-            case Act():
-                x = self._buffer(op.x)
-                self._row(RowOpKind.ACTIVATE, out=self._written(op.out), x=x, n=ACTIVATION_KINDS[op.activation])
-                if op.activation in _WITH_ZERO:
-                    self._with_zero.add(op.out)
-            case Add():
-                a, b = self._buffer(op.a), self._buffer(op.b)
-                self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b, value=op.factor)
-            case Softcap():
-                pass  # with the logits: rows of which only the largest is kept are capped first, too
-            case GatherRows():
-                self._emit_gathering(RowOpKind.GATHER, op)
-            case FirstRows():
-                self._emit_gathering(RowOpKind.GATHER_FIRST, op)
-            case MeanRows():
-                self._emit_gathering(RowOpKind.MEAN, op)
-            case _:
-                raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
-
-    def _emit_gathering(self, kind: RowOpKind, op: GatherRows | FirstRows | MeanRows) -> None:
-        if not self._on_samples:
-            self.flush_all()
-        self._on_samples = True
-        self._row(kind, x=self._buffer(op.x), out=self._written(op.out))
-
-    def _emit_quantised_norm(self, op: RMSNorm) -> None:
+    def _emit_quantised_norm(self, op: prog.RMSNorm) -> None:
         x, vector = self._buffer(op.x), self._weights.vector(op.weight)
         self._forget(op.out)
         activation = self._new_activation(op.out, _Form.GROUPS, 0)
         self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
         self._converted[op.out] = {(_Form.GROUPS, None): activation}
 
-    def _emit_embed(self, op: Embed) -> None:
-        """Rows come from the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
+    def _emit_embed(self, op: prog.Embed) -> None:
+        """Rows come from the packed matrix if products need it, too, else from the file."""
         if self._weights.is_multiplied(op.weight):
             self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._weights.matrix(op.weight), value=op.scale)
         else:
@@ -425,7 +368,7 @@ class _Emitter:
             self.sites.setdefault(site_of(op), []).append(site)
             self._row(RowOpKind.ADAPT_EMBEDDING, out=self._buffer(op.out), weight=site, value=op.scale)
 
-    def _emit_positions(self, op: EmbedPositions) -> None:
+    def _emit_positions(self, op: prog.EmbedPositions) -> None:
         if self._num_positions > op.num_positions:
             raise ModelError(
                 f"texts of {self._num_positions} tokens have more positions than the {op.num_positions} that were learned.",
@@ -438,29 +381,23 @@ class _Emitter:
         x = self._buffer(op.x)
         self._row(RowOpKind.ADD, out=self._written(op.out), x=x, y=self._buffer(added), value=1.0)
 
-    def _emit_short_conv(self, op: ShortConv) -> None:
+    def _emit_short_conv(self, op: prog.ShortConv) -> None:
         """The state is kept one instruction later, when no token needs the one before any more."""
         self.flush()  # it reads other tokens' x, which is to be whole
-        x, bias = self._buffer(op.x), self._weights.vector_or_none(op.bias)
+        bias = self._weights.vector(op.bias)
         taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
-        self._row(RowOpKind.SHORT_CONV, out=self._written(op.out), x=x, y=bias, weight=taps, n=op.layer)
-        self._later.append(RowOp(RowOpKind.KEEP_STATE, x=x, n=op.layer))
+        self._map(RowOpKind.SHORT_CONV, op, y=bias, weight=taps, n=op.layer)
+        self._later.append(RowOp(RowOpKind.KEEP_STATE, x=self._buffer(op.x), n=op.layer))
 
-    def _row(
-        self,
-        kind: RowOpKind,
-        *,
-        out: int = NONE,
-        x: int = NONE,
-        y: int = NONE,
-        weight: int = NONE,
-        n: int = 0,
-        head_dim: int = 0,
-        value: float = 0.0,
-    ) -> None:
-        self._pending.append(RowOp(kind, out=out, x=x, y=y, weight=weight, n=n, head_dim=head_dim, value=value))
+    def _row(self, kind: RowOpKind, **fields: Any) -> None:
+        self._pending.append(RowOp(kind, **fields))
 
-    def _emit_products(self, ops: Sequence[Linear]) -> None:
+    def _map(self, kind: RowOpKind, op: Any, **fields: Any) -> None:
+        """Add a row operation from `op.x` to `op.out`."""
+        x = self._buffer(op.x)
+        self._row(kind, out=self._written(op.out), x=x, **fields)
+
+    def _emit_products(self, ops: Sequence[prog.Linear]) -> None:
         inputs = [self._activation(op.x, op.weight) for op in ops]
         sites = self._add_sites(ops, inputs)
         self.flush()
@@ -471,15 +408,15 @@ class _Emitter:
         op, act = group.op, group.act
         x = self._activation(op.x, op.weight)
         self.flush()
-        weight, bias = self._weights.matrix(op.weight), self._weights.vector_or_none(op.bias)
+        weight, bias = self._weights.matrix(op.weight), self._weights.vector(op.bias)
         out = self._written(act.out)
         self._engine.add_linear([(weight, x, out, bias, NONE)], self._on_samples, ACTIVATION_KINDS[act.activation])
         self._with_zero.add(act.out)
 
-    def _add_sites(self, ops: Sequence[Linear | Logits], inputs: Sequence[int]) -> list[int]:
-        """The sites of operations that are one product, whose inputs these activations are; none without adapters.
+    def _add_sites(self, ops: Sequence[prog.Linear | prog.Logits], inputs: Sequence[int]) -> list[int]:
+        """Return the sites of operations that are one product of these activations; none without adapters.
 
-        The first half of what an adapter adds is a row operation behind the input's conversion, the other half part of the
+        The first half of what an adapter adds is a row operation after the input's conversion, the other half is part of the
         product.
         """
         found: list[int] = []
@@ -494,12 +431,12 @@ class _Emitter:
             self._row(RowOpKind.SHRINK, x=x, weight=found[-1])
         return found
 
-    def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
-        bias = self._weights.vector_or_none(op.bias)
+    def _linear(self, op: prog.Linear, activation: int) -> tuple[int, int, int, int, int]:
+        bias = self._weights.vector(op.bias)
         residual = NONE if op.residual is None else self._buffer(op.residual)
         return self._weights.matrix(op.weight, is_ordered=True), activation, self._written(op.out), bias, residual
 
-    def _emit_logits(self, op: Logits) -> None:
+    def _emit_logits(self, op: prog.Logits) -> None:
         activation = self._activation(op.x, op.weight)
         sites = self._add_sites((op,), (activation,))
         self.flush()
@@ -508,7 +445,7 @@ class _Emitter:
         self._engine.add_linear([(matrix, activation, out, NONE, NONE)], self._on_samples, sites=sites)
         self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
 
-    def _emit_states(self, op: States) -> None:
+    def _emit_states(self, op: prog.States) -> None:
         x = self._buffer(op.x)
         if op.is_normalised:
             self._row(RowOpKind.NORMALISE, out=self._written(op.x), x=x)
@@ -524,7 +461,7 @@ class _Emitter:
         matrix, other = (self._weights.matrix(op.weight, is_ordered=True) for op in (gate, up))
         self._engine.add_gated(matrix, other, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples, *sites)
 
-    def _emit_experts(self, op: Experts) -> None:
+    def _emit_experts(self, op: prog.Experts) -> None:
         weights, num_experts = self._weights, op.num_experts
         x, activation = self._buffer(op.x), self._activation(op.x, op.gate)
         self.flush()
@@ -535,8 +472,8 @@ class _Emitter:
             x=x,
             input=activation,
             router=weights.vector(op.router),
-            router_bias=weights.vector_or_none(op.router_bias),
-            selection_bias=weights.vector_or_none(op.selection_bias),
+            router_bias=weights.vector(op.router_bias),
+            selection_bias=weights.vector(op.selection_bias),
             inner=weights.experts((op.gate, op.up), num_experts),
             outer=weights.experts((op.down,), num_experts),
             inner_bias=weights.expert_biases((op.gate_bias, op.up_bias), num_experts),
@@ -551,7 +488,7 @@ class _Emitter:
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
-        q, out, sinks = self._padded(op.q, op.num_heads), self._written(op.out), self._weights.vector_or_none(op.sinks)
+        q, out, sinks = self._padded(op.q, op.num_heads), self._written(op.out), self._weights.vector(op.sinks)
         self.flush()
         attended = out if self._is_whole else self._padded_buffer(op.out, op.num_heads)
         self._engine.add_attention(
@@ -560,7 +497,7 @@ class _Emitter:
         if not self._is_whole:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
 
-    def _emit_text_attention(self, op: TextAttention) -> None:
+    def _emit_text_attention(self, op: prog.TextAttention) -> None:
         q, k, v, out = self._buffer(op.q), self._buffer(op.k), self._buffer(op.v), self._written(op.out)
         self.flush()
         self._engine.add_text_attention(
@@ -574,7 +511,7 @@ class _Emitter:
             scale=op.scale,
             is_causal=op.mask == "causal",
             window=op.window,
-            distances=self._weights.vector_or_none(op.distances),
+            distances=self._weights.vector(op.distances),
             num_distances=op.num_distances,
         )
 
@@ -584,20 +521,19 @@ class _Emitter:
         return self._head_dim == padded_head_dim(self._head_dim)
 
     def _padded_buffer(self, name: str, num_heads: int) -> int:
-        """For the heads of a buffer, as wide as the engine wants them."""
         wide = f"{name}, padded"
         self._widths[wide] = num_heads * padded_head_dim(self._head_dim)
         return self._buffer(wide)
 
     def _padded(self, name: str, num_heads: int) -> int:
-        """The heads that a buffer holds now, as wide as the engine wants them: zeros change no score and no other column."""
+        """Return a buffer's heads, as wide as the engine wants them: zeros change no score and no other column."""
         if self._is_whole:
             return self._buffer(name)
         wide = self._padded_buffer(name, num_heads)
         self._row(RowOpKind.RESIZE_HEADS, out=wide, x=self._buffer(name), n=num_heads)
         return wide
 
-    def _key_centre(self, op: KvWrite) -> int:
+    def _key_centre(self, op: prog.KvWrite) -> int:
         if op.bias is None:
             return NONE
         bias = self._weights.tensor(op.bias).dequantize().reshape(-1)
@@ -605,7 +541,7 @@ class _Emitter:
         missing = padded_head_dim(self._head_dim) - self._head_dim
         return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
 
-    def _rope(self, op: Rope) -> int:
+    def _rope(self, op: prog.Rope) -> int:
         key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len)
         if key not in self._ropes:
             self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), *key[1:])
@@ -619,7 +555,7 @@ class _Emitter:
         return self._buffers[name]
 
     def _written(self, name: str) -> int:
-        """The buffer of a value about to change: its converted forms are stale from here on."""
+        """Return the buffer of a value about to change: its converted forms are stale."""
         self._forget(name)
         return self._buffer(name)
 
@@ -628,7 +564,7 @@ class _Emitter:
         self._with_zero.discard(name)
 
     def _activation(self, name: str, weight: str) -> int:
-        """The form of a value that a weight multiplies, converting it now if need be."""
+        """Return the form of a value that a weight multiplies, converting it now if need be."""
         form, order = key = self._weights.form(weight), self._weights.order(weight)
         forms = self._converted.setdefault(name, {})
         if key not in forms:
@@ -648,7 +584,7 @@ class _Emitter:
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
-        """A buffer with the columns of another in this order, to be converted at once: all orders share it."""
+        """Return a buffer, shared by all orders, with the columns of another in this order."""
         ordered = f"{name}, in order"
         self._widths[ordered] = self._widths[name]
         x, out = self._buffer(name), self._buffer(ordered)
@@ -667,6 +603,11 @@ class _Form(Enum):
     BF16 = "bf16"
 
 
+_GATHERINGS: Mapping[type[Op], RowOpKind] = {
+    prog.GatherRows: RowOpKind.GATHER,
+    prog.FirstRows: RowOpKind.GATHER_FIRST,
+    prog.MeanRows: RowOpKind.MEAN,
+}
 _CONVERSIONS = {_Form.GROUPS: RowOpKind.QUANTIZE, _Form.ROWS: RowOpKind.ROUND, _Form.BF16: RowOpKind.TO_BF16}
 
 
@@ -684,9 +625,9 @@ class _Weights:
         self._weights = weights
         self._engine = engine
         self._on_packed = on_packed
-        self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
-        self._rounded = {op.weight for op in program.ops if isinstance(op, Linear)} if rounds_floats else set()
-        self._rounded -= {op.weight for op in program.ops if isinstance(op, Embed | Logits)}
+        self._multiplied = {op.weight for op in program.ops if isinstance(op, prog.Linear | prog.Logits)}
+        self._rounded = {op.weight for op in program.ops if isinstance(op, prog.Linear)} if rounds_floats else set()
+        self._rounded -= {op.weight for op in program.ops if isinstance(op, prog.Embed | prog.Logits)}
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
         self._orders: dict[bytes, int] = {}
@@ -697,35 +638,32 @@ class _Weights:
         return self._weights[name]
 
     def is_rounded(self, name: str) -> bool:
-        """Whether it becomes int8 with a scale per row."""
+        """Return whether the weight becomes int8 with a scale per row."""
         tensor = self.tensor(name)
         has_form = tensor.num_cols % 32 == 0 and tensor.num_cols <= MOST_ROUNDED_COLS
         return name in self._rounded and tensor.format in FLOATS and has_form
 
     def form(self, name: str) -> _Form:
-        """The form of what it multiplies."""
         if self.is_rounded(name):
             return _Form.ROWS
         is_quantised = self.tensor(name).format not in FLOATS
         return _Form.GROUPS if is_quantised and not self._engine.has_tiles else _Form.BF16
 
     def is_multiplied(self, name: str) -> bool:
-        """Whether a product needs it."""
         return name in self._multiplied
 
     def order(self, name: str) -> bytes | None:
-        """The order of a matrix's columns, as int32, if it is not that of the value that it multiplies."""
+        """Return the order of a matrix's columns, as int32, if it differs from that of the value that it multiplies."""
         order = self.tensor(name).column_order
         return None if order is None else order.astype(np.int32).tobytes()
 
     def order_id(self, order: bytes) -> int:
-        """The id of an order of columns."""
         if order not in self._orders:
             self._orders[order] = self._engine.add_order(np.frombuffer(order, np.int32))
         return self._orders[order]
 
     def matrix(self, name: str, *, is_ordered: bool = False) -> int:
-        """The id of a packed matrix. Raises ModelError for one with an order of columns, unless that is obeyed."""
+        """Return the id of a packed matrix. Raises ModelError for an order of columns that the caller ignores."""
         if not is_ordered and self.order(name) is not None:
             raise ModelError(
                 f"the columns of {name!r} are in another order (act-order), which is not supported for this matrix.",
@@ -736,7 +674,7 @@ class _Weights:
         return self._matrices[name]
 
     def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
-        """A part at a time, so that neither what is converted nor the file's pages are ever those of a whole model."""
+        """Pack a part at a time, to bound both converted rows and the file's pages in memory."""
         with _told_of(tensor):
             shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
             matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
@@ -746,13 +684,12 @@ class _Weights:
         return matrix
 
     def _taken_over(self, tensor: WeightTensor, begin: int, end: int) -> None:
-        """After some rows were packed: the file's pages may go, and the caller of `lower` is told."""
         tensor.forget(begin, end)
         if self._on_packed is not None:
             self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
 
     def experts(self, names: Sequence[str], num_experts: int) -> int:
-        """The id of a matrix with each expert's rows of the first weight, then of the next one, each in whole panels."""
+        """Return the id of a matrix with each expert's rows of the first weight, then of the next one, in whole panels."""
         tensors = [self.tensor(name) for name in names]
         first, sizes = tensors[0], [tensor.num_rows // num_experts for tensor in tensors]
         if any(tensor.format is not first.format for tensor in tensors):
@@ -777,7 +714,7 @@ class _Weights:
         return matrix
 
     def expert_biases(self, names: Sequence[str | None], num_experts: int) -> int:
-        """The id of the biases of a matrix of `experts`, of the weights with these names; NONE if they have no names."""
+        """Return the id of the biases of a matrix of `experts`, or NONE."""
         if None in names:
             return NONE
         biases = [self.tensor(name).dequantize().reshape(num_experts, -1) for name in names if name is not None]
@@ -785,7 +722,7 @@ class _Weights:
         return self._engine.add_vector(np.concatenate(in_panels, axis=1).reshape(-1))
 
     def table(self, name: str) -> int:
-        """The id of a matrix of which single rows are read: it stays in the file."""
+        """Return the id of a matrix of which single rows are read: it stays in the file."""
         tensor = self.tensor(name)
         with _told_of(tensor):
             data = _bytes(tensor, 0, tensor.num_rows)
@@ -793,38 +730,35 @@ class _Weights:
                 tensor.forget()
             return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
 
-    def vector_or_none(self, name: str | None) -> int:
-        return NONE if name is None else self.vector(name)
-
-    def vector(self, name: str) -> int:
+    def vector(self, name: str | None) -> int:
+        if name is None:
+            return NONE
         if name not in self._vectors:
             self._vectors[name] = self._engine.add_vector(self.tensor(name).dequantize().reshape(-1))
         return self._vectors[name]
 
 
 def _in_panels(num_rows: int) -> int:
-    """As many rows or more: whole panels."""
     return -(-num_rows // PANEL) * PANEL
 
 
 def _source_format(tensor: WeightTensor) -> SourceFormat:
-    """The format in which the engine is given its rows."""
     return SourceFormat.F32 if tensor.format is WeightFormat.F8_E4M3 else SOURCE_FORMATS[tensor.format]
 
 
 def _bytes(tensor: WeightTensor, begin: int, end: int, *, is_ordered: bool = False) -> NDArray[np.uint8]:
-    """Some rows as the engine takes them. uint8 [end - begin, bytes]"""
+    """Return some rows as the engine takes them. uint8 [end - begin, bytes]"""
     if tensor.format is not WeightFormat.F8_E4M3:
         return np.ascontiguousarray((tensor.ordered_rows if is_ordered else tensor.rows)(begin, end)).view(np.uint8)
     values = tensor.dequantize(begin, end)
     if not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
-        raise ModelError(f"the matrix {tensor.name!r} has a weight that is no finite number.", remedy="Fetch the model again.")
+        raise ModelError(f"the matrix {tensor.name!r} has a weight that is not finite.", remedy="Fetch the model again.")
     return values.view(np.uint8)
 
 
 @contextmanager
 def _told_of(tensor: WeightTensor) -> Iterator[None]:
-    """An error of the engine names this matrix."""
+    """Make an error of the engine name this matrix."""
     try:
         yield
     except ValueError as error:

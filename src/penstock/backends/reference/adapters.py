@@ -1,7 +1,4 @@
-"""Adapters of the reference backend: their factors as float32, in pages that are blocks of the KV cache.
-
-Called by the reference executor, which keeps the pages; the interpreter gets the factors as they lie there.
-"""
+"""Adapters of the reference backend: their factors as float32, in pages that are blocks of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,12 +13,10 @@ from penstock.models.program import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedFactors:
-    """An adapter's pages, and what lies in them: A and B of one site after the other, without gaps."""
+    """An adapter's pages of `page_bytes`: A and B of one site after the other, without gaps."""
 
     pages: tuple[memoryview, ...]
-    """Each has `page_bytes`."""
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Site -> shapes of A and B."""
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # site -> shapes of A and B
 
     @property
     def num_pages(self) -> int:
@@ -32,7 +27,7 @@ class PagedFactors:
         return sum(page.nbytes for page in self.pages)
 
     def factors(self, content: bytes) -> AdapterFactors:
-        """The factors in the content of the pages, one after the other."""
+        """Return the factors in the content of the pages, one after the other."""
         numbers, at = np.frombuffer(content, np.float32), 0
         found = {}
         for site, (a, b) in self.shapes.items():
@@ -43,7 +38,7 @@ class PagedFactors:
 
 
 def pack_factors(factors: AdapterFactors, program: Program, *, page_bytes: int, max_rank: int) -> PagedFactors:
-    """Raises ModelError for an adapter of another model, or of a rank above `max_rank`."""
+    """Raise ModelError for an adapter of another model, or of a rank above `max_rank`."""
     factors.check(program, max_rank=max_rank)
     numbers = b"".join(np.ascontiguousarray(x, np.float32).tobytes() for pair in factors.by_weight.values() for x in pair)
     num_pages = max(1, -(-len(numbers) // page_bytes))

@@ -1,4 +1,4 @@
-"""The reference backend's `Executor`: computes each step row by row when it is submitted. Slow; the specification of others."""
+"""The reference backend's `Executor`: computes each step row by row. Slow; the specification of the others."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ from penstock.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Awaits:
-    """A step that was submitted and waits for masks."""
+    """A step that waits for the masks of `request_ids`."""
 
     batch: StepBatch
     start_ns: int
     request_ids: set[str]
-    """Requests whose rows may be given a mask."""
 
 
 class ReferenceExecutor:
     """Rows never see each other: what a row computes and samples depends on that row alone.
 
-    With `poison`, blocks that a row gets are filled with NaN where they hold no KV of its own, so that a
-    stale read makes the step fail with `ExecutorFailure`. Rows may have adapters of a rank up to `max_adapter_rank`.
+    With `poison`, new blocks are NaN where they hold no KV of their row, so that a stale read makes the step fail with
+    `ExecutorFailure`.
     """
 
     def __init__(
@@ -87,17 +86,15 @@ class ReferenceExecutor:
         self._adapters: dict[int, tuple[PagedFactors, tuple[int, ...]]] = {}
         """Number -> the adapter, and the blocks with its pages."""
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size, placed=self._adapters.keys())
-        self._sampling: dict[int, SamplingParams] = {}
-        """Parameters by slot."""
-        self._num_scored: dict[int, int] = {}
-        """Tokens of its prompt that were told before it was admitted, by slot of a row whose prompt is scored."""
+        self._sampling: dict[int, SamplingParams] = {}  # parameters by slot
+        self._num_scored: dict[int, int] = {}  # prompt tokens that were scored before the row was admitted, by slot
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False
 
     @property
     def depth(self) -> int:
-        """A step is computed in `submit`, or in `restrict`."""
+        """1: a step is computed in `submit` or `restrict`."""
         return 1
 
     @property
@@ -105,7 +102,7 @@ class ReferenceExecutor:
         return self._capacity
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises ValueError for a block that is not in the pool."""
+        """Raise ValueError for a block that is not in the pool."""
         for source, destination in pairs:
             if not (NULL_BLOCK <= source < self._capacity.num_blocks and NULL_BLOCK < destination < self._capacity.num_blocks):
                 raise ValueError(f"can't copy block {source} to block {destination} of {self._capacity.num_blocks}")
@@ -131,7 +128,6 @@ class ReferenceExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """The packer of adapters for this executor and others of its model and settings."""
         program, page_bytes, max_rank = self._program, self.block_bytes, self._max_adapter_rank
         return lambda factors: pack_factors(factors, program, page_bytes=page_bytes, max_rank=max_rank)
 
@@ -151,7 +147,7 @@ class ReferenceExecutor:
             self._cache.forget(block_ids, 0)
 
     def _adapter(self, number: int) -> AdapterFactors | None:
-        """The factors as the pages have them now. Raises ExecutorFailure for an adapter that was dropped."""
+        """Return the factors as the pages have them now. Raises ExecutorFailure for an adapter that was dropped."""
         if number == BASE:
             return None
         if number not in self._adapters:
@@ -166,7 +162,7 @@ class ReferenceExecutor:
             raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Compute the whole step, unless it waits for masks. Raises ValueError on a broken contract."""
+        """Compute the step, unless it waits for masks. Raises ValueError on a broken contract."""
         if self._is_closed:
             raise ExecutorFailure("the reference executor is closed")
         if self._awaits is not None:
@@ -192,7 +188,7 @@ class ReferenceExecutor:
         return Ticket(plan.step_id)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Compute the whole step, which waited for them."""
+        """Compute the step that waited for these masks."""
         awaits = self._awaits
         if awaits is None or awaits.batch.step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} waits for no masks")
@@ -240,7 +236,7 @@ class ReferenceExecutor:
         self._results.append(StepResult(batch.step_id, {}, timing, failures=failures, states=states))
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """The result of the oldest step that was not collected. Raises ValueError for any other ticket."""
+        """Return the result of the oldest step that was not collected. Raises ValueError for any other ticket."""
         if not self._results or self._results[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         return self._results.popleft()
@@ -249,9 +245,7 @@ class ReferenceExecutor:
         self._is_closed = True
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Logits at every position of one sequence, with an adapter that is placed, computed from scratch beside the cache.
-        [num_tokens, vocab_size]
-        """
+        """Return logits at every position of a text with a placed adapter, without the cache. [num_tokens, vocab_size]"""
         num_tokens = len(token_ids)
         state = self._program.state
         cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)
@@ -283,8 +277,7 @@ class ReferenceExecutor:
     def _run_rows(
         self, batch: StepBatch, masks: Mapping[str, bytes]
     ) -> tuple[dict[str, Sample | None], dict[str, tuple[TokenLogprobs, ...]]]:
-        """Request id -> what it sampled, or None if no logit was a number, in the order of the rows; and of prompts that are
-        scored what the step tells of them."""
+        """Return what each row sampled, or None without a usable logit, and the log-probabilities of prompts."""
         samples: dict[str, Sample | None] = {}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         sampling_rows = set(batch.sample_rows.tolist())
@@ -301,7 +294,7 @@ class ReferenceExecutor:
         return samples, prompt_logprobs
 
     def _scored(self, batch: StepBatch, i: int) -> range:
-        """Positions of a row whose logits tell of its prompt."""
+        """Return the positions of a row whose logits score its prompt."""
         slot = int(batch.row_slots[i])
         if slot not in self._num_scored:
             return range(0)
@@ -310,7 +303,7 @@ class ReferenceExecutor:
         return scored_positions(int(batch.context_lens[i]), query_len, num_prompt_tokens, self._num_scored[slot])
 
     def _run_row(self, batch: StepBatch, i: int, scored: range, *, samples: bool) -> NDArray[np.float32]:
-        """Logits of the positions that are scored, then of the last one if it samples; or the states of a text."""
+        """Return logits of the scored positions, then of the last one if it samples; or the states of a text."""
         start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
         gathered = [at - int(batch.context_lens[i]) for at in scored] + [end - start - 1] * samples
         return self._interpreter.run(
@@ -335,6 +328,6 @@ class ReferenceExecutor:
 
 
 def _samplers(batch: StepBatch) -> Iterator[tuple[str, int]]:
-    """(request id, slot) of the rows that sample."""
+    """Yield (request id, slot) of the rows that sample."""
     for row in batch.sample_rows.tolist():
         yield batch.request_ids[row], int(batch.row_slots[row])

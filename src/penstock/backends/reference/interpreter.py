@@ -1,7 +1,6 @@
 """Runs a `Program` in NumPy, one row of a step at a time: what every operation means, for other backends to be tested against.
 
-Called by the reference executor; never knows of plans, requests or sampling. All arithmetic is float32. A token's bits depend
-on its row alone, whichever tokens are computed with it.
+All arithmetic is float32. A token's bits depend on its row alone, whichever tokens are computed with it.
 """
 
 from __future__ import annotations
@@ -15,32 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
+from penstock.models import program as prog
 from penstock.models.adapter import AdapterFactors, site_of
-from penstock.models.program import (
-    Act,
-    Add,
-    Attention,
-    Embed,
-    EmbedPositions,
-    EmbedTypes,
-    Experts,
-    FirstRows,
-    GatedActivation,
-    GatherRows,
-    KvWrite,
-    LayerNorm,
-    Linear,
-    Logits,
-    MeanRows,
-    Op,
-    Program,
-    RMSNorm,
-    Rope,
-    ShortConv,
-    Softcap,
-    States,
-    TextAttention,
-)
+from penstock.models.program import Op, Program
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.kv_dtype import KvDtype
@@ -48,33 +24,24 @@ from penstock.types.model_spec import Activation
 
 F32 = NDArray[np.float32]
 
-PRODUCT_TILE = 8
-"""Rows of every matrix product."""
+PRODUCT_TILE = 8  # rows of every matrix product
 
 
 @dataclass(slots=True)
 class RowRun:
     """One row of a step on its way through the program."""
 
-    cache: KvCache | None
-    """None for programs that read each text in one pass."""
-    token_ids: NDArray[np.int32]
-    """[T]"""
-    context_len: int
-    """Position of the first token."""
-    slots: NDArray[np.int64]
-    """Where each token's KV goes. [T]"""
+    cache: KvCache | None  # None for programs that read each text in one pass
+    token_ids: NDArray[np.int32]  # [T]
+    context_len: int  # position of the first token
+    slots: NDArray[np.int64]  # [T], where each token's KV goes
     block_table: NDArray[np.int32]
-    gathered: NDArray[np.int64]
-    """Which of the T tokens want logits, ascending and without gaps; may be empty. [S]"""
-    buffers: dict[str, F32] = field(default_factory=dict)
-    """[T, width]; what `GatherRows` and its like wrote, and what comes of it, [S, width]"""
+    gathered: NDArray[np.int64]  # [S], which of the T tokens want logits, ascending and without gaps
+    buffers: dict[str, F32] = field(default_factory=dict)  # [T, width], or [S, width] after `GatherRows` and its like
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the row is one text."""
     adapter: AdapterFactors | None = None
-    """Changes of the program's matrices for this row alone."""
-    first: int = field(init=False)
-    """Position of the first token that products see now."""
+    first: int = field(init=False)  # position of the first token that products see now
 
     def __post_init__(self) -> None:
         self.first = self.context_len
@@ -91,37 +58,37 @@ class Interpreter:
         self._program = program
         self._num_positions = num_positions
         ending = program.ending
-        self._result = ending.out if isinstance(ending, Logits) else ending.x
+        self._result = ending.out if isinstance(ending, prog.Logits) else ending.x
         self._weights = weights
         self._matrices: dict[str, F32] = {}
         self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
-            Embed: self._embed,
-            EmbedPositions: self._embed_positions,
-            EmbedTypes: self._embed_types,
-            RMSNorm: self._rms_norm,
-            LayerNorm: self._layer_norm,
-            Linear: self._linear,
-            Rope: self._rope,
-            KvWrite: self._kv_write,
-            Attention: self._attention,
-            TextAttention: self._text_attention,
-            ShortConv: self._short_conv,
-            GatedActivation: self._gated_activation,
-            Experts: self._experts,
-            Act: self._act,
-            Add: self._add,
-            GatherRows: self._gather_rows,
-            FirstRows: self._first_rows,
-            MeanRows: self._mean_rows,
-            Softcap: self._softcap,
-            Logits: self._logits,
-            States: self._states,
+            prog.Embed: self._embed,
+            prog.EmbedPositions: self._embed_positions,
+            prog.EmbedTypes: self._embed_types,
+            prog.RMSNorm: self._rms_norm,
+            prog.LayerNorm: self._layer_norm,
+            prog.Linear: self._linear,
+            prog.Rope: self._rope,
+            prog.KvWrite: self._kv_write,
+            prog.Attention: self._attention,
+            prog.TextAttention: self._text_attention,
+            prog.ShortConv: self._short_conv,
+            prog.GatedActivation: self._gated_activation,
+            prog.Experts: self._experts,
+            prog.Act: self._act,
+            prog.Add: self._add,
+            prog.GatherRows: self._gather_rows,
+            prog.FirstRows: self._first_rows,
+            prog.MeanRows: self._mean_rows,
+            prog.Softcap: self._softcap,
+            prog.Logits: self._logits,
+            prog.States: self._states,
         }
 
     def run(self, row: RowRun) -> F32:
-        """The program's ending for the row's gathered tokens: logits [S, vocab_size], or states [S, width] or [T, width].
+        """Return logits [S, vocab_size], or states [S, width] or [T, width], and write the KV of the row's tokens.
 
-        Writes the KV of all the row's tokens. Raises ValueError for a part of a text that needs one pass.
+        Raises ValueError for a part of a text that needs one pass.
         """
         if row.context_len and self._program.is_one_pass:
             raise ValueError("the text must be computed in one step")
@@ -138,22 +105,22 @@ class Interpreter:
         vector: F32 = self._matrix(name)[0]
         return vector
 
-    def _embed(self, op: Embed, row: RowRun) -> None:
+    def _embed(self, op: prog.Embed, row: RowRun) -> None:
         rows = self._matrix(op.weight)[row.token_ids]
         if factors := _factors(op, row):
             a, b = factors
             rows = rows + product(a.T[row.token_ids], b, row.first)
         row.buffers[op.out] = rows * np.float32(op.scale)
 
-    def _embed_positions(self, op: EmbedPositions, row: RowRun) -> None:
+    def _embed_positions(self, op: prog.EmbedPositions, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions]
 
-    def _embed_types(self, op: EmbedTypes, row: RowRun) -> None:
+    def _embed_types(self, op: prog.EmbedTypes, row: RowRun) -> None:
         is_second = (row.second_at > 0) & (row.positions >= row.second_at)
         types = np.minimum(is_second, op.num_types - 1).astype(np.int64)
         row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[types]
 
-    def _rms_norm(self, op: RMSNorm, row: RowRun) -> None:
+    def _rms_norm(self, op: prog.RMSNorm, row: RowRun) -> None:
         x = row.buffers[op.x]
         group = op.group or x.shape[1]
         groups = x.reshape(len(x), x.shape[1] // group, group)
@@ -161,14 +128,14 @@ class Interpreter:
         weight = self._vector(op.weight).reshape(-1, group)  # one for all groups, or one for each
         row.buffers[op.out] = (groups / np.sqrt(mean_square + np.float32(op.eps)) * weight).reshape(x.shape)
 
-    def _layer_norm(self, op: LayerNorm, row: RowRun) -> None:
+    def _layer_norm(self, op: prog.LayerNorm, row: RowRun) -> None:
         x = row.buffers[op.x]
         centred = x - np.mean(x, axis=-1, keepdims=True)
         variance = np.mean(centred * centred, axis=-1, keepdims=True)
         out = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight)
         row.buffers[op.out] = out if op.bias is None else out + self._vector(op.bias)
 
-    def _linear(self, op: Linear, row: RowRun) -> None:
+    def _linear(self, op: prog.Linear, row: RowRun) -> None:
         out = self._adapted_product(op, row)
         if op.bias is not None:
             out = out + self._vector(op.bias)
@@ -176,8 +143,8 @@ class Interpreter:
             out = out + row.buffers[op.residual]
         row.buffers[op.out] = out
 
-    def _adapted_product(self, op: Linear | Logits, row: RowRun) -> F32:
-        """x @ weight.T, and (x @ A.T) @ B.T of the row's adapter."""
+    def _adapted_product(self, op: prog.Linear | prog.Logits, row: RowRun) -> F32:
+        """Return x @ weight.T, plus (x @ A.T) @ B.T of the row's adapter."""
         x = row.buffers[op.x]
         out = product(x, self._matrix(op.weight), row.first)
         if factors := _factors(op, row):
@@ -185,7 +152,7 @@ class Interpreter:
             out = out + product(product(x, a, row.first), b, row.first)
         return out
 
-    def _rope(self, op: Rope, row: RowRun) -> None:
+    def _rope(self, op: prog.Rope, row: RowRun) -> None:
         half = len(op.inv_freq)
         angles = np.outer(row.positions, np.array(op.inv_freq, np.float64))[:, None, :]
         cos = (np.cos(angles) * op.attention_factor).astype(np.float32)
@@ -198,7 +165,7 @@ class Interpreter:
             rotated = rotated * growth.astype(np.float32)[:, None, None]
         row.buffers[op.x] = rotated.reshape(row.buffers[op.x].shape)
 
-    def _kv_write(self, op: KvWrite, row: RowRun) -> None:
+    def _kv_write(self, op: prog.KvWrite, row: RowRun) -> None:
         shape = (-1, self._program.num_kv_heads, self._program.head_dim)
         k = row.buffers[op.k]
         assert row.cache is not None, "programs that write KV have a cache"
@@ -208,7 +175,7 @@ class Interpreter:
             k = k - key_centre(op, bias, self._program.head_dim, self._num_positions)
         row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
 
-    def _attention(self, op: Attention, row: RowRun) -> None:
+    def _attention(self, op: prog.Attention, row: RowRun) -> None:
         assert row.cache is not None, "programs that read KV have a cache"
         keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
@@ -220,7 +187,7 @@ class Interpreter:
             out[i] = attend(queries[i], keys[seen], values[seen], op.scale, softcap=op.softcap, sinks=sinks)
         row.buffers[op.out] = out.reshape(len(queries), -1)
 
-    def _text_attention(self, op: TextAttention, row: RowRun) -> None:
+    def _text_attention(self, op: prog.TextAttention, row: RowRun) -> None:
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
         keys, values = (row.buffers[name].reshape(-1, op.num_kv_heads, op.head_dim) for name in (op.k, op.v))
         out = np.empty_like(queries)
@@ -235,7 +202,7 @@ class Interpreter:
             out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, biases=biases)
         row.buffers[op.out] = out.reshape(len(queries), -1)
 
-    def _short_conv(self, op: ShortConv, row: RowRun) -> None:
+    def _short_conv(self, op: prog.ShortConv, row: RowRun) -> None:
         assert row.cache is not None, "programs with a state have a cache"
         b, c, u = np.split(row.buffers[op.x], 3, axis=1)
         own: F32 = round_to_bf16(b * u)
@@ -249,10 +216,10 @@ class Interpreter:
         row.cache.write_state(op.layer, row.slots, own)
         row.buffers[op.out] = c * total
 
-    def _gated_activation(self, op: GatedActivation, row: RowRun) -> None:
+    def _gated_activation(self, op: prog.GatedActivation, row: RowRun) -> None:
         row.buffers[op.out] = gated(row.buffers[op.gate], row.buffers[op.up], op.activation)
 
-    def _experts(self, op: Experts, row: RowRun) -> None:
+    def _experts(self, op: prog.Experts, row: RowRun) -> None:
         x = row.buffers[op.x]
         raw = product(x, self._matrix(op.router), row.first)
         if op.router_bias is not None:
@@ -271,8 +238,8 @@ class Interpreter:
                 out[i] += share * (down[expert] @ gated(gate_row, up_row, op.activation) + down_bias[expert])
         row.buffers[op.out] = out
 
-    def _choose(self, op: Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
-        """The experts of one token by falling preference, and their shares."""
+    def _choose(self, op: prog.Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
+        """Return the experts of one token by falling preference, and their shares."""
         if op.scoring == "softmax":
             scores = np.exp(raw - raw.max())
             scores = scores / scores.sum()
@@ -288,52 +255,51 @@ class Interpreter:
             shares = shares / shares.sum()
         return chosen.tolist(), list(shares * np.float32(op.share_factor))
 
-    def _act(self, op: Act, row: RowRun) -> None:
+    def _act(self, op: prog.Act, row: RowRun) -> None:
         row.buffers[op.out] = activate(row.buffers[op.x], op.activation)
 
-    def _add(self, op: Add, row: RowRun) -> None:
+    def _add(self, op: prog.Add, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor)
 
-    def _gather_rows(self, op: GatherRows, row: RowRun) -> None:
+    def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.x][row.gathered]
         # From here on products are of the gathered tokens alone.
         row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
 
-    def _first_rows(self, op: FirstRows, row: RowRun) -> None:
+    def _first_rows(self, op: prog.FirstRows, row: RowRun) -> None:
         if row.context_len:
             raise ValueError("the first token of a row must be computed with the others")
         row.buffers[op.out] = np.repeat(row.buffers[op.x][:1], len(row.gathered), axis=0)
 
-    def _mean_rows(self, op: MeanRows, row: RowRun) -> None:
+    def _mean_rows(self, op: prog.MeanRows, row: RowRun) -> None:
         if row.context_len:
             raise ValueError("the mean of a row's tokens needs all of them in one step")
         x = row.buffers[op.x]
         means = [x[: last + 1].mean(axis=0, keepdims=True) for last in row.gathered.tolist()]
         row.buffers[op.out] = np.concatenate(means) if means else x[:0]
 
-    def _softcap(self, op: Softcap, row: RowRun) -> None:
+    def _softcap(self, op: prog.Softcap, row: RowRun) -> None:
         cap = np.float32(op.cap)
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
 
-    def _logits(self, op: Logits, row: RowRun) -> None:
+    def _logits(self, op: prog.Logits, row: RowRun) -> None:
         row.buffers[op.out] = self._adapted_product(op, row) * np.float32(op.scale)
 
-    def _states(self, op: States, row: RowRun) -> None:
+    def _states(self, op: prog.States, row: RowRun) -> None:
         if op.is_normalised:
             x = row.buffers[op.x]
             row.buffers[op.x] = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.float32(1e-12))
 
 
-def _factors(op: Linear | Embed | Logits, row: RowRun) -> tuple[F32, F32] | None:
-    """The row's adapter has these factors for an operation, or none."""
+def _factors(op: prog.Linear | prog.Embed | prog.Logits, row: RowRun) -> tuple[F32, F32] | None:
     return None if row.adapter is None else row.adapter.by_weight.get(site_of(op))
 
 
 def product(x: F32, weight: F32, first_position: int) -> F32:
-    """x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
+    """Return x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
 
-    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place
-    among them follows from its position.
+    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place among them
+    follows from its position.
     """
     lead = first_position % PRODUCT_TILE
     num_tiles = -(-(lead + len(x)) // PRODUCT_TILE) if len(x) else 0
@@ -378,7 +344,6 @@ def attend(
 
 
 def gated(gate: F32, up: F32, activation: Activation) -> F32:
-    """activation(gate) * up, or what an activation makes of both."""
     if activation == "swiglu_clamped":
         gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
         clamped: F32 = (up + 1) * (gate * sigmoid(np.float32(1.702) * gate))
@@ -388,7 +353,7 @@ def gated(gate: F32, up: F32, activation: Activation) -> F32:
 
 
 def activate(x: F32, activation: Activation) -> F32:
-    """An activation of single numbers; `GatedActivation` has the formulas."""
+    """Apply an activation of single numbers; `GatedActivation` has the formulas."""
     result: F32
     match activation:
         case "silu":

@@ -1,4 +1,4 @@
-"""Owns the paged keys and values of the reference backend; the interpreter writes and reads them through block tables."""
+"""The paged keys and values of the reference backend."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = NDArray[np.float32]
 
-SMALLEST_SCALE = np.float32(1e-24)
-"""Smallest scale of an int8: its inverse is finite."""
+SMALLEST_SCALE = np.float32(1e-24)  # its inverse is finite
 
 
 class KvCache:
-    """Keys and values of every layer as float32 that hold what `dtype` can. [num_blocks, block_size, num_kv_heads, head_dim]
+    """Keys and values of every layer as float32 that hold what `dtype` can, and each block's recurrent state (`StateShape`).
 
-    Beside them is the recurrent state of each block, as `StateShape` says. Raises ValueError if a block has more columns of it
-    than positions.
-
-    With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer. Not those of the null block, which
-    padding reads.
+    Keys and values are [num_blocks, block_size, num_kv_heads, head_dim]. Raises ValueError if a block has more columns of state
+    than positions. With `poison`, slots that hold no KV are NaN, except those of the null block, which padding reads.
     """
 
     def __init__(
@@ -64,13 +60,13 @@ class KvCache:
             cache[layer, slots // self._block_size, slots % self._block_size] = new
 
     def read(self, layer: int, block_table: NDArray[np.int32], seq_len: int) -> tuple[F32, F32]:
-        """Keys and values of the first `seq_len` positions of a row. ([seq_len, num_kv_heads, head_dim], the same)"""
+        """Return keys and values of the first `seq_len` positions of a row. ([seq_len, num_kv_heads, head_dim], the same)"""
         blocks = block_table[: -(-seq_len // self._block_size)]
         k, v = self._keys[layer, blocks], self._values[layer, blocks]
         return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
-        """Keep the columns [num_tokens, width] of a row's next tokens, at `slots`: those of each block's last positions."""
+        """Keep the columns [num_tokens, width] of a row's next tokens: those of each block's last positions."""
         blocks, offsets = slots // self._block_size, slots % self._block_size
         later = blocks[self._num_columns :]
         is_kept = np.full(len(slots), True)
@@ -78,9 +74,7 @@ class KvCache:
         self._states[layer, blocks[is_kept], offsets[is_kept] % self._num_columns] = columns[is_kept]
 
     def read_state(self, layer: int, block_table: NDArray[np.int32], context_len: int) -> F32:
-        """The columns of the last positions before `context_len`, which have all been computed; 0 before the first.
-        [num_columns, width]
-        """
+        """Return the columns of the last positions before `context_len`; 0 before the first. [num_columns, width]"""
         positions = context_len - self._num_columns + np.arange(self._num_columns)
         blocks, places = block_table[positions // self._block_size], positions % self._block_size % self._num_columns
         columns: F32 = self._states[layer, blocks, places]
@@ -92,7 +86,6 @@ class KvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's keys, values and state, in all layers."""
         return int(sum(cache[:, 0].nbytes for cache in (self._keys, self._values, self._states)))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
@@ -100,7 +93,6 @@ class KvCache:
         out[:] = b"".join(cache[:, block_id].tobytes() for cache in (self._keys, self._values, self._states))
 
     def write_block(self, block_id: int, content: memoryview) -> None:
-        """The reverse of `read_block`."""
         numbers, start = np.frombuffer(content, np.float32), 0
         for cache in (self._keys, self._values, self._states):
             size = cache[:, block_id].size
@@ -108,8 +100,7 @@ class KvCache:
             start += size
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """Poison, if asked to, the content of these blocks after their first `num_kept` positions: it has no meaning any
-        more. The state goes if no position is kept."""
+        """Poison these blocks after their first `num_kept` positions. The state goes if no position is kept."""
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):
@@ -123,7 +114,7 @@ class KvCache:
 
 
 def round_to_int8(x: F32, group: int) -> F32:
-    """x [..., columns] as integers of at most 127 times a scale per `group` columns: the next bf16 above the largest / 127."""
+    """Round to integers up to 127 times a scale per `group` columns: the next bf16 above the largest / 127."""
     rounded = np.empty_like(x)
     for begin in range(0, x.shape[-1], group):
         part = x[..., begin : begin + group]
@@ -137,7 +128,7 @@ def round_to_int8(x: F32, group: int) -> F32:
 
 
 def round_to_bf16(x: F32) -> F32:
-    """The nearest bfloat16, as float32; ties to even."""
+    """Return the nearest bfloat16, as float32; ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32))

@@ -1,10 +1,7 @@
 """The specification of sampling, one function per step of `types/sampling.py`; every backend's sampler is tested against it.
 
-Called by the reference executor, one row at a time; never sees a batch and never keeps state. The token
-that a row draws depends on its logits, its parameters and its own tokens alone.
-
-Arithmetic: changes to logits are float32; weights, sums and probabilities are float64, added in ascending order of token id
-(for `top_p`, in order of likelihood). A logit that is NaN counts as -inf. Logits are never +inf.
+Changes to logits are float32; weights, sums and probabilities are float64, added in ascending order of token id (for `top_p`,
+in order of likelihood). A logit that is NaN counts as -inf. Logits are never +inf.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ class NoCandidateError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Sample:
     token_id: int
-    logprobs: TokenLogprobs | None
-    """None unless the request asked for them."""
+    logprobs: TokenLogprobs | None  # None unless the request asked for them
 
 
 def sample(
@@ -47,7 +43,7 @@ def sample(
 ) -> Sample:
     """Choose the token after `token_ids` (prompt, then output). `logits` [vocab_size] are left as they are.
 
-    `mask` has a bit for each token that its grammar allows (`types.sampling`). Raises NoCandidateError.
+    `mask` has a bit for each token that the grammar allows. Raises NoCandidateError.
     """
     raw = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     changed = restrict(raw, params, token_ids, len(token_ids) - num_prompt_tokens, mask=mask)
@@ -134,7 +130,7 @@ def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_
 
 
 def by_likelihood(logits: F32) -> Ids:
-    """Ids of all tokens that can be drawn, the most likely first, the lower id among equals. [<= vocab_size]"""
+    """Return the tokens that can be drawn, the most likely first, the lower id among equals."""
     order = np.argsort(-logits, kind="stable")
     return order[logits[order] > -np.inf]
 
@@ -156,7 +152,7 @@ def narrow(logits: F32, params: SamplingParams) -> tuple[Ids, F64]:
 
 
 def draw(ids: Ids, weights: F64, u: float) -> int:
-    """The first token, in ascending order of id, at which the cumulative weight exceeds `u` times the whole."""
+    """Return the first token, in ascending order of id, at which the cumulative weight exceeds `u` times the whole."""
     order = np.argsort(ids)
     cumulative = np.cumsum(weights[order])
     idx = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
@@ -164,7 +160,7 @@ def draw(ids: Ids, weights: F64, u: float) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in (0, 1) that belongs to a 64-bit seed and a position: 53 random bits, centred in their interval."""
+    """Return the number in (0, 1) for a 64-bit seed and a position: 53 random bits, centred in their interval."""
     out = philox4x32((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32))
     return ((((out[0] << 32) | out[1]) >> 11) + 0.5) * 2.0**-53
 

@@ -1,17 +1,13 @@
-"""Matrices of packed integers, as GPTQ, AWQ and compressed-tensors store them. Rows become GGML's blocks when they are read.
+"""Matrices that backends can't read as they are packed: integers and MXFP4. Rows become GGML's blocks when they are read.
 
-A weight is scale * (q - zero) with an unsigned q of 4 or 8 bits. Groups of columns share scale and zero point.
-
-- If all zero points are the middle of the range, 4 bits become Q4_0 and 8 bits Q8_0.
-- With other zero points, 4 bits become Q4_1 with the offset -scale * zero.
-- Scales and offsets are rounded to half precision. If that can't hold the scales, the matrix becomes floats.
-
-Sources: GPTQ, arXiv 2210.17323, and https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978, and
-https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors.
+Integers are those of GPTQ (arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel), AWQ (arXiv 2306.00978,
+https://github.com/casper-hansen/AutoAWQ) and https://github.com/vllm-project/compressed-tensors. A weight is scale * (q -
+zero), with an unsigned q of 4 or 8 bits; groups of columns share scale and zero point.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import BLOCKS, WeightFormat, dequantize
-from penstock.models.weights import convert_rows
-from penstock.types.errors import ModelError
+from penstock.models.weights import WeightTensor, convert_rows
+from penstock.types.errors import ModelError, damaged
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 Index = NDArray[np.intp]
 
-_GROUP = 32
-"""Columns of a block of Q4_0, Q4_1 or Q8_0."""
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word for each of eight consecutive rows."""
-_HALF = 2.0**-11
-"""Largest relative rounding error of half precision."""
+GROUP = 32  # columns of a block of Q4_0, Q4_1, Q8_0 or MXFP4
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word for each of eight consecutive rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +32,9 @@ class Integers:
 
     words: NDArray[np.generic]
     """int32 [num_rows, words], or [words, num_cols] with `is_of_columns`; or int8, not packed."""
-    bits: int
-    """4 or 8."""
-    is_of_columns: bool = False
-    """A word has consecutive rows of one column, not consecutive columns of one row."""
-    nibbles: tuple[int, ...] | None = None
-    """The nibble of each row of a word; None: in order."""
+    bits: int  # 4 or 8
+    is_of_columns: bool = False  # a word has consecutive rows of one column, not consecutive columns of one row
+    nibbles: tuple[int, ...] | None = None  # the nibble of each row of a word; None: in order
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,22 +71,20 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """One matrix whose rows are converted whenever they are read."""
+    """One matrix whose rows are converted whenever they are read.
+
+    If all zero points are the middle of the range, it becomes Q4_0 or Q8_0; with other zero points, 4 bits become Q4_1 with the
+    offset -scale * zero. If half precision can't hold the scales, it becomes floats.
+    """
 
     path: Path
-    """Its file, for error messages."""
     shape: tuple[int, int]
-    """(num_rows, num_cols)"""
     format: WeightFormat
-    """Q4_0, Q4_1 or Q8_0; F32 if half precision can't hold the scales."""
-    packed: NDArray[np.generic]
-    """The file's array, in whatever order."""
+    packed: NDArray[np.generic]  # the file's array
     _integers: Integers
-    _scales: NDArray[np.generic]
-    """[num_rows, num_groups] as in the file."""
+    _scales: NDArray[np.generic]  # [num_rows, num_groups] as in the file
     _scale_format: WeightFormat
-    _zeros: Integers | None
-    """[num_rows, num_groups]; None: all zero points are the middle of the range."""
+    _zeros: Integers | None  # [num_rows, num_groups]; None: all zero points are the middle of the range
     _zero_shift: int
     _order: Index | None
     """Columns of the file in the order of their groups; None: they are in order."""
@@ -129,10 +116,9 @@ class PackedIntegers:
         return found
 
     def _blocks(self, index: Index) -> NDArray[np.generic]:
-        num_bytes = BLOCKS[self.format][1]
         scales = self._scales_of(index)
-        groups = self._integers_of(index).reshape(len(index), -1, _GROUP)
-        blocks = np.empty((*groups.shape[:2], num_bytes), np.uint8)
+        groups = self._integers_of(index).reshape(len(index), -1, GROUP)
+        blocks = np.empty((*groups.shape[:2], BLOCKS[self.format][1]), np.uint8)
         repeats = groups.shape[1] // scales.shape[1]
         blocks[..., :2] = _half_bytes(scales, repeats)
         if self.format is WeightFormat.Q8_0:
@@ -148,7 +134,7 @@ class PackedIntegers:
         return self._integers.take(index)[:, slice(self.shape[1]) if self._order is None else self._order]
 
     def _scales_of(self, index: Index) -> F32:
-        return _widened(self._scales[index], self._scale_format)
+        return dequantize(self._scales[index], self._scale_format, self.num_groups)
 
     def _zeros_of(self, index: Index) -> F32:
         return _zero_points(self._zeros, self._zero_shift, self._integers.bits, index)
@@ -168,31 +154,25 @@ def packed_integers(
     """Return the matrix `name` of `num_cols` columns. Reads scales and zero points, but no integers.
 
     `scales` are [num_rows, num_groups] in F32, F16 or BF16. `zero_shift` is added to stored zero points. `order` has the
-    columns of the first group, then those of the next; None: they are in order.
-
-    Raises ModelError for shapes that do not fit, for scales that are not finite, and for matrices that no format can hold.
+    columns of the first group, then those of the next. Raises ModelError if the parts do not fit, or no format can hold them.
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
     rows, cols = integers.shape
     if rows != num_rows or not 0 <= cols - num_cols < 32 // integers.bits or not num_rows or not num_groups:
-        raise ModelError(
-            f"{path}: {name} has {rows} x {cols} integers and {num_rows} x {num_groups} scales for {num_cols} columns.",
-            remedy="Fetch the model again.",
-        )
-    if num_cols % (num_groups * _GROUP):
+        found = f"{rows} x {cols} integers and {num_rows} x {num_groups} scales for {num_cols} columns"
+        raise damaged(path, f"{name} has {found}")
+    if num_cols % (num_groups * GROUP):
         raise ModelError(
             f"{path}: {name} has {num_cols} columns in {num_groups} groups, and only groups of multiples of 32 are supported.",
             remedy="Use a checkpoint with groups of 32 or 128 columns, or the bf16 original.",
         )
     if zeros is not None and not (num_rows <= zeros.shape[0] < num_rows + 8 and zeros.shape[1] == num_groups):
-        raise ModelError(
-            f"{path}: {name} has {zeros.shape[0]} x {zeros.shape[1]} zero points for {num_rows} x {num_groups} groups.",
-            remedy="Fetch the model again.",
-        )
-    wide = _widened(values, scale_format)
+        found = f"{zeros.shape[0]} x {zeros.shape[1]} zero points for {num_rows} x {num_groups} groups"
+        raise damaged(path, f"{name} has {found}")
+    wide = dequantize(values, scale_format, num_groups)
     if not np.isfinite(wide).all():
-        raise ModelError(f"{path}: a scale of {name} is not a finite number.", remedy="Fetch the model again.")
+        raise damaged(path, f"a scale of {name} is not a finite number")
     points = _zero_points(zeros, zero_shift, integers.bits, np.arange(num_rows))
     if zero_shift and (points > (1 << integers.bits) - 1).any():
         raise ModelError(
@@ -212,13 +192,8 @@ def packed_integers(
         fmt = WeightFormat.Q8_0
     else:
         fmt = WeightFormat.Q4_0 if zeros is None else WeightFormat.Q4_1
-    return PackedIntegers(
-        path, (num_rows, num_cols), fmt, integers.words, integers, values, scale_format, zeros, zero_shift, order
-    )
-
-
-def _widened(values: NDArray[np.generic], fmt: WeightFormat) -> F32:
-    return dequantize(values, fmt, values.shape[-1])
+    shape = num_rows, num_cols
+    return PackedIntegers(path, shape, fmt, integers.words, integers, values, scale_format, zeros, zero_shift, order)
 
 
 def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
@@ -234,7 +209,68 @@ def _half_bytes(values: F32, repeats: int) -> U8:
 
 
 def _is_half(values: F32) -> bool:
-    """Return whether half precision changes no value by more than 2^-11 of the largest in its row."""
+    """Return whether half precision changes no value by more than its largest rounding error of the row's largest value."""
     with np.errstate(over="ignore"):
         moved = np.abs(values.astype(np.float16).astype(np.float32) - values)
-    return bool((moved <= _HALF * np.abs(values).max(axis=1, keepdims=True)).all())
+    return bool((moved <= 2.0**-11 * np.abs(values).max(axis=1, keepdims=True)).all())
+
+
+# MXFP4, as in gpt-oss. In the file a byte has two neighbouring columns, in GGML's blocks two that are 16 apart.
+# Sources: OCP Microscaling Formats 1.0; integrations/mxfp4.py of transformers.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Cube:
+    """One matrix for each expert."""
+
+    path: Path
+    name: str
+    blocks: U8  # [num_experts, num_rows, groups, 16]
+    scales: U8  # [num_experts, num_rows, groups]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        num_experts, num_rows, groups = self.scales.shape
+        return num_experts, num_rows, groups * GROUP
+
+    def matrices(self) -> Sequence[WeightTensor]:
+        _, num_rows, num_cols = self.shape
+        return [
+            WeightTensor(self.name, num_rows, num_cols, WeightFormat.MXFP4, _Mxfp4Rows(self.path, self.name, *parts))
+            for parts in zip(self.blocks, self.scales, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mxfp4Rows:
+    """The rows of one matrix."""
+
+    path: Path
+    name: str
+    packed: U8  # [num_rows, groups, 16]
+    scales: U8  # [num_rows, groups]
+
+    def __getitem__(self, rows: slice | Index) -> U8:
+        """Return some rows, uint8 [n, groups * 17]. Raises ModelError for a scale that is NaN."""
+        packed, scales = self.packed[rows], self.scales[rows]
+        if (scales == 255).any():  # the code of NaN
+            raise damaged(self.path, f"a scale of {self.name} is not a number")
+        groups, block_bytes = scales.shape[1], BLOCKS[WeightFormat.MXFP4][1]
+
+        def blocks(part: slice) -> U8:
+            first, second = packed[part, :, :8], packed[part, :, 8:]
+            found = np.empty((*scales[part].shape, block_bytes), np.uint8)
+            found[..., 0] = scales[part]
+            found[..., 1::2] = first & 15 | second << 4
+            found[..., 2::2] = first >> 4 | second & 0xF0
+            return found.reshape(-1, groups * block_bytes)
+
+        return convert_rows(blocks, np.empty((len(scales), groups * block_bytes), np.uint8), groups * GROUP)
+
+
+def mxfp4_cube(path: Path, name: str, blocks: NDArray[np.generic], scales: NDArray[np.generic]) -> Mxfp4Cube:
+    """Combine two tensors of bytes without reading them. Raises ModelError if their shapes do not fit."""
+    if blocks.ndim != 4 or blocks.shape[3] != 16 or blocks.shape[:3] != scales.shape or not scales.size:
+        shapes = f"{name} is {blocks.shape}, and its scales are {scales.shape}"
+        raise damaged(path, f"{shapes}: blocks of 16 bytes have a scale each")
+    return Mxfp4Cube(path, name, blocks.astype(np.uint8, copy=False), scales.astype(np.uint8, copy=False))
