@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.models.hf_text import find_tokenizer
+from penstock.models.hf_config import find_tokenizer
 from penstock.text import tokenizer_files
 from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tokenizer_files import TEKKEN_PATTERN, read_vocab

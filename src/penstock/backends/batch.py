@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.program import Program, States
 from penstock.types.adapter import BASE
+from penstock.types.errors import ModelError
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
@@ -25,13 +27,21 @@ NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or 
 NO_USABLE_STATE = "the model's answer to this text has an entry that is no number, or is infinite"
 
 
-MAX_SCORED_BYTES = 32 * 2**20  # memory for logits of prompts whose log-probabilities a step returns
-MIN_SCORED, MAX_SCORED = 16, 256
+def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
+    """Return the capacity of an executor on the CPU. `sizes` are the first five fields.
 
-
-def max_scored_positions(vocab_size: int) -> int:
-    """Return `Capacity.max_scored` for a vocabulary."""
-    return min(max(MIN_SCORED, MAX_SCORED_BYTES // (4 * vocab_size)), MAX_SCORED)
+    With a large vocabulary, fewer positions of prompts have logits at a time: 32 MiB. Raises ModelError for a program that
+    reads texts and ends in logits, or the other way round.
+    """
+    is_one_pass = program.is_one_pass
+    if is_one_pass != isinstance(program.ending, States):
+        raise ModelError(
+            f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
+            remedy="End programs of texts in `States`, others in `Logits`.",
+        )
+    max_scored = 0 if is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
+    has_state = program.state is not None
+    return Capacity(*sizes, has_state=has_state, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

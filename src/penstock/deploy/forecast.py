@@ -306,7 +306,7 @@ def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
     from penstock.models.catalog import SourceKind
     from penstock.models.gguf import read_vocab
     from penstock.models.gguf_file import open_gguf
-    from penstock.models.hf_text import find_tokenizer
+    from penstock.models.hf_config import find_tokenizer
 
     if source.kind is SourceKind.DIRECTORY:
         return find_tokenizer(source.path)

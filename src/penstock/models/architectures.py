@@ -1,7 +1,4 @@
-"""The table of architectures: how their files name tensors, what their settings mean, and what a step computes.
-
-docs/how-to/add-a-model.md explains how to add one.
-"""
+"""The table of architectures: how their files name tensors, what their settings mean, and what a step computes."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ _REASONS = {
     "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
-"""Family of an architecture, as `_family` makes it -> why it is not served."""
+"""`_family` -> why it is not served."""
 _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 
 
@@ -131,7 +128,7 @@ GGUF_TOP: Mapping[str, str] = {
     **with_biases({"output_norm": "norm"}),
     "output.weight": "output",
 }
-"""Names of tensors outside of layers -> ours, in most models."""
+"""Tensors outside of layers -> ours, in most models."""
 HF_LAYER: Mapping[str, str] = with_biases(
     {
         "input_layernorm": "attn_norm",
@@ -161,7 +158,7 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the rows of a file's tensor, or each expert's matrix in it, are divided among our weights. In a bias, columns are."""
+    """How the rows of a file's tensor, or each expert's matrix in it, are divided among our weights; in a bias, columns."""
 
     names: tuple[str, ...]
     """Ends of our names, in the order of their rows. The program says how many rows each has."""
@@ -187,7 +184,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The layers that a class of models has after the last one, such as a classifier."""
+    """The layers that a class of models has after the last one."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -229,7 +226,7 @@ class Architecture:
     hf_name: Callable[[str], str | None] = lambda name: name
     """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
-    """Ends of tensors' names -> ends of ours, or `Parts`. `*` stands for the number of an expert."""
+    """Ends of tensors' names -> ends of ours, or `Parts`. `*` stands for an expert's number."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
     hf_head: Callable[[str, JsonFile], Head | None] = _no_head  # returns the head of a class, or None
@@ -240,8 +237,7 @@ class Architecture:
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False
-    """Neighbouring columns of a head turn as a pair. The loader makes the rows of q and k half-split, except those of `Parts`.
-        """
+    """Neighbouring columns of a head turn as a pair. The loader makes q and k half-split, except in `Parts`."""
     is_interleaved_in_gguf: bool = False
     has_partial_rope: bool = False  # only the first columns of a head may rotate
     is_yarn_truncated_in_gguf: bool = True  # yaRN's range is rounded to whole pairs
@@ -251,7 +247,7 @@ class Architecture:
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
-    """Return our name of an architecture of `HF_CLASSES` or `GGUF_NAMES`. Raises ModelError if it is not supported."""
+    """Return our name of an architecture. Raises ModelError if it is not supported."""
     if (found := known.get(name)) is not None:
         return found
     reason = REFUSED.get(_family(name))

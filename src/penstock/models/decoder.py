@@ -13,7 +13,7 @@ SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 
 
 class Decoder:
-    """Builds one program. Weights have the names of `LoadedModel.weights`; their shapes follow from the buffers."""
+    """Builds one program. Weights have the names of `LoadedModel.weights`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -83,7 +83,7 @@ class Decoder:
     def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
         """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
 
-        `qk_norms`: q and k are normed before their rotation, over whole rows (OLMo 2) or per head (Qwen 3).
+        `qk_norms`: q and k are normed before their rotation, over whole rows or per head.
         """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
         q, k, v = (
@@ -139,7 +139,7 @@ class Decoder:
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, return only the rows that the answer is made of; else return all.
 
-        So a prompt skips most of the last layer. Call this before the output projection of each layer.
+        Call this before the output projection of each layer, so that a prompt skips most of the last layer.
         """
         pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
         if layer < self._spec.num_layers - 1 or pooling in ("mean", "each"):
@@ -200,7 +200,7 @@ class Decoder:
         return out
 
     def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False) -> str:
-        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none."""
+        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias in any case."""
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             return self.add(to, self.experts(layer, x))
@@ -208,7 +208,7 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """Return the program. It ends in logits of x, or in what the spec's ending makes of x."""
+        """Return the program, which ends in logits of x or as the spec says."""
         ending = self._spec.ending
         if ending is None:
             self._finish_with_logits(x)

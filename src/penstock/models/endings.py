@@ -1,7 +1,4 @@
-"""Chooses the ending of a model: whether it writes text, embeds it, or scores it.
-
-That depends on the model's class, on the files of sentence-transformers, and on the user's settings.
-"""
+"""Chooses the ending of a model: whether it writes text, embeds it, or scores it."""
 
 from __future__ import annotations
 
@@ -77,12 +74,12 @@ def choose_ending(
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """Return the spec with this ending. Only a model that writes text has an output to tie to its embeddings."""
+    """Return the spec with this ending. Only a model that writes text has an output to tie."""
     return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
 def read_labels(config: JsonFile) -> tuple[str, ...]:
-    """Return the names of a head's columns: `id2label` of config.json, or transformers' defaults. Raises ModelError."""
+    """Return the names of a head's columns, by config.json or transformers' defaults."""
     named = config.get("id2label", dict)
     if named is None:
         num = config.get("num_labels", int)
@@ -97,7 +94,7 @@ def read_labels(config: JsonFile) -> tuple[str, ...]:
 
 
 def usual_scores(spec: ModelSpec) -> ScoreFunction:
-    """Return the default function of a head's numbers, as in transformers' `pipelines/text_classification.py`."""
+    """Return the default function of a head's numbers, as in transformers' text_classification.py."""
     if spec.ending is None or not spec.ending.labels:
         return ScoreFunction.NONE
     is_alone = len(spec.ending.labels) == 1 and spec.ending.pooling != "each"
@@ -123,12 +120,12 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def dense_names(files: SentenceFiles) -> dict[str, str]:
-    """Return the names of dense modules' tensors, with their folder before them -> ours."""
+    """Return the names of dense modules' tensors -> ours."""
     return with_biases({f"{folder}/linear": f"dense.{number}" for number, folder in enumerate(files.dense)})
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return names of a file's tensors outside of layers -> ours. Only models that write text have an output matrix."""
+    """Return names of tensors outside of layers -> ours. Only models that write text have an output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 
@@ -136,10 +133,9 @@ def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | No
 def hf_names(
     architecture: Architecture, names: Mapping[str, object], top: Mapping[str, str], ending: TextEnding | None
 ) -> list[tuple[str, str]]:
-    """Return (name in the tables, name in the file) of a directory's tensors, without those that are not read.
+    """Return (name in the tables, name in the file) of a directory's tensors that are read.
 
-    `top` are those outside of layers. A decoder that reads texts does without its output matrix, and its names may lack
-    `model.`, as `AutoModel` saves them.
+    A decoder that reads texts has no output matrix, and its names may lack `model.`, as `AutoModel` saves them.
     """
     unread = architecture.hf_unread
     prefix = ""
@@ -154,7 +150,7 @@ def hf_names(
 def shapes_with_made(
     architecture: Architecture, spec: ModelSpec, wanted: Shapes, found: Mapping[str, tuple[int, int]], path: Path
 ) -> Mapping[str, tuple[int, int]]:
-    """Replace the shapes of sources by those of the weights made from them. Raises ModelError."""
+    """Replace the shapes of sources by those of the weights made from them."""
     shapes = dict(found)
     for name, made in architecture.made.items():
         if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):
@@ -165,7 +161,6 @@ def shapes_with_made(
 
 
 def weights_with_made(architecture: Architecture, spec: ModelSpec, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:
-    """Replace sources by the weights made from them."""
     for name, made in architecture.made.items():
         source = weights.pop(made.source).dequantize() if made.source else np.empty((0, 0), np.float32)
         values = np.ascontiguousarray(made.make(spec, source), np.float32)

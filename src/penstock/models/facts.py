@@ -78,8 +78,7 @@ def _gguf_facts(path: Path) -> ModelFacts:
 
 def _directory_facts(path: Path) -> ModelFacts:
     from penstock.models.hf import open_weights
-    from penstock.models.hf_config import read_json
-    from penstock.models.hf_text import TOKENIZERS, read_chat_templates
+    from penstock.models.hf_config import TOKENIZERS, read_chat_templates, read_json
 
     values = read_json(path / "config.json").values
     inner = values.get("text_config")

@@ -7,16 +7,23 @@ The quantised ones are GGML's. A row is divided into blocks of 32 to 256 columns
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models import codebooks
-from penstock.models.codebooks import F32, I8, U8, Parts
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+Parts = tuple[I8, F32, F32 | None]  # integers, the scale of each group, and its offset or None; in any shape
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)
 
 
 class WeightFormat(StrEnum):
@@ -212,7 +219,7 @@ def _nibbles_k(packed: U8) -> U8:
 
 def _pairs_k(packed: U8) -> U8:
     """[num_blocks, 64] -> two bits each, [num_blocks, 16, 16]."""
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    shifts = _PAIRS[:, None]
     pairs: U8 = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
     return pairs.reshape(-1, 16, 16)
 
@@ -225,7 +232,7 @@ def _q2_k(blocks: U8) -> Parts:
 
 def _q3_k(blocks: U8) -> Parts:
     third = np.unpackbits(blocks[:, None, :32], axis=1, bitorder="little").reshape(-1, 16, 16)
-    upper = blocks[:, 104:108].reshape(-1, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    upper = blocks[:, 104:108].reshape(-1, 1, 4) >> _PAIRS[:, None] & 3
     s = (_halves(blocks[:, 96:104]) | upper.reshape(-1, 16) << 4).astype(np.float32) - 32
     q = (_pairs_k(blocks[:, 32:96]) | third << 2).astype(np.int8) - np.int8(4)
     return q, _f16(blocks, 108) * s, None
@@ -243,7 +250,7 @@ def _q5_k(blocks: U8) -> Parts:
 def _q6_k(blocks: U8) -> Parts:
     nibbles = blocks[:, :128].reshape(-1, 2, 2, 32)  # [block, half, 32-column group modulo 2, column]
     lower = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
-    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _PAIRS[:, None] & 3
     q = (lower | upper << 4).astype(np.int8) - np.int8(32)
     scale = _f16(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
     return q, scale, None
@@ -271,7 +278,7 @@ def _q1_0(blocks: U8) -> Parts:
 
 
 def _q2_0(blocks: U8) -> Parts:
-    q = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    q = blocks[:, 2:, None] >> _PAIRS & 3
     return q.view(np.int8) - np.int8(1), _in_groups(_f16(blocks, 0), 2), None
 
 
@@ -301,6 +308,134 @@ def _mxfp4(blocks: U8) -> Parts:
 def _nvfp4(blocks: U8) -> Parts:
     scales = np.array(_HALF_UE4M3, np.float32)[blocks[:, :4]]
     return np.array(E2M1_TWICE, np.int8)[_halves(blocks[:, 4:].reshape(-1, 4, 8))], scales, None
+
+
+# IQ1 to IQ3: codes are indices into a codebook. An entry is one number of 32 or 64 bits with its 4 or 8 integers. The entries
+# come from codebooks.h, which the native backend also uses.
+
+_CODEBOOKS = Path(__file__).with_name("codebooks.h")
+_OF_IQ2 = (8, 25, 43)
+_OF_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
+_OF_IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
+_OF_IQ1 = (-8, 0, 8)  # in eighths, so that the shift by an eighth gives integers
+
+_BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)  # first bits of four fields of 7 bits
+_NIBBLES = np.array([0, 4], np.uint8)
+_BITS = np.arange(8, dtype=np.uint8)
+_TRIPLES = np.array([0, 3, 6, 9], np.uint16)
+
+
+@cache
+def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
+    """`sizes` are the values of a column's bits."""
+    found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _CODEBOOKS.read_text())
+    assert found is not None
+    packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
+    bits, columns = (2, 8) if len(sizes) == 3 else (3, 4)
+    shifts = np.arange(columns, dtype=np.uint16) * np.uint16(bits)
+    entries = np.array(sizes, np.int8)[packed[:, None] >> shifts & ((1 << bits) - 1)]
+    numbers: NDArray[Any] = entries.view(np.uint64 if columns == 8 else np.uint32)[:, 0]
+    return numbers
+
+
+@cache
+def _signs() -> NDArray[np.uint64]:
+    """Return eight factors, 1 or -1, for every byte."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    factors: NDArray[np.uint64] = (1 - 2 * bits.astype(np.int8)).view(np.uint64)[:, 0]
+    return factors
+
+
+@cache
+def _even_signs() -> NDArray[np.uint64]:
+    """The same for 7 bits. The eighth sign makes the number of minus signs even."""
+    codes = np.arange(128, dtype=np.uint8)
+    parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1, dtype=np.uint8) & 1
+    factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
+    return factors
+
+
+def _entries(book: NDArray[Any], codes: NDArray[Any]) -> I8:
+    """[num_blocks, num_codes] -> [num_blocks, columns]"""
+    return book.take(codes.reshape(len(codes), -1)).view(np.int8)
+
+
+def _fields(packed: NDArray[Any], shifts: NDArray[Any], mask: int) -> NDArray[Any]:
+    """Return the bits of each number at each shift. [num_blocks, n] -> [num_blocks, n * shifts]"""
+    found: NDArray[Any] = packed[..., None] >> shifts & packed.dtype.type(mask)
+    return found.reshape(len(packed), -1)
+
+
+def _words(raw: U8, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.ascontiguousarray(raw).view(dtype)
+
+
+def _wide(low: U8, high: NDArray[Any]) -> NDArray[Any]:
+    return low | high.astype(np.uint16) << 8
+
+
+def _halved(blocks_scale: F32, fields: NDArray[Any], factor: float) -> F32:
+    """Return d (1/2 + field) factor, multiplied in this order."""
+    return blocks_scale * (np.float32(0.5) + fields.astype(np.float32)) * np.float32(factor)
+
+
+def _iq2_xxs(blocks: U8) -> Parts:
+    words = _words(blocks[:, 2:], np.uint32).reshape(len(blocks), 8, 2)
+    codes = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    signs = _entries(_even_signs(), _fields(words[..., 1], _BIT_FIELDS, 127))
+    return _entries(_book("kIq2Xxs", _OF_IQ2), codes) * signs, _halved(_f16(blocks, 0), words[..., 1] >> 28, 0.25), None
+
+
+def _iq2_xs(blocks: U8) -> Parts:
+    codes = _words(blocks[:, 2:66], np.uint16)
+    integers = _entries(_book("kIq2Xs", _OF_IQ2), codes & 511) * _entries(_even_signs(), codes >> 9)
+    return integers, _halved(_f16(blocks, 0), _fields(blocks[:, 66:], _NIBBLES, 15), 0.25), None
+
+
+def _iq2_s(blocks: U8) -> Parts:
+    codes = _wide(blocks[:, 2:34], _fields(blocks[:, 66:74], _PAIRS, 3))
+    integers = _entries(_book("kIq2S", _OF_IQ2), codes) * _entries(_signs(), blocks[:, 34:66])
+    return integers, _halved(_f16(blocks, 0), _fields(blocks[:, 74:], _NIBBLES, 15), 0.25), None
+
+
+def _iq3_xxs(blocks: U8) -> Parts:
+    words = _words(blocks[:, 66:], np.uint32)
+    signs = _entries(_even_signs(), _fields(words, _BIT_FIELDS, 127))
+    integers = _entries(_book("kIq3Xxs", _OF_IQ3_XXS), blocks[:, 2:66]) * signs
+    return integers, _halved(_f16(blocks, 0), words >> 28, 0.5), None
+
+
+def _iq3_s(blocks: U8) -> Parts:
+    codes = _wide(blocks[:, 2:66], _fields(blocks[:, 66:74], _BITS, 1))
+    integers = _entries(_book("kIq3S", _OF_IQ3_S), codes) * _entries(_signs(), blocks[:, 74:106])
+    return integers, _f16(blocks, 0) * (1 + 2 * _fields(blocks[:, 106:], _NIBBLES, 15)).astype(np.float32), None
+
+
+def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
+    """Look up codes of IQ1 and shift each run of columns by an eighth. `is_down` is [num_blocks, runs]."""
+    entries = _entries(_book("kIq1", _OF_IQ1), codes)
+    shifts = np.where(is_down, np.int8(-1), np.int8(1))
+    return (entries.reshape(*shifts.shape, -1) + shifts[..., None]).reshape(entries.shape)
+
+
+def _eighths(blocks_scale: F32, fields: NDArray[Any]) -> F32:
+    """Return d (2 field + 1) / 8."""
+    return blocks_scale * (2 * fields + 1).astype(np.float32) * np.float32(0.125)
+
+
+def _iq1_s(blocks: U8) -> Parts:
+    words = _words(blocks[:, 34:], np.uint16)
+    integers = _shifted(_wide(blocks[:, 2:34], _fields(words, _TRIPLES, 7)), words >= 0x8000)
+    return integers, _eighths(_f16(blocks, 0), words >> 12 & 7), None
+
+
+def _iq1_m(blocks: U8) -> Parts:
+    """The scale of the block is in the highest bits of four words."""
+    upper, words = _fields(blocks[:, 32:48], _NIBBLES, 15), _words(blocks[:, 48:], np.uint16)
+    parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
+    scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
+    integers = _shifted(_wide(blocks[:, :32], upper & 7), upper >= 8)
+    return integers, _eighths(scale, _fields(words, _TRIPLES, 7)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,13 +468,13 @@ _QUANTISED: Mapping[WeightFormat, _Quantised] = {
     WeightFormat.Q2_0: _Quantised(42, 64, 18, _q2_0, held_bits=4),
     WeightFormat.TQ1_0: _Quantised(34, 256, 54, _tq1_0, held_bits=4),
     WeightFormat.TQ2_0: _Quantised(35, 256, 66, _tq2_0, held_bits=4),
-    WeightFormat.IQ1_S: _Quantised(19, 256, 50, codebooks.iq1_s, has_table=True),
-    WeightFormat.IQ1_M: _Quantised(29, 256, 56, codebooks.iq1_m, group=16),
-    WeightFormat.IQ2_XXS: _Quantised(16, 256, 66, codebooks.iq2_xxs, has_table=True),
-    WeightFormat.IQ2_XS: _Quantised(17, 256, 74, codebooks.iq2_xs, group=16),
-    WeightFormat.IQ2_S: _Quantised(22, 256, 82, codebooks.iq2_s, group=16),
-    WeightFormat.IQ3_XXS: _Quantised(18, 256, 98, codebooks.iq3_xxs, has_table=True),
-    WeightFormat.IQ3_S: _Quantised(21, 256, 110, codebooks.iq3_s, has_table=True),
+    WeightFormat.IQ1_S: _Quantised(19, 256, 50, _iq1_s, has_table=True),
+    WeightFormat.IQ1_M: _Quantised(29, 256, 56, _iq1_m, group=16),
+    WeightFormat.IQ2_XXS: _Quantised(16, 256, 66, _iq2_xxs, has_table=True),
+    WeightFormat.IQ2_XS: _Quantised(17, 256, 74, _iq2_xs, group=16),
+    WeightFormat.IQ2_S: _Quantised(22, 256, 82, _iq2_s, group=16),
+    WeightFormat.IQ3_XXS: _Quantised(18, 256, 98, _iq3_xxs, has_table=True),
+    WeightFormat.IQ3_S: _Quantised(21, 256, 110, _iq3_s, has_table=True),
     WeightFormat.MXFP4: _Quantised(39, 32, 17, _mxfp4, has_table=True),
     WeightFormat.NVFP4: _Quantised(40, 64, 36, _nvfp4, group=16),
 }

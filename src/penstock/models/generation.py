@@ -7,7 +7,6 @@ would change answers. Keys of GGUF files: `gguf-py/gguf/constants.py` of llama.c
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,42 +20,26 @@ from penstock.types.sampling import MIN_TEMPERATURE, SamplingDefaults
 FILE = "generation_config.json"
 MAX_SUPPRESSED = 1024  # each suppressed token slows down every step a little
 
-_REALS: Mapping[str, tuple[str, float, float]] = {
-    "temperature": ("temperature", 0.0, 2.0),
-    "general.sampling.temp": ("temperature", 0.0, 2.0),
-    "top_p": ("top_p", 1e-9, 1.0),
-    "general.sampling.top_p": ("top_p", 1e-9, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "general.sampling.min_p": ("min_p", 0.0, 1.0),
-    "repetition_penalty": ("repetition_penalty", 0.01, 100.0),
-    "general.sampling.penalty_repeat": ("repetition_penalty", 0.01, 100.0),
+_NUMBERS: Mapping[str, tuple[str, type[int] | type[float], float, float]] = {
+    "temperature": ("temperature", float, 0.0, 2.0),
+    "general.sampling.temp": ("temperature", float, 0.0, 2.0),
+    "top_p": ("top_p", float, 1e-9, 1.0),
+    "general.sampling.top_p": ("top_p", float, 1e-9, 1.0),
+    "min_p": ("min_p", float, 0.0, 1.0),
+    "general.sampling.min_p": ("min_p", float, 0.0, 1.0),
+    "repetition_penalty": ("repetition_penalty", float, 0.01, 100.0),
+    "general.sampling.penalty_repeat": ("repetition_penalty", float, 0.01, 100.0),
+    "top_k": ("top_k", int, -1, 2**31 - 1),
+    "general.sampling.top_k": ("top_k", int, -1, 2**31 - 1),
+    "max_new_tokens": ("max_tokens", int, 1, 2**31 - 1),
 }
-"""Key -> field of `SamplingDefaults`, least and largest value."""
-_COUNTS: Mapping[str, tuple[str, int]] = {
-    "top_k": ("top_k", -1),
-    "general.sampling.top_k": ("top_k", -1),
-    "max_new_tokens": ("max_tokens", 1),
-}
-"""Key -> field and least value."""
+"""Key of a file -> field of `SamplingDefaults`, type, least and largest value."""
 _SUPPRESSED = ("suppress_tokens", "tokenizer.ggml.suppress_tokens")
 _PENALTY_LAST_N = "general.sampling.penalty_last_n"
-_FACTS = frozenset(
-    {
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "transformers_version",
-        "trust_remote_code",
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-        "return_dict_in_generate",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "output_logits",
-    }
+_FACTS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "trust_remote_code"),
+    *("use_cache", "cache_implementation", "cache_config", "return_dict_in_generate", "output_attentions"),
+    *("output_hidden_states", "output_scores", "output_logits"),
 )
 """Keys that do not change answers, or that the loaders read."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -114,16 +97,14 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
     """Return the values that we use. Raises ModelError for one that a request could not have."""
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}
-    for key, (name, low, high) in _REALS.items():
+    for key, (name, kind, low, high) in _NUMBERS.items():
         if key in values:
-            found[name] = _real(generation, key, low, high)
+            found[name] = _number(generation, key, kind, low, high)
     if 0.0 < found.get("temperature", 0.0) < MIN_TEMPERATURE:
         raise _error(generation, f"the temperature {found['temperature']} is neither 0 nor at least {MIN_TEMPERATURE}")
     if values.get(_PENALTY_LAST_N) == 0:  # the penalty covers no token
         found.pop("repetition_penalty", None)
-    for key, (name, least) in _COUNTS.items():
-        if key in values:
-            found[name] = max(0, _count(generation, key, least))
+    found["top_k"] = None if found.get("top_k") is None else max(0, found["top_k"])
     for key in _SUPPRESSED:
         if key in values:
             found["banned_token_sequences"] = _suppressed(generation, key, vocab_size)
@@ -132,7 +113,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
 
 def not_obeyed(generation: Generation) -> list[str]:
     """Return the keys that would change answers and are not used, with short values."""
-    known = {*_REALS, *_COUNTS, *_SUPPRESSED, *_FACTS}
+    known = {*_NUMBERS, *_SUPPRESSED, *_FACTS}
     names = []
     for key, value in generation.values.items():
         neutral = (None, *_NEUTRAL[key]) if key in _NEUTRAL else _NOTHING
@@ -146,18 +127,13 @@ def _error(generation: Generation, cause: str) -> ModelError:
     return ModelError(f"{generation.path}: {cause}.", remedy="Correct the file, or start with --generation-config none.")
 
 
-def _real(generation: Generation, key: str, low: float, high: float) -> float:
+def _number(generation: Generation, key: str, kind: type[int] | type[float], low: float, high: float) -> float:
     value = generation.values[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
-        raise _error(generation, f"{key} is {value!r}, not a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def _count(generation: Generation, key: str, least: int) -> int:
-    value = generation.values[key]
-    if type(value) is not int or not least <= value < 2**31:
-        raise _error(generation, f"{key} is {value!r}, not a number from {least} to {2**31 - 1}")
-    return value
+    is_right = type(value) is int or (kind is float and type(value) is float)
+    if not is_right or not low <= value <= high:
+        bounds = f"{low:g} to {high:g}" if kind is float else f"{low} to {high}"
+        raise _error(generation, f"{key} is {value!r}, not a number from {bounds}")
+    return kind(value)
 
 
 def _suppressed(generation: Generation, key: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:

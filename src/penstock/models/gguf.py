@@ -32,49 +32,22 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 _MAGIC = b"GGUF"
-_NOTABLE_GROWTH = 1.1
 _CONTROL, _USER_DEFINED = 3, 4
-_PRE_WITH_BOS = frozenset(
-    {
-        "llama-bpe",
-        "llama3",
-        "llama-v3",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "tekken",
-        "chameleon",
-    }
+_PRE_WITH_BOS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"),
+    "chameleon",
 )
 """Pre-tokenisers whose models begin a text with the bos token by default."""
 _ENDS = frozenset(
     {
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<end_of_utterance>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|return|>",
-        "<|call|>",
-        "<|calls|>",
-        "<|flush|>",
-        "<EOT>",
-        "[EOT]",
-        "<turn|>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        "<eos>",
-        "</s>",
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<|endoftext|>"),
+        *("<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "[EOT]", "<turn|>"),
+        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>", "</s>"),
     }
 )
 """Tokens that end a turn or a document; many files name only one of them as `eos`. Source: `special_eog_ids` of llama.cpp."""
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
-"""In vocabularies with all tokens of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
+"""In vocabularies with all of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 _FLOATS: Mapping[WeightFormat, type[np.generic]] = {
     WeightFormat.F32: np.float32,
@@ -162,7 +135,6 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """Embeddings are normalised, as in llama.cpp's server."""
     key = file.architecture
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
@@ -213,7 +185,7 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np
 
 def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
     num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(held.values())
-    if num_held > _NOTABLE_GROWTH * num_stored:
+    if num_held > 1.1 * num_stored:
         words = "%s: %d MiB of weights take %d MiB in memory, where each has 4, 8 or 16 bits: see docs/kernels.md"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 

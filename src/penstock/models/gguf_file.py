@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.models.catalog import split_files
 from penstock.models.formats import GGML_TYPES, WeightFormat, block
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, damaged
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -29,19 +29,12 @@ _SCALARS: Mapping[int, struct.Struct] = {
 }
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-_MAX_METADATA = 1 << 16
-_MAX_TENSORS = 1 << 18
 _MAX_ITEMS = 1 << 22
-_MAX_NESTING = 2
 
 T = TypeVar("T")
 
 
 _UNSUPPORTED = "Use another file of this model, or convert it again with the present tools of llama.cpp."
-
-
-def _malformed(path: Path, cause: str) -> ModelError:
-    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again and compare checksums.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +95,18 @@ class GgufFile:
         return value
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
-        """Return a metadata array, empty if missing. Raises ModelError if its items have another type."""
+        """Return a metadata array, empty if missing. Raises ModelError."""
         values = self.get(key, list) or []
         if values and type(values[0]) is not kind:
             raise self.error(f"{key} is an array of {type(values[0]).__name__}, not of {kind.__name__}")
         return values
 
     def error(self, cause: str) -> ModelError:
-        return _malformed(self.path, cause)
+        return damaged(self.path, cause)
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map a file, or all files of a split model by the first one, and parse the headers. Raises ModelError."""
+    """Map a file, or all files of a split model by the first one. Raises ModelError."""
     first = _open_part(path)
     count, number = first.get("split.count", int) or 1, first.get("split.no", int) or 0
     if count == 1:
@@ -148,9 +141,8 @@ def _open_part(path: Path) -> GgufFile:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        raise ModelError(
-            f"{path}: there is no such file.", remedy="Check the path; a split model needs all its files."
-        ) from error
+        remedy = "Check the path; a split model needs all its files."
+        raise ModelError(f"{path}: there is no such file.", remedy=remedy) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
     parsed = parse_gguf(path, data)
@@ -161,35 +153,35 @@ def _open_part(path: Path) -> GgufFile:
 def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
     """Parse a file that is mapped, or that was read because it may change or vanish. Raises ModelError."""
     if data[:4] != b"GGUF":
-        raise _malformed(path, "this is not a GGUF file (its first bytes are not 'GGUF')")
+        raise damaged(path, "this is not a GGUF file (its first bytes are not 'GGUF')")
     cursor = _Cursor(path, data, 4)
     version = cursor.u32()
     if version & 0xFFFF == 0:
         raise ModelError(f"{path}: this GGUF file is big-endian, which is not supported.", remedy=_UNSUPPORTED)
     if version not in (2, 3):
         raise ModelError(f"{path}: GGUF version {version} is not supported (2 and 3 are).", remedy=_UNSUPPORTED)
-    num_tensors = cursor.count("tensors", _MAX_TENSORS, min_bytes=24)
-    num_metadata = cursor.count("metadata entries", _MAX_METADATA, min_bytes=13)
+    num_tensors = cursor.count("tensors", 1 << 18, min_bytes=24)
+    num_metadata = cursor.count("metadata entries", 1 << 16, min_bytes=13)
     metadata: dict[str, Any] = {}
     for _ in range(num_metadata):
         key = cursor.string()
         if key in metadata:
-            raise _malformed(path, f"the metadata has {key!r} twice")
+            raise damaged(path, f"the metadata has {key!r} twice")
         metadata[key] = cursor.value(cursor.u32())
     entries = [_read_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
-        raise _malformed(path, f"general.alignment is {alignment!r}, not a power of two from 8")
+        raise damaged(path, f"general.alignment is {alignment!r}, not a power of two from 8")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
     for entry in entries:
         if entry.name in tensors:
-            raise _malformed(path, f"the tensor {entry.name!r} is there twice")
+            raise damaged(path, f"the tensor {entry.name!r} is there twice")
         if entry.offset % alignment:
-            raise _malformed(path, f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
+            raise damaged(path, f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
         end = start + entry.offset + entry.num_bytes
         if end > len(data):
-            raise _malformed(path, f"the tensor {entry.name!r} ends at byte {end}, but the file has only {len(data)}")
+            raise damaged(path, f"the tensor {entry.name!r} ends at byte {end}, but the file has only {len(data)}")
         tensors[entry.name] = replace(entry, offset=start + entry.offset)
     return GgufFile(path, metadata, tensors, (np.frombuffer(data, dtype=np.uint8),))
 
@@ -199,7 +191,7 @@ def _read_entry(path: Path, cursor: _Cursor) -> TensorEntry:
     name = cursor.string()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= 4:
-        raise _malformed(path, f"the tensor {name!r} has {num_dims} dimensions")
+        raise damaged(path, f"the tensor {name!r} has {num_dims} dimensions")
     shape = tuple(reversed([cursor.u64() for _ in range(num_dims)]))
     fmt = GGML_TYPES.get(type_id := cursor.u32())
     if fmt is None:
@@ -207,8 +199,7 @@ def _read_entry(path: Path, cursor: _Cursor) -> TensorEntry:
         raise ModelError(f"{path}: {cause}.", remedy=_UNSUPPORTED)
     block_cols, block_bytes = block(fmt)
     if shape[-1] % block_cols:
-        cause = f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type"
-        raise _malformed(path, cause)
+        raise damaged(path, f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type")
     return TensorEntry(name, fmt, shape, cursor.u64(), math.prod(shape) // block_cols * block_bytes)
 
 
@@ -231,7 +222,7 @@ class _Cursor:
         """Read how many items follow, each of at least `min_bytes`."""
         count = self.u64()
         if count > limit or count * min_bytes > self._end - self.position:
-            raise _malformed(self._path, f"the header promises {count} {what}, more than the file can hold")
+            raise damaged(self._path, f"the header promises {count} {what}, more than the file can hold")
         return count
 
     def string(self) -> str:
@@ -247,12 +238,12 @@ class _Cursor:
                 begin = position + 8
                 position = begin + unpack(data, position)[0]
                 if position > end:
-                    raise _malformed(self._path, f"a string at byte {begin} reaches beyond the end of the file")
+                    raise damaged(self._path, f"a string at byte {begin} reaches beyond the end of the file")
                 out.append(data[begin:position].decode())
         except struct.error as error:
-            raise _malformed(self._path, "the file ends in the middle of its header") from error
+            raise damaged(self._path, "the file ends in the middle of its header") from error
         except UnicodeDecodeError as error:
-            raise _malformed(self._path, f"the string at byte {begin} is not UTF-8") from error
+            raise damaged(self._path, f"the string at byte {begin} is not UTF-8") from error
         self.position = position
         return out
 
@@ -264,19 +255,19 @@ class _Cursor:
         if type_id == _BOOL:
             return bool(self._scalar(_SCALARS[0]))
         if type_id not in _SCALARS:
-            raise _malformed(self._path, f"a metadata value is of the unknown type {type_id}")
+            raise damaged(self._path, f"a metadata value is of the unknown type {type_id}")
         return self._scalar(_SCALARS[type_id])
 
     def _array(self, nesting: int) -> list[Any]:
-        if nesting >= _MAX_NESTING:
-            raise _malformed(self._path, "metadata arrays are nested too deeply")
+        if nesting >= 2:
+            raise damaged(self._path, "metadata arrays are nested too deeply")
         item_type = self.u32()
         if item_type == _STRING:
             return self.strings(self.count("strings", _MAX_ITEMS, min_bytes=8))
         if item_type == _ARRAY:
             return [self._array(nesting + 1) for _ in range(self.count("arrays", _MAX_ITEMS, min_bytes=12))]
         if item_type != _BOOL and item_type not in _SCALARS:
-            raise _malformed(self._path, f"a metadata array is of the unknown type {item_type}")
+            raise damaged(self._path, f"a metadata array is of the unknown type {item_type}")
         packer = _SCALARS[0 if item_type == _BOOL else item_type]
         num = self.count("numbers", _MAX_ITEMS, min_bytes=packer.size)
         values = struct.unpack_from(f"<{num}{packer.format[-1]}", self._data, self.position)
@@ -285,7 +276,7 @@ class _Cursor:
 
     def _scalar(self, packer: struct.Struct) -> Any:
         if self.position + packer.size > self._end:
-            raise _malformed(self._path, "the file ends in the middle of its header")
+            raise damaged(self._path, "the file ends in the middle of its header")
         value = packer.unpack_from(self._data, self.position)[0]
         self.position += packer.size
         return value

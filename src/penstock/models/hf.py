@@ -17,7 +17,10 @@ from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, sh
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
     JsonFile,
+    find_tokenizer,
     read_bos_id,
+    read_chat_templates,
+    read_ends,
     read_eos_ids,
     read_json,
     read_spec,
@@ -26,7 +29,6 @@ from penstock.models.hf_config import (
     told_biases,
 )
 from penstock.models.hf_quantised import Stored, read_quantisation
-from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_ends
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
@@ -36,7 +38,6 @@ from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
-"""Tensors of the text model inside a model that has other parts, too."""
 _DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; config.json says the same.
 
 
@@ -171,7 +172,7 @@ def load_hf_directory(
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    Biases are those that the settings name, and those that Qwen 2 has without a setting.
+    Biases are those that the settings name, and those of Qwen 2.
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}

@@ -8,17 +8,16 @@ import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from penstock.models import checks, rope
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, damaged
 from penstock.types.model_spec import Activation, ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""Release 5 of transformers calls the first one by the second name, which may also be an object of names and tokens."""
+"""Release 5 of transformers calls the first one by the second name, which may also be an object."""
 
 _MOST_TYPES = 16  # limit for types of layers with their own rotation: each takes time to compute
 
@@ -77,14 +76,14 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file.", remedy="Fetch the whole model directory.") from error
     except OSError as error:
-        raise ModelError(f"{path}: can't be read: {error}.", remedy="Fetch the file again.") from error
+        raise damaged(path, f"can't be read: {error}") from error
 
 
 def json_file(path: Path, data: bytes) -> JsonFile:
     try:
         return JsonFile(path, checks.json_object(data))
     except ValueError as error:
-        raise ModelError(f"{path}: can't be read as a JSON object: {error}.", remedy="Fetch the file again.") from error
+        raise damaged(path, f"can't be read as a JSON object: {error}") from error
 
 
 def text_part(config: JsonFile) -> JsonFile:
@@ -108,8 +107,8 @@ def read_spec(
 ) -> ModelSpec:
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
-    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names, and for rotations of
-    parts of heads without `has_partial_rope`. `served_len`: tokens of the longest text; None: all positions.
+    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `served_len`: tokens of
+    the longest text; None: all positions.
     """
     config.only("is_causal", True)
     sizes = _read_sizes(config)
@@ -149,7 +148,7 @@ def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
 
 
 def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a reply: those of generation_config.json, then those of config.json."""
+    """Return the tokens that end a reply, by generation_config.json, then by config.json."""
     ids = [token_id for file in (generation, config) for token_id in _token_ids(file, "eos_token_id", vocab_size)]
     return tuple(dict.fromkeys(ids))
 
@@ -166,7 +165,7 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 def read_special_tokens(path: Path) -> SpecialTokens:
     """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key.
 
-    The first file wins if it has an `added_tokens_decoder`, as newer ones do, otherwise the second.
+    The first file wins if it has an `added_tokens_decoder`.
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     special = read_json(path / "special_tokens_map.json", is_optional=True)
@@ -223,8 +222,8 @@ def _read_rotations(
 
     if not nested:
         return [rotation(parameters)] * sizes["num_layers"]
-    if len(nested) > _MOST_TYPES:
-        raise config.error(f"{key} has {len(nested)} types of layers, and at most {_MOST_TYPES} are taken")
+    if len(nested) > 16:  # each rotation takes time to compute
+        raise config.error(f"{key} has {len(nested)} types of layers, and at most 16 are taken")
     kinds = read_layer_types(config, sizes["num_layers"])
     missing = set(kinds) - parameters.keys()
     if missing:
@@ -241,19 +240,17 @@ def read_activation(config: JsonFile, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "gelu": "gelu",
-        "gelu_fast": "gelu_tanh",
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "quick_gelu": "gelu_quick",
-        "relu": "relu",
-        "relu2": "relu2",
-        "silu": "silu",
-        "swish": "silu",
-    }
-)
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
@@ -264,13 +261,13 @@ def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
     return kinds
 
 
-_ROPE_KINDS: Mapping[str, rope.Kind] = MappingProxyType(
-    {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
-)
+_ROPE_KINDS: Mapping[str, rope.Kind] = {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
 """`mrope` gives a token three positions, which are equal in a text."""
-_ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = MappingProxyType(
-    {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-)
+_ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 """Keys that a kind requires."""
 
 
@@ -329,3 +326,66 @@ def _factors(settings: JsonFile, name: str, num_pairs: int) -> tuple[float, ...]
     if not is_right:
         raise settings.error(f"{name} is not a list of {num_pairs} positive numbers")
     return tuple(map(float, values))
+
+
+# Tokenizers and chat templates
+
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")  # files of tokenizers, the most exact first
+_DEFAULT = "default"
+
+
+def find_tokenizer(path: Path) -> Path:
+    """Return the first of `TOKENIZERS` that is there. Raises ModelError."""
+    for name in TOKENIZERS:
+        if (path / name).is_file():
+            return path / name
+    raise ModelError(
+        f"{path}: there is no {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}.",
+        remedy="Save the tokenizer in its fast form beside the weights.",
+    )
+
+
+def read_ends(path: Path) -> tuple[bool, bool] | None:
+    """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither."""
+    config = read_json(path / "tokenizer_config.json", is_optional=True)
+    names = ("add_bos_token", "add_eos_token")
+    if not any(name in config.values for name in names):
+        return None
+    has_bos, has_eos = (config.get(name, bool) or False for name in names)
+    return has_bos, has_eos
+
+
+def read_chat_templates(path: Path) -> Mapping[str, str]:
+    """Return the templates of a directory by name. One without a name is `default`. Raises ModelError.
+
+    Source: https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
+    """
+    file = path / "chat_template.jinja"
+    others = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    if file.is_file() or others:
+        named = {other.stem: _read(other) for other in others}
+        return {_DEFAULT: _read(file), **named} if file.is_file() else named
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        config = read_json(path / name, is_optional=True)
+        if config.values.get("chat_template") is not None:
+            return _named_templates(config)
+    return {}
+
+
+def _named_templates(config: JsonFile) -> Mapping[str, str]:
+    found = config.values["chat_template"]
+    items = found if isinstance(found, list) else [{"name": _DEFAULT, "template": found}]
+    templates: dict[str, str] = {}
+    for item in items:
+        name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if type(name) is not str or type(template) is not str:
+            raise config.error("chat_template is neither a text nor a list of named templates")
+        templates[name] = template
+    return templates
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise damaged(file, f"can't be read: {error}") from error

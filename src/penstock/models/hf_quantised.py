@@ -32,13 +32,12 @@ Stored = StoredTensor | PackedIntegers | Mxfp4Cube
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The settings of a checkpoint that decide how its matrices are read."""
+    """The settings that decide how matrices are read."""
 
     method: Literal["floats", "gptq", "awq", "compressed", "mxfp4"]
-    """`floats`: no matrix is packed, though some may be in fp8. `compressed`: integers of compressed-tensors."""
+    """`floats`: no matrix is packed, though some may be in fp8. `compressed`: compressed-tensors."""
     bits: int = 0  # of a packed integer
-    group_sizes: frozenset[int] = frozenset()
-    """Possible numbers of columns that share a scale. A matrix may also have one scale for each row."""
+    group_sizes: frozenset[int] = frozenset()  # possible numbers of columns that share a scale, besides whole rows
     zero_shift: int = 0  # added to the stored zero points of GPTQ
     block: Block | None = None  # that shares a scale of fp8
 
@@ -55,7 +54,7 @@ _BITS = (4, 8)
 
 
 def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
-    """Read the settings in config.json, or else in `separate`, AutoGPTQ's quantize_config.json. Raises ModelError."""
+    """Read the settings in config.json, or else in AutoGPTQ's quantize_config.json. Raises ModelError."""
     settings = config.get("quantization_config", dict)
     if settings is None:
         settings = {"quant_method": "gptq", **separate.values} if separate.values else {}
@@ -152,18 +151,13 @@ def _unsupported(settings: JsonFile, what: str) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The tensors of all files, with quantised matrices put together."""
-
     tensors: Mapping[str, Stored]
     """By name: of the unpacked matrix, or for MXFP4 of the blocks, because files of floats have that matrix transposed."""
     scales: Mapping[str, BlockScales]  # of matrices in fp8
 
 
 def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
-    """Combine the tensors of quantised matrices. Reads scales and zero points, but no weights.
-
-    Raises ModelError if a part of a matrix is missing or does not fit.
-    """
+    """Combine the tensors of quantised matrices. Reads scales and zero points, but no weights. Raises ModelError."""
     packed, used = (_cubes if quantisation.method == "mxfp4" else _packed)(quantisation, tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     rest, scales = _split_scales(rest, quantisation.block)
@@ -176,7 +170,6 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
 
 
 def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
-    """Say how many matrices of integers become floats."""
     number = sum(isinstance(tensor, PackedIntegers) and tensor.format is WeightFormat.F32 for tensor in tensors)
     matrices = counted(number, "matrix of packed integers is", "matrices of packed integers are")
     return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
@@ -261,10 +254,7 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
 
 
 def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
-    """Return the columns in the order of their groups (act-order), or None if they are in order already.
-
-    Raises ModelError unless all groups have the same number of columns.
-    """
+    """Return the columns in the order of their groups (act-order), or None if they are in order already."""
     if (stored := parts.find(end)) is None:
         return None
     groups = stored.integers("I32", "I64").astype(np.int64)
@@ -316,7 +306,7 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
-    """Return a matrix of scales. A vector becomes a column, a single number a matrix of one."""
+    """A vector becomes a column, a single number a matrix of one."""
     tensor = parts.require(end)
     values = tensor.array()
     if values.ndim > 2 or tensor.dtype == FLOAT8:
@@ -348,7 +338,7 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Return the other tensors, and the scales by the name of their matrix in fp8. Raises ModelError if a matrix has none."""
+    """Return the other tensors, and the scales by the name of their matrix in fp8."""
     wanted = [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]
     if not wanted:
         return dict(tensors), {}

@@ -35,10 +35,10 @@ def load_model(
     generation: str = "none",
     **options: Unpack[LoadOptions],
 ) -> LoadedModel:
-    """Return the model of a source that is present, called `source.name`.
+    """Return the model of a source that is present. `generation` is the setting `generation_config`.
 
-    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use. `generation` is the setting
-    `generation_config`. Raises ModelError before any weight is read.
+    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use. Raises ModelError before any weight
+    is read.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -61,17 +61,11 @@ def load_adapter(
 
     `files` limits the reading. Raises ModelError for damaged files and for what is not computed.
     """
+    from penstock.models.peft import read_gguf_adapter, read_peft
+
     if path.suffix == ".gguf":
-        from penstock.models.gguf_adapter import read_gguf_adapter
-
         return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files)
-    from penstock.models.peft import read_peft
-
     return read_peft(path, spec, program, max_rank=max_rank, files=files)
-
-
-NUM_SAMPLES = 16
-SAMPLE_BYTES = 1 << 16
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
@@ -88,7 +82,7 @@ def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
         status = file.stat()
         digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if has_times else ''}\0".encode())
         with file.open("rb") as data:
-            for idx in range(NUM_SAMPLES):
-                data.seek(status.st_size * idx // NUM_SAMPLES)
-                digest.update(data.read(SAMPLE_BYTES))
+            for idx in range(16):
+                data.seek(status.st_size * idx // 16)
+                digest.update(data.read(1 << 16))
     return digest.digest()

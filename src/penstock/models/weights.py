@@ -1,6 +1,6 @@
-"""Weights as files store them: raw rows and their format. Loaders make them, backends read them.
+"""Weights as files store them: raw rows and their format. Mapped arrays stay mapped.
 
-Mapped arrays stay mapped. Nothing is converted before a backend reads it, and then a few rows at a time, on all processors.
+Nothing is converted before a backend reads it, and then a few rows at a time, on all processors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
 
 
 def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
-    """Fill `out` and return it. `convert` makes some rows of `num_cols` values, in any order and in several threads."""
+    """Fill `out` and return it. `convert` makes some rows of `num_cols` values, in several threads."""
     slices = list(row_slices(len(out), num_cols))
 
     def fill(rows: slice) -> None:
@@ -109,8 +109,7 @@ class WeightTensor:
         return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield consecutive ranges of [first, end) of at most 32 MiB as float32, in multiples of `multiple` rows except the
-        last."""
+        """Yield ranges of [first, end) of at most 32 MiB as float32, in multiples of `multiple` rows except the last."""
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
         stop = self.num_rows if end is None else end
         for begin in range(first, stop, step):
@@ -121,7 +120,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the pages of stored rows of a mapped file, except rows that `order` takes from elsewhere."""
+        """Let the system drop the pages of stored rows, except rows that `order` takes from elsewhere."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -134,7 +133,6 @@ class WeightTensor:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the system can reclaim the data's memory, because it is a mapped file."""
         is_as_stored = self.order is None and isinstance(self.stored, np.ndarray)
         return is_as_stored and self._file() is not None
 
@@ -192,7 +190,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """Rows of several matrices, stacked when they are read."""
+    """Rows of several matrices."""
 
     cuts: tuple[Cut, ...]
 
@@ -214,7 +212,7 @@ class Stacked:
 
 
 def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
-    """Return one matrix of rows of others. Raises ModelError unless formats, blocks of scales and columns are the same."""
+    """Return one matrix of rows of others. Raises ModelError if these are stored in different ways."""
     first = cuts[0].tensor
     kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
     if len(kinds) > 1 or not all(np.array_equal(_columns(cut.tensor), _columns(first)) for cut in cuts):
@@ -242,7 +240,7 @@ def is_of_experts(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The settings of generation in one file. `models.generation` checks them."""
+    """The settings of generation in one file."""
 
     path: Path
     values: Mapping[str, Any]

@@ -49,8 +49,6 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
 
 
 PROBE_S = 0.01  # short enough that some measurements fall between the interruptions of a shared machine
-PROBE_REPEAT = 8
-LEAST_PROBED_BYTES = 1 << 28
 PROBED_CACHES = 8
 """Memory to read, in sizes of the caches: some of twice their size still comes from them (docs/performance.md, Peaks)."""
 
@@ -69,11 +67,11 @@ class Peaks:
 def probed_bytes() -> int:
     """Return the memory that a probe reads over and over: hardly any of it stays in caches, and half of it or more is left
     free."""
-    wanted, most = max(LEAST_PROBED_BYTES, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
+    wanted, most = max(1 << 28, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
     if wanted > most:
         _log.warning(
-            "The speed of memory is probed on %d MiB instead of %d, since no more than twice as much is available. It may "
-            "partly be that of the caches: free memory, and probe again.",
+            "The speed of memory is measured on %d MiB instead of %d, because no more than twice as much is available. It may "
+            "partly be the speed of the caches: free memory, and measure again.",
             most >> 20,
             wanted >> 20,
         )
@@ -89,12 +87,11 @@ def probe_peaks(num_threads: int) -> Peaks:
 
     def best(kind: ProbeKind) -> float:
         return 1e9 * max(
-            _native.peak_gops(kind, num_threads=num_threads, variant=variant, seconds=PROBE_S, repeat=1)
-            for _ in range(PROBE_REPEAT)
+            _native.peak_gops(kind, num_threads=num_threads, variant=variant, seconds=PROBE_S, repeat=1) for _ in range(8)
         )
 
     read_gbs = _native.peak_read_gbs(
-        num_threads=num_threads, num_bytes=probed_bytes(), variant=variant, seconds=PROBE_S, repeat=PROBE_REPEAT
+        num_threads=num_threads, num_bytes=probed_bytes(), variant=variant, seconds=PROBE_S, repeat=8
     )
     if variant == "amx":
         tiles = best(ProbeKind.BF16_TILES)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, max_scored_positions
+from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, capacity_of
 from penstock.backends.native._native import (
     Account,
     AdapterFormat,
@@ -28,7 +28,7 @@ from penstock.backends.native._native import (
 from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
-from penstock.models.program import Program, States
+from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ModelError
@@ -91,17 +91,9 @@ class NativeExecutor:
         max_adapter_rank: int = 0,
         memory_nodes: Sequence[int] = (),
     ) -> None:
-        state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        max_scored = 0 if is_one_pass else max_scored_positions(program.vocab_size)
-        self._capacity = Capacity(
-            *sizes, has_state=state is not None, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass
-        )
-        if is_one_pass != isinstance(program.ending, States):
-            raise ModelError(
-                f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
-                remedy="End programs of texts in `States`, others in `Logits`.",
-            )
+        self._capacity = capacity_of(program, sizes)
+        state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
         # Of texts no keys and values are kept: a cache without layers, of any shape.
         num_kv_heads, head_dim = (1, 16) if is_one_pass else (program.num_kv_heads, padded_head_dim(program.head_dim))

@@ -32,7 +32,6 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16, or as int8 with a scale per row."""
-MOST_ROUNDED_COLS = 8192  # `kMostRow8Cols` of native/kernels/kernels.h.
 ACTIVATION_KINDS = {
     kind: number
     for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
@@ -640,7 +639,7 @@ class _Weights:
     def is_rounded(self, name: str) -> bool:
         """Return whether the weight becomes int8 with a scale per row."""
         tensor = self.tensor(name)
-        has_form = tensor.num_cols % 32 == 0 and tensor.num_cols <= MOST_ROUNDED_COLS
+        has_form = tensor.num_cols % 32 == 0 and tensor.num_cols <= 8192  # `kMostRow8Cols` of native/kernels/kernels.h
         return name in self._rounded and tensor.format in FLOATS and has_form
 
     def form(self, name: str) -> _Form:

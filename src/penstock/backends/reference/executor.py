@@ -17,14 +17,14 @@ from penstock.backends.batch import (
     NULL_BLOCK,
     BatchBuilder,
     StepBatch,
-    max_scored_positions,
+    capacity_of,
 )
 from penstock.backends.reference.adapters import PagedFactors, pack_factors
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample, token_logprobs
 from penstock.models.adapter import AdapterFactors, AdapterPacker
-from penstock.models.program import Program, States
+from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ExecutorFailure, ModelError
@@ -64,17 +64,9 @@ class ReferenceExecutor:
         poison: bool = False,
         max_adapter_rank: int = 0,
     ) -> None:
-        has_state, is_one_pass = program.state is not None, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        max_scored = 0 if is_one_pass else max_scored_positions(program.vocab_size)
-        self._capacity = Capacity(
-            *sizes, has_state=has_state, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass
-        )
-        if is_one_pass != isinstance(program.ending, States):
-            raise ModelError(
-                f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
-                remedy="End programs of texts in `States`, others in `Logits`.",
-            )
+        self._capacity = capacity_of(program, sizes)
+        is_one_pass = self._capacity.is_one_pass
         if is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         self._program = program
