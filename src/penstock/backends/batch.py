@@ -1,7 +1,4 @@
-"""Turns plans into arrays: the rows that an executor knows, with their tokens, block tables and progress.
-
-Backends call `BatchBuilder.apply` once per step and `append_sampled` when its tokens are known.
-"""
+"""Turns plans into arrays: the rows that an executor knows, with their tokens, block tables and progress."""
 
 from __future__ import annotations
 
@@ -17,21 +14,20 @@ from penstock.types.errors import ModelError
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
-"""Never holds a request's KV: it stands for blocks of padding, and for the first ones of rows that do not read them."""
+"""Stands for blocks of padding, and for the first ones of rows that do not read them."""
 
 NO_TOKEN = -1
 """Stands for the token of a row that failed, and for one that only the device knows."""
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
-"""Why a row fails, for `StepResult.failures`."""
+"""Why a row fails."""
 NO_USABLE_STATE = "the model's answer to this text has an entry that is no number, or is infinite"
 
 
 def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
     """Return the capacity of an executor on the CPU. `sizes` are the first five fields.
 
-    With a large vocabulary, fewer positions of prompts have logits at a time: 32 MiB. Raises ModelError for a program that
-    reads texts and ends in logits, or the other way round.
+    With a large vocabulary, fewer positions of prompts have logits at a time: 32 MiB. Raises ModelError for a wrong ending.
     """
     is_one_pass = program.is_one_pass
     if is_one_pass != isinstance(program.ending, States):
@@ -71,13 +67,10 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Turns plans into arrays and checks them. The tables are for the backend to read.
-
-    A plan that breaks the contract raises ValueError and leaves the builder in an undefined state.
-    """
+    """Turns plans into arrays. A plan that breaks the contract raises ValueError and leaves the builder undefined."""
 
     def __init__(self, capacity: Capacity, *, vocab_size: int | None = None, placed: Container[int] = ()) -> None:
-        """`placed` are the numbers of adapters that rows may have now; the backend changes it between steps."""
+        """`placed` are the numbers of adapters that rows may have; the backend changes it between steps."""
         # np.zeros maps memory lazily: rows and positions that are never used cost nothing.
         max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
         self.capacity = capacity
@@ -98,14 +91,13 @@ class BatchBuilder:
         self._free_slots = list(range(max_rows - 1, -1, -1))
 
     def slot(self, request_id: str) -> int:
-        """Return where a request lies in the tables. Raises ValueError if it is unknown."""
         slot = self._slots.get(request_id)
         if slot is None:
             raise ValueError(f"request {request_id!r} was never admitted, or is released")
         return slot
 
     def apply(self, plan: StepPlan) -> StepBatch:
-        """Forget the releases, take in the admits, then describe the rows. Raises ValueError on a broken contract."""
+        """Forget the releases, take in the admits, then describe the rows."""
         released = tuple([self._release(request_id) for request_id in plan.releases])
         admitted = tuple([(self._admit(row), row) for row in plan.admits])
         rows = plan.rows
@@ -137,7 +129,7 @@ class BatchBuilder:
         )
 
     def append_sampled(self, batch: StepBatch, token_ids: NDArray[np.int32]) -> None:
-        """Write the sampled tokens [S] at the end of their rows, before the next `apply`."""
+        """Write the sampled tokens [S] at the end of their rows."""
         if len(token_ids) != len(batch.sample_rows):
             raise ValueError(f"{len(token_ids)} sampled tokens for {len(batch.sample_rows)} rows that sample")
         slots = batch.row_slots[batch.sample_rows]
@@ -257,7 +249,7 @@ def _token_coordinates(
     query_lens: NDArray[np.int32],
     query_start_loc: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the slot and the position of each token of the step. ([T], [T])"""
+    """Return the slot and the position of each token of the step."""
     num_step_tokens = int(query_start_loc[-1])
     if num_step_tokens == len(row_slots):  # one token per row: nothing to spread
         return row_slots, context_lens.copy()

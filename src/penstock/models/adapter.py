@@ -33,7 +33,7 @@ class AdapterFactors:
         return max((len(a) for a, _ in self.by_weight.values()), default=0)
 
     def check(self, program: Program, *, max_rank: int) -> None:
-        """Raise ModelError for an unknown site, factors of the wrong shape, or a rank above `max_rank`."""
+        """Raise ModelError for an unknown site, a wrong shape, or a rank above `max_rank`."""
         known = sites(program)
         for site, (a, b) in self.by_weight.items():
             if site not in known:
@@ -64,10 +64,7 @@ def site_of(op: Linear | Embed | Logits) -> str:
 
 
 def sites(program: Program) -> Mapping[str, tuple[int, int]]:
-    """Return site -> (out, in) of every matrix that an adapter can change, in the program's order.
-
-    `Embed` has (width, vocabulary). Experts and routers can't be changed.
-    """
+    """Return site -> (out, in) of every matrix that an adapter can change. `Embed` has (width, vocabulary)."""
     found: dict[str, tuple[int, int]] = {}
     widths = dict(program.buffers)
     for op in program.ops:

@@ -33,7 +33,7 @@ class AdapterFiles:
     ) -> None:
         """Read from `roots`, resolved folders or files (None: anywhere), within `timeout_s`.
 
-        `take` gets the memory that the reading needs as soon as it is known. It raises ModelError if there is too little.
+        `take` gets the memory that the reading needs, and raises ModelError if there is too little.
         """
         self._roots = roots
         self._timeout_s = timeout_s

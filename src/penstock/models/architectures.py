@@ -118,6 +118,15 @@ def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], rename
     return {**defaults, **{renamed.get(key, key): value for key, value in values.items() if value is not None}}
 
 
+OLD_KEYS: Mapping[str, str] = {
+    "n_embd": "hidden_size",
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+}
+"""Keys of GPT-2's config.json, which others have, too -> the usual ones."""
 HF_TOP: Mapping[str, str] = {
     "model.embed_tokens.weight": "embed",
     **with_biases({"model.norm": "norm"}),
@@ -205,22 +214,14 @@ class Made:
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
 
 
-def _no_head(*_: object) -> Head | None:
-    return None
-
-
-def _as_read(_: object, spec: ModelSpec) -> ModelSpec:
-    return spec
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """All that Penstock knows of one architecture. docs/how-to/add-a-model.md explains how to write one."""
 
     describe: Callable[[ModelSpec], Program]
-    of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = _as_read
+    of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = lambda _, spec: spec
     """Applies the architecture's own keys of config.json. Raises ModelError for a setting that can't be computed."""
-    of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = _as_read
+    of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = lambda _, spec: spec
     hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     """Adds the keys that `read_spec` requires to config.json."""
     hf_name: Callable[[str], str | None] = lambda name: name
@@ -229,9 +230,9 @@ class Architecture:
     """Ends of tensors' names -> ends of ours, or `Parts`. `*` stands for an expert's number."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
-    hf_head: Callable[[str, JsonFile], Head | None] = _no_head  # returns the head of a class, or None
+    hf_head: Callable[[str, JsonFile], Head | None] = lambda *_: None  # returns the head of a class, or None
     hf_unread: tuple[str, ...] = ()  # beginnings of tensors' names that are left out, unless the head reads them
-    gguf_head: Callable[[GgufFile], Head | None] = _no_head
+    gguf_head: Callable[[GgufFile], Head | None] = lambda *_: None
     made: Mapping[str, Made] = field(default_factory=dict)
     is_encoder: bool = False
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)

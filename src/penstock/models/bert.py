@@ -1,8 +1,8 @@
-"""Encoders: BERT and its kin, and ModernBERT, which has norms before the halves of a layer and windows in most layers.
+"""Encoders: BERT and its kin, and ModernBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 1910.01108
-(DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT 2; transformers lacks
-it, but llama.cpp has src/models/jina-bert-v2.cpp) and 2108.12409 (ALiBi).
+(DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT 2, as in llama.cpp's
+jina-bert-v2.cpp) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.models.architectures import (
     GGUF_LAYER,
     GGUF_TOP,
     HF_LAYER,
+    OLD_KEYS,
     QKV,
     Architecture,
     Head,
@@ -152,7 +153,7 @@ def _num_types_of_gguf(file: GgufFile) -> int:
 
 
 def _gguf_head(file: GgufFile) -> Head | None:
-    """Return the head of a RoBERTa. The converter leaves out the first layer of a BERT's head."""
+    """The converter leaves out the first layer of a BERT's head, but not of a RoBERTa's."""
     has_first, has_last = "cls.weight" in file.tensors, "cls.output.weight" in file.tensors
     if has_first != has_last:
         raise ModelError(
@@ -251,11 +252,7 @@ DISTILBERT = replace(
 # Nomic-BERT
 
 _OLD_KEYS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
+    **OLD_KEYS,
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
     "rotary_emb_fraction": "partial_rotary_factor",

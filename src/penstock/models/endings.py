@@ -35,8 +35,7 @@ def choose_ending(
 ) -> TextEnding | None:
     """Return the ending of a model, or None if it writes text. Raises ModelError for what the model can't do.
 
-    - `path`: the file of its settings, for error messages
-    - `files`: what its files say of embeddings
+    - `files`: what the files at `path` say of embeddings
     - `writes_none`: it can't write text; otherwise it does, unless `files` have a pooling or `task` asks for another ending
     - `labels`: the columns of its head
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None

@@ -98,10 +98,7 @@ class Floats(StrEnum):
 def held_bytes(
     fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
 ) -> int:
-    """Return the bytes of a matrix in memory. docs/kernels.md has the native backend's layout.
-
-    fp8 that stays has a scale for each row, and with `has_blocks` one for each 32 columns, too.
-    """
+    """Return the bytes of a matrix in memory. docs/kernels.md has the native backend's layout."""
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)
@@ -139,7 +136,7 @@ class GroupedIntegers:
 
 
 def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> GroupedIntegers:
-    """Decode raw rows of a quantised format without rounding. Raises KeyError for a format of floats."""
+    """Decode raw rows of a quantised format. Raises KeyError for a format of floats."""
     kind = _QUANTISED[fmt]
     blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, kind.num_bytes)
     with np.errstate(all="ignore"):  # infinite scales of a corrupt file
@@ -169,7 +166,6 @@ def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F
 
 
 def _f16(blocks: U8, at: int) -> F32:
-    """[num_blocks, 1]"""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
@@ -178,7 +174,6 @@ def _halves(packed: U8) -> U8:
 
 
 def _bits(packed: U8) -> U8:
-    """[num_blocks, 4] -> [num_blocks, 32], the lowest bit first."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -269,7 +264,6 @@ def _iq4_xs(blocks: U8) -> Parts:
 
 
 def _in_groups(scale: F32, num: int) -> F32:
-    """[num_blocks, 1] -> [num_blocks, num]"""
     return np.repeat(scale, num, axis=1)
 
 
@@ -340,7 +334,6 @@ def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
 
 @cache
 def _signs() -> NDArray[np.uint64]:
-    """Return eight factors, 1 or -1, for every byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     factors: NDArray[np.uint64] = (1 - 2 * bits.astype(np.int8)).view(np.uint64)[:, 0]
     return factors
@@ -356,12 +349,10 @@ def _even_signs() -> NDArray[np.uint64]:
 
 
 def _entries(book: NDArray[Any], codes: NDArray[Any]) -> I8:
-    """[num_blocks, num_codes] -> [num_blocks, columns]"""
     return book.take(codes.reshape(len(codes), -1)).view(np.int8)
 
 
 def _fields(packed: NDArray[Any], shifts: NDArray[Any], mask: int) -> NDArray[Any]:
-    """Return the bits of each number at each shift. [num_blocks, n] -> [num_blocks, n * shifts]"""
     found: NDArray[Any] = packed[..., None] >> shifts & packed.dtype.type(mask)
     return found.reshape(len(packed), -1)
 
@@ -375,7 +366,6 @@ def _wide(low: U8, high: NDArray[Any]) -> NDArray[Any]:
 
 
 def _halved(blocks_scale: F32, fields: NDArray[Any], factor: float) -> F32:
-    """Return d (1/2 + field) factor, multiplied in this order."""
     return blocks_scale * (np.float32(0.5) + fields.astype(np.float32)) * np.float32(factor)
 
 
@@ -419,7 +409,6 @@ def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
 
 
 def _eighths(blocks_scale: F32, fields: NDArray[Any]) -> F32:
-    """Return d (2 field + 1) / 8."""
     return blocks_scale * (2 * fields + 1).astype(np.float32) * np.float32(0.125)
 
 

@@ -1,7 +1,6 @@
 """A model's own defaults of sampling (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
 
-We use `suppress_tokens` and the keys of vLLM's `get_diff_sampling_param` (`vllm/config/model.py`), and log all other keys that
-would change answers. Keys of GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
+We use `suppress_tokens` and the keys of vLLM's `get_diff_sampling_param`, and log all other keys that would change answers.
 """
 
 from __future__ import annotations

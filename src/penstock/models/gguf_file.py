@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.catalog import split_files
+from penstock.models.checks import map_file
 from penstock.models.formats import GGML_TYPES, WeightFormat, block
 from penstock.types.errors import ModelError, damaged
 
@@ -137,14 +138,7 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 
 def _open_part(path: Path) -> GgufFile:
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError as error:
-        remedy = "Check the path; a split model needs all its files."
-        raise ModelError(f"{path}: there is no such file.", remedy=remedy) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
+    data = map_file(path)
     parsed = parse_gguf(path, data)
     data.madvise(mmap.MADV_DONTNEED)  # the pages of the header are not read again
     return parsed

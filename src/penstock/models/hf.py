@@ -214,7 +214,6 @@ def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str
 
 
 def _text_name(name: str) -> str:
-    """Return the name that a tensor would have in a model of text alone."""
     found = _TEXT.fullmatch(name)
     if found is None:
         return name
@@ -233,7 +232,6 @@ def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored
 
 
 def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors by new names, given pairs of new and old ones."""
     old_names: dict[str, str] = {}
     for new, old in names:
         if new in old_names:
@@ -289,7 +287,7 @@ def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | No
 
 
 def _looked_up_bytes(table: Stored, floats: Floats) -> int:
-    """Return the memory of a table whose rows are looked up: none, unless its rows are unpacked or widened."""
+    """None, unless the table's rows are unpacked or widened."""
     if isinstance(table, PackedIntegers):
         return stored_bytes(table.format, *table.shape)
     num_rows, num_cols = table.shape
@@ -297,7 +295,7 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
 
 
 def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
-    """Return a piece's tensor with outputs as rows: one matrix, or one for each expert."""
+    """One matrix, or one for each expert, with outputs as rows."""
     if isinstance(tensor, Mxfp4Cube):
         return tensor.matrices()
     is_transposed = piece.layout is not None and piece.layout.is_transposed
@@ -319,7 +317,7 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
 def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
-    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor."""
+    """Row i of the weight (or number i, of a vector) is row `order[i]` of the tensor."""
     assert not isinstance(tensor, Mxfp4Cube)  # its names are always in `Parts`
     num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):

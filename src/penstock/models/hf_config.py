@@ -207,7 +207,7 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 def _read_rotations(
     config: JsonFile, sizes: Mapping[str, int], served_len: int, *, may_be_partial: bool
 ) -> list[Rotation | None]:
-    """Return the rotation of each layer; None for a type of layer whose parameters are null."""
+    """Return each layer's rotation; None for a type of layer whose parameters are null."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
     parameters = config.get(key, dict) or {}
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}

@@ -1,10 +1,8 @@
 """The quantised matrices of a Hugging Face directory: which settings are supported, and which tensors make up a matrix.
 
-- fp8 (e4m3): a matrix, and scales for the matrix, for rows or for blocks in a tensor whose name adds `_scale`
-  (compressed-tensors, ModelOpt, AutoFP8) or `_scale_inv` (DeepSeek, transformers' finegrained_fp8)
-- integers of 4 or 8 bits and experts in MXFP4 (`models.packed`)
-
-Scales of activations and of keys and values are ignored: backends round activations in their own way.
+In fp8 (e4m3), the scales of a matrix, its rows or blocks are in a tensor whose name adds `_scale` (compressed-tensors,
+ModelOpt, AutoFP8) or `_scale_inv` (DeepSeek). Scales of activations, keys and values are ignored: backends round activations in
+their own way.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
 
 
 def _cubes(_: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
-    """Return the matrices of experts by name, and the names of all their tensors."""
+    """Return the matrices by name, and the names of all their tensors."""
     found: dict[str, Mxfp4Cube] = {}
     used: set[str] = set()
     for name in tensors:
@@ -188,7 +186,6 @@ def _cubes(_: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntege
 
 
 def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
-    """Return the matrices of packed integers by name, and the names of all their tensors."""
     found: dict[str, PackedIntegers] = {}
     used: set[str] = set()
     ends, make = _MAKERS.get(quantisation.method, ((), _gptq_matrix))
@@ -254,7 +251,7 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
 
 
 def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
-    """Return the columns in the order of their groups (act-order), or None if they are in order already."""
+    """Return the columns in the order of their groups (act-order), or None if that is 0, 1, ..."""
     if (stored := parts.find(end)) is None:
         return None
     groups = stored.integers("I32", "I64").astype(np.int64)
@@ -338,7 +335,7 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Return the other tensors, and the scales by the name of their matrix in fp8."""
+    """Return the other tensors, and the scales by matrix."""
     wanted = [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]
     if not wanted:
         return dict(tensors), {}

@@ -1,7 +1,7 @@
-"""LFM2: most layers have a short convolution; the others attend, with norms of queries and keys per head.
+"""LFM2: most layers have a short convolution; the others attend. LFM2 MoE has experts in most layers.
 
-The convolution's state is in the KV blocks: docs/decisions/recurrent-state.md. LFM2 MoE has experts in most layers.
-Sources: modeling_lfm2.py, modeling_lfm2_moe.py and their configurations in transformers; src/models/lfm2.cpp of llama.cpp.
+The convolution's state is in the KV blocks: docs/decisions/recurrent-state.md.
+Sources: modeling_lfm2.py and modeling_lfm2_moe.py of transformers; src/models/lfm2.cpp of llama.cpp.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from penstock.models.architectures import (
     GGUF_LAYER,
     GGUF_TOP,
     HF_LAYER,
+    OLD_KEYS,
     QKV,
     Architecture,
     Parts,
@@ -268,14 +269,6 @@ STARCODER2 = Architecture(
 
 # GPT-2 (OpenAI; Language Models are Unsupervised Multitask Learners, 2019): learned positions, and StarCoder 2's layers.
 
-_GPT2_KEYS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "layer_norm_epsilon": "rms_norm_eps",
-}
 _GPT2_DEFAULTS = {
     "vocab_size": 50257,
     "hidden_size": 768,
@@ -288,7 +281,7 @@ _GPT2_DEFAULTS = {
 
 
 def _gpt2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = with_defaults(values, _GPT2_DEFAULTS, _GPT2_KEYS)
+    found = with_defaults(values, _GPT2_DEFAULTS, {**OLD_KEYS, "layer_norm_epsilon": "rms_norm_eps"})
     if type(found["hidden_size"]) is int:
         found.setdefault("intermediate_size", 4 * found["hidden_size"])
     return found

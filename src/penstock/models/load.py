@@ -37,8 +37,7 @@ def load_model(
 ) -> LoadedModel:
     """Return the model of a source that is present. `generation` is the setting `generation_config`.
 
-    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use. Raises ModelError before any weight
-    is read.
+    `check_vocab` raises ModelError for a vocabulary that the caller can't use. Raises ModelError before any weight is read.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -57,10 +56,7 @@ def load_model(
 def load_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of an adapter, in a folder of PEFT or a GGUF file, for a model of this spec and program.
-
-    `files` limits the reading. Raises ModelError for damaged files and for what is not computed.
-    """
+    """Return the factors of an adapter in a folder of PEFT or a GGUF file. Raises ModelError. `files` limits the reading."""
     from penstock.models.peft import read_gguf_adapter, read_peft
 
     if path.suffix == ".gguf":
@@ -71,7 +67,7 @@ def load_adapter(
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
     """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
 
-    The hash covers names, sizes, samples and, with `has_times`, the times of the last change, which differ between copies.
+    They depend on names, sizes, samples and, with `has_times`, the times of the last change, which differ between copies.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

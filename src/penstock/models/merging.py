@@ -1,6 +1,6 @@
 """Merges an adapter into a model's weights (--merge-lora): W + B A, a part at a time when a backend reads rows.
 
-Floats stay floats. Quantised matrices become Q8_0: rounding to four bits again would lose most of the adapter.
+Quantised matrices become Q8_0: rounding to four bits again would lose most of the adapter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
-    """Return the model with the adapter of a folder of PEFT, or of a GGUF file, in its weights. Raises ModelError.
+    """Return the model with an adapter in its weights. Raises ModelError.
 
     The model's path stays the same, so a cache keyed by the model's fingerprint needs the adapter's, too.
     """
@@ -109,7 +109,6 @@ def _to_bf16(values: F32) -> NDArray[np.uint16]:
 
 
 def _to_q8_0(values: F32, name: str) -> NDArray[np.uint8]:
-    """Return GGML's blocks. [rows, bytes]"""
     groups = values.reshape(len(values), -1, GROUP)
     scales = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     if scales.size and float(scales.max()) > _MAX_SCALE:

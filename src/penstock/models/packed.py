@@ -1,8 +1,7 @@
 """Matrices that backends can't read as they are packed: integers and MXFP4. Rows become GGML's blocks when they are read.
 
-Integers are those of GPTQ (arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel), AWQ (arXiv 2306.00978,
-https://github.com/casper-hansen/AutoAWQ) and https://github.com/vllm-project/compressed-tensors. A weight is scale * (q -
-zero), with an unsigned q of 4 or 8 bits; groups of columns share scale and zero point.
+Sources: GPTQ, arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978,
+https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors. A weight is scale * (q - zero).
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Integers:
         return found.T[rows - first * each]
 
     def _unpacked(self, words: NDArray[np.generic]) -> U8:
-        """Words [n, m] -> integers [n, m * 32 / bits]."""
         data = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
         if self.bits == 8:
             return data
@@ -71,8 +69,8 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """One matrix whose rows are converted when they are read: to Q4_0 or Q8_0 if all zero points are the middle of the range,
-    else to Q4_1 with the offset -scale * zero, or to floats if half precision can't hold the scales."""
+    """One matrix. Its rows become Q4_0 or Q8_0 if all zero points are the middle of the range, else Q4_1 with the offset -scale
+    * zero, or floats if half precision can't hold the scales."""
 
     path: Path
     shape: tuple[int, int]
@@ -146,10 +144,10 @@ def packed_integers(
     zero_shift: int = 0,
     order: Index | None = None,
 ) -> PackedIntegers:
-    """Return the matrix `name`. Reads scales and zero points, but no integers.
+    """Return the matrix `name`. Reads scales and zero points, but no integers. Raises ModelError.
 
-    `scales` are [num_rows, num_groups] in F32, F16 or BF16. `zero_shift` is added to stored zero points. `order` has the
-    columns of the first group, then those of the next. Raises ModelError if the parts do not fit, or no format can hold them.
+    `scales` are [num_rows, num_groups]. `zero_shift` is added to zero points. `order` has the columns of the first group, then
+    the next.
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
@@ -199,7 +197,6 @@ def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) ->
 
 
 def _half_bytes(values: F32, repeats: int) -> U8:
-    """[n, groups] -> [n, groups * repeats, 2]"""
     return np.repeat(values.astype(np.float16), repeats, axis=1)[..., None].view(np.uint8)
 
 

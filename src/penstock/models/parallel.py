@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.models import checks
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, QKV, Architecture, Parts, with_biases, with_defaults
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, OLD_KEYS, QKV, Architecture, Parts, with_biases, with_defaults
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
@@ -41,13 +41,6 @@ def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
 
 # Falcon (TII): small models have one norm for both halves, larger ones a norm for each. Falcon 3 is a Llama.
 
-_OLD_NAMES = {
-    "n_embed": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_head_kv": "num_kv_heads",
-}
-"""Keys of files from before Falcon was a part of transformers (RefinedWeb)."""
 _DEFAULTS = {
     "vocab_size": 65024,
     "hidden_size": 4544,
@@ -60,8 +53,8 @@ _DEFAULTS = {
 
 
 def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Old files of the 40B have `n_head_kv` and no `new_decoder_architecture`, though its architecture is the new one."""
-    found = with_defaults(values, _DEFAULTS, _OLD_NAMES)
+    """Files from before Falcon was in transformers have old names, and those of the 40B no `new_decoder_architecture`."""
+    found = with_defaults(values, _DEFAULTS, {**OLD_KEYS, "n_head_kv": "num_kv_heads"})
     is_new = found.setdefault("new_decoder_architecture", "n_head_kv" in values)
     found["num_key_value_heads"] = found.get("num_kv_heads", found["num_attention_heads"]) if is_new else 1
     if type(found["hidden_size"]) is int:

@@ -76,10 +76,9 @@ def _refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
 def read_peft(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of the adapter in a folder, for a model of this spec and program.
+    """Return the factors of the adapter in a folder. Raises ModelError for files and settings that are not computed.
 
-    Raises ModelError for damaged or hostile files, another base model, and settings that are not computed. Memory is limited to
-    factors of `max_rank` for all matrices of the program, and by `files`.
+    Memory is limited to factors of `max_rank` for all matrices of the program, and by `files`.
     """
     return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
 
@@ -201,12 +200,10 @@ def _place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
-    """Return which pair of factors changes each site.
+    """Return which pair of factors, by the file's name, changes each site.
 
-    - `shapes`: those of A and B by the file's name of a weight
-    - `pieces`: the weights that the loader makes of these names
-    - `is_interleaved`: the layout of q and k in files of this kind
-    - `known`: examples of names that the model has, for the error message
+    `is_interleaved` is the layout of q and k in files of this kind. `known` are examples of the model's names, for the error
+    message.
     """
     if spec.ending is not None or program.is_one_pass:
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
@@ -242,7 +239,7 @@ def _place(
 
 
 def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) -> AdapterFactors:
-    """Return the factors by site. Sites that share a pair share its A in memory."""
+    """Sites that share a pair share its A in memory."""
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
@@ -312,7 +309,6 @@ def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
 
 
 def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B by module."""
     halves: dict[str, dict[str, str]] = {}
     for name, entry in entries.items():
         if len(name) > _MAX_NAME:
@@ -397,7 +393,7 @@ class _Settings:
 
 
 def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]:
-    """Return patterns for names of modules, as PEFT matches them, and their values."""
+    """Return patterns for names of modules, and their values."""
     values = JsonFile(config.path, config.get(key, dict) or {})
     if len(values.values) > 1 << 10:
         raise config.error(f"{key} has {len(values.values)} patterns")
@@ -471,7 +467,6 @@ def read_gguf_adapter(
 
 
 def _gguf_pairs(file: GgufFile) -> dict[str, tuple[GgufEntry, GgufEntry]]:
-    """Return the tensors of A and B by the name of the model's tensor."""
     for name in file.tensors:
         stem, _, half = name.rpartition(".lora_")
         if half not in ("a", "b"):

@@ -1,7 +1,7 @@
 """Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them in order.
 
-Buffers are float32 [num_tokens, width]; after `GatherRows`, `FirstRows` or `MeanRows`, [num_samples, width]. The last operation
-is the ending. Programs with `TextAttention` compute each text in one step; others use the KV cache.
+Buffers are float32 [num_tokens, width]; after `GatherRows` and its like, [num_samples, width]. Programs with `TextAttention`
+compute each text in one step; others use the KV cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Map(Op):
+    """An operation from `x` to `out`."""
+
+    out: str
+    x: str
+
+
+@dataclass(frozen=True, slots=True)
 class Embed(Op):
     """out[t] = weight[token_ids[t]] * scale."""
 
@@ -28,54 +36,44 @@ class Embed(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedPositions(Op):
+class EmbedPositions(Map):
     """out[t] = x[t] + weight[first + position of t]."""
 
-    out: str
-    x: str
     weight: str
     num_positions: int
     first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedTypes(Op):
+class EmbedTypes(Map):
     """out[t] = x[t] + weight[1 for tokens of a pair's second text, else 0]."""
 
-    out: str
-    x: str
     weight: str
     num_types: int = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm(Op):
+class RMSNorm(Map):
     """out = x / sqrt(mean(x^2) + eps) * weight, per group of `group` columns (0: the whole row)."""
 
-    out: str
-    x: str
     weight: str
     eps: float
     group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm(Op):
+class LayerNorm(Map):
     """out = (x - mean) / sqrt(var + eps) * weight (+ bias)."""
 
-    out: str
-    x: str
     weight: str
     bias: str | None
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(Op):
+class Linear(Map):
     """out = x @ weight.T (+ bias) (+ residual). weight is [out width, x width]."""
 
-    out: str
-    x: str
     weight: str
     bias: str | None = None
     residual: str | None = None
@@ -146,21 +144,18 @@ class TextAttention(Op):
     mask: Mask = "all"
     window: int = 0  # token i sees token j only if abs(i - j) < window; 0: all
     distances: str | None = None
-    """Weight [num_heads, 2 D + 1], D = `num_distances`: column D + clip(j - i, -D, D) is added to the score of query i, key j.
-        """
+    """Weight [num_heads, 2 D + 1], D = `num_distances`: column D + clip(j - i, -D, D) is added to the score of i and j."""
     num_distances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv(Op):
+class ShortConv(Map):
     """A gated causal convolution, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
     v = b * u, rounded to bf16. out[t] = c[t] * (the sum over i of weight[:, i] * v[t - kernel + 1 + i] (+ bias)). KV blocks
-    store v of the last `kernel` - 1 positions. Source: transformers' modeling_lfm2.py.
+    store v of the last `kernel` - 1 positions.
     """
 
-    out: str
-    x: str
     layer: int  # index among the operations with a state
     weight: str
     kernel: int  # positions that a token reads, at least 2
@@ -183,17 +178,14 @@ class GatedActivation(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(Op):
+class Experts(Map):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
     A score is the softmax or sigmoid of x @ router.T (+ router_bias). The largest (+ selection_bias) are chosen; ties go to the
     first. p is the score, divided by the chosen ones' sum if `is_renormalised`, times `share_factor`. Experts' matrices are
-    stacked; biases are [num_experts, outputs]. Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE), 2412.19437
-    (DeepSeek-V3).
+    stacked.
     """
 
-    out: str
-    x: str
     router: str
     gate: str
     up: str
@@ -213,11 +205,9 @@ class Experts(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Act(Op):
+class Act(Map):
     """out = activation(x)."""
 
-    out: str
-    x: str
     activation: Activation
 
 
@@ -232,27 +222,18 @@ class Add(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherRows(Op):
+class GatherRows(Map):
     """out = the last token's x for each row that samples."""
 
-    out: str
-    x: str
+
+@dataclass(frozen=True, slots=True)
+class FirstRows(Map):
+    """The same of the first token. The whole text must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRows(Op):
-    """out = the first token's x for each row that samples. The whole text must be in one step."""
-
-    out: str
-    x: str
-
-
-@dataclass(frozen=True, slots=True)
-class MeanRows(Op):
-    """out = the mean of x over a row's tokens, for each row that samples. The whole text must be in one step."""
-
-    out: str
-    x: str
+class MeanRows(Map):
+    """The same of the mean of all tokens. The whole text must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +245,9 @@ class Softcap(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Logits(Op):
+class Logits(Map):
     """An ending: scale * x @ weight.T. Only a `Softcap` may follow."""
 
-    out: str
-    x: str
     weight: str
     scale: float = 1.0
 

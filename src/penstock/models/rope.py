@@ -163,7 +163,7 @@ def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32
     """Return a vector to subtract from every key before storing it. [num_kv_heads * head_dim]
 
     It changes all scores of a query alike, which softmax ignores. It is the bias in columns that hardly turn over
-    `num_positions`: beside a bias of hundreds (Qwen2.5), one int8 scale for 32 columns would be too coarse for the rest.
+    `num_positions`, beside which one int8 scale for 32 columns would be too coarse (Qwen2.5).
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

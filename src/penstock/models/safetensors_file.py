@@ -7,7 +7,6 @@ bf16 for NumPy, and copies. Specification: https://github.com/huggingface/safete
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.checks import json_object
+from penstock.models.checks import json_object, map_file
 from penstock.types.errors import ModelError, damaged
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
@@ -76,13 +75,7 @@ class StoredTensor:
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Map a file and return its tensors by name. Raises ModelError."""
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError as error:
-        raise damaged(path, "there is no such file") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
+    data = map_file(path)
     header_bytes = _header_bytes(data[:8], len(data), _MAX_HEADER_BYTES, path)
     entries = _entries(data[8 : 8 + header_bytes], len(data), path)
     body = np.frombuffer(data, dtype=np.uint8)

@@ -95,7 +95,7 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
 
 
 def _read_modules(file: Path) -> list[tuple[str, str]]:
-    """Return (type, folder) of each module after the model itself, which must be first and in the directory itself."""
+    """Return (type, folder) of each module after the model, which must be first and in the directory itself."""
     try:
         modules = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,7 +1,4 @@
-"""Weights as files store them: raw rows and their format. Mapped arrays stay mapped.
-
-Nothing is converted before a backend reads it, and then a few rows at a time, on all processors.
-"""
+"""Weights as files store them: raw rows and their format, converted only when a backend reads them, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
-    """Scales of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
+    """A value of F8_E4M3 is a number times values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
     """Finite. [blocks of rows, blocks of columns]"""
@@ -76,7 +73,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTensor:
-    """A row-major matrix [num_rows, num_cols] (a vector is [1, n]). A row is one output channel."""
+    """A matrix [num_rows, num_cols]; a vector is [1, n]. A row is one output channel."""
 
     name: str
     num_rows: int
@@ -87,14 +84,14 @@ class WeightTensor:
     scales: BlockScales | None = None  # set if and only if the format is F8_E4M3
     order: NDArray[np.intp] | None = None  # row i is `stored[order[i]]`; None: `stored[i]`
     column_order: NDArray[np.intp] | None = None
-    """Column j of `ordered_rows` is column `column_order[j]` of the matrix (act-order of GPTQ); None: column j."""
+    """Column j of `ordered_rows` is column `column_order[j]` of the matrix (act-order of GPTQ)."""
 
     @property
     def data(self) -> NDArray[np.generic]:
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return some rows, if possible as a view of the file. Raises ModelError if there is a `column_order`."""
+        """Return some rows, as a view if possible. Raises ModelError if there is a `column_order`."""
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
@@ -147,7 +144,7 @@ class WeightTensor:
         return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """Return some rows, float32 [rows, num_cols]. They are exact, except for fp8 times its scale."""
+        """Return some rows, float32 [rows, num_cols]."""
         stop = self.num_rows if end is None else end
         data = self.ordered_rows(begin, stop)
 
@@ -171,7 +168,7 @@ class WeightTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Every `step`-th row of a matrix from `first` on, `num_rows` in all."""
+    """Every `step`-th row of a matrix from `first` on."""
 
     tensor: WeightTensor
     first: int

@@ -27,7 +27,7 @@ class KernelInfo(TypedDict):
 
 
 def info() -> KernelInfo:
-    """Return what the compiled module reports. Raises ImportError if it was not built."""
+    """Raises ImportError if the compiled module was not built."""
     from penstock.backends.native import _native
 
     variants = _native.usable_variants()
@@ -35,7 +35,7 @@ def info() -> KernelInfo:
 
 
 def spreading_refusal(nodes: Sequence[int]) -> str | None:
-    """Return why the system does not spread memory over these nodes (NUMA), with the remedy, or None if it does."""
+    """Return why the system does not spread memory over these NUMA nodes, with the remedy, or None if it does."""
     from penstock.backends.native import _native
 
     try:
@@ -50,12 +50,12 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
 
 PROBE_S = 0.01  # short enough that some measurements fall between the interruptions of a shared machine
 PROBED_CACHES = 8
-"""Memory to read, in sizes of the caches: some of twice their size still comes from them (docs/performance.md, Peaks)."""
+"""In sizes of the caches: some memory of twice their size still comes from them (docs/performance.md, Peaks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The best of several short measurements, of all threads together. A multiply-add is two operations."""
+    """The best of several short measurements, of all threads together."""
 
     variant: str
     quantised: str  # the arithmetic of quantised weights: int8, or bf16 tiles
@@ -65,8 +65,7 @@ class Peaks:
 
 
 def probed_bytes() -> int:
-    """Return the memory that a probe reads over and over: hardly any of it stays in caches, and half of it or more is left
-    free."""
+    """Return the memory that a probe reads: hardly any of it stays in caches, and half of it or more is left free."""
     wanted, most = max(1 << 28, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
     if wanted > most:
         _log.warning(
@@ -79,7 +78,7 @@ def probed_bytes() -> int:
 
 
 def probe_peaks(num_threads: int) -> Peaks:
-    """Measure how fast this machine multiplies and reads memory just now. Takes a second, or a few where caches are large."""
+    """Measure how fast this machine multiplies and reads memory. Takes seconds."""
     from penstock.backends.native import _native
     from penstock.backends.native._native import ProbeKind
 

@@ -1,7 +1,6 @@
-"""The native engine of one model behind the `Executor` port.
+"""The native engine of one model behind the `Executor` port: a step is one call without the GIL (`run`).
 
-A step is one call without the GIL (`run`). A step whose rows wait for masks begins when it is submitted (`begin`), and gets the
-masks (`restrict`) before that call.
+A step whose rows wait for masks begins when it is submitted (`begin`), and gets the masks (`restrict`) before that call.
 """
 
 from __future__ import annotations
@@ -59,14 +58,13 @@ class NativeExecutor:
       executor makes one of `num_threads`; 0: as many as suit the machine.
     - `variant`: an instruction set (`penstock env` lists them); empty: the best.
     - `poison`: for tests, stale KV and buffers become NaN.
-    - `on_packed`: called with the bytes of packed weights, as in `lower`.
+    - `on_packed`, `rounds_floats`: as in `lower`; floats are rounded by default for programs that read texts.
     - `expert_file`: descriptor of an empty file for the experts. Then OSError is raised if the disk fails.
-    - `rounds_floats`: float weights become int8 instead of bf16; by default for programs that read texts.
     - `max_adapter_rank`: largest rank of rows' adapters; 0: no adapters.
     - `memory_nodes`: nodes over which weights and KV cache are spread.
 
-    Raises ModelError for what the backend can't compute, MemoryError if there is no room, and ValueError for a capacity that
-    the kernels can't work with (`block_size` must be a multiple of 16, except for texts).
+    Raises ModelError for what the backend can't compute, MemoryError, and ValueError for a capacity that the kernels can't work
+    with (`block_size` must be a multiple of 16, except for texts).
     """
 
     def __init__(
@@ -170,7 +168,6 @@ class NativeExecutor:
 
     @property
     def depth(self) -> int:
-        """1: its threads share the cores with the host, so nothing can be hidden behind a step."""
         return 1
 
     @property
@@ -187,24 +184,20 @@ class NativeExecutor:
 
     @property
     def num_members(self) -> int:
-        """Threads that took part in the last step: fewer than there are where more would cost more than they bring."""
+        """Threads that took part in the last step: fewer where more would cost more than they bring."""
         return int(self._engine.num_members)
 
     @property
     def num_strands(self) -> int:
-        """Groups in which the last step's tokens went through the layers (docs/kernels.md, "Strands"); 0 before the first."""
+        """Groups in which the last step's tokens went through the layers; 0 before the first."""
         return int(self._engine.num_strands)
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages of the last step's strands in order, then those of all together."""
         return [Stage(*stage) for stage in self._engine.stages]
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
-        """Return the blocks that a strand's products were to fetch for a layer's attention in the last step, in order.
-
-        Includes those for which there was no time. Raises ValueError if there was no such strand or layer.
-        """
+        """Return the blocks that a strand's products were to fetch for a layer's attention in the last step, in order."""
         return list(self._engine.fetched_blocks(strand, layer))
 
     @property
@@ -238,7 +231,7 @@ class NativeExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """A packer for this executor and others of its model and settings. It outlives this one."""
+        """A packer for all executors of this model and these settings. It outlives this one."""
         return _Packer(self._program, self._engine.adapter_format, self._sites, self._max_adapter_rank)
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
@@ -356,7 +349,7 @@ class NativeExecutor:
         return found
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Return logits after each token of a text with a placed adapter, [len(token_ids), vocab_size]; for tests.
+        """Return logits after each token of a text, [len(token_ids), vocab_size]; for tests.
 
         Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere.
         """
@@ -433,7 +426,6 @@ class _Packer:
 
 
 def make_row_sampling(params: SamplingParams) -> RowSampling:
-    """Return the native form of a request's parameters."""
     return RowSampling(
         temperature=params.temperature,
         top_k=params.top_k,

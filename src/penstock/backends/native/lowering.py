@@ -1,10 +1,7 @@
 """Translates a `Program` into the C++ engine's instructions, once, at load.
 
-1. `fuse` groups operations: linear operations that read the same value, and gates with their activations, become one product.
-2. `_Emitter` gives each group to the engine, and converts values to the form that a weight reads where one is first needed.
-Heads whose width is no multiple of 16 are padded before they are stored or attend, and unpadded after.
-
-`_Weights` packs each weight when it is first named (`native/blocks.h`).
+`fuse` groups operations that become one product. `_Emitter` gives each group to the engine, and converts values where a weight
+first reads another form. Heads whose width is no multiple of 16 are padded where they are stored or attend.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ ACTIVATION_KINDS = {
 _OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that a product of a gate and an up projection computes
 _OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that a product of weights rounded to int8 computes
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
-"""Activations whose results are hardly ever negative: 256 integers hold them from the smallest to the largest."""
+"""Results are hardly ever negative: 256 integers hold them from the smallest to the largest."""
 COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
@@ -60,7 +57,7 @@ COMPUTED = frozenset(
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
     }
 )
-"""The `features` of operations that this backend computes."""
+"""The `features` that this backend computes."""
 PANEL = 16  # rows that the engine packs together
 NONE = -1
 
@@ -75,14 +72,13 @@ def lower(
     rounds_floats: bool = False,
     has_adapters: bool = False,
 ) -> Mapping[str, Sequence[int]]:
-    """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
+    """Fill an empty engine with the program's weights and instructions, for requests of up to `num_positions`.
 
     - `rounds_floats`: the floats of linear operations become int8 with a scale per row instead of bf16
     - `on_packed`: called with the file's bytes of each part of a matrix when it has been packed
     - `has_adapters`: rows may have adapters, which are enabled in the engine
 
-    Return the engine's sites of each of `models.adapter.sites` that is computed. Raises ModelError for an operation or a weight
-    format that this backend can't compute.
+    Return the engine's sites of each of `models.adapter.sites` that is computed. Raises ModelError.
     """
     check_program(program)
     known = _Weights(program, weights, engine, on_packed, rounds_floats)
@@ -94,7 +90,7 @@ def lower(
 
 
 def check_program(program: Program) -> None:
-    """Raise ModelError with every operation and field that this backend can't compute. Needs no weights."""
+    """Raise ModelError with every operation and field that this backend can't compute."""
     missing = dict.fromkeys(feature for op in program.ops for feature in features(op) if feature not in COMPUTED)
     results = {op.out for op in program.ops if isinstance(op, prog.Logits)}
     for op in program.ops:
@@ -119,7 +115,7 @@ class Products(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """A gate, an up projection and their activation as one product, whose own results nobody else reads."""
+    """A gate, an up projection and their activation as one product."""
 
     gate: prog.Linear
     up: prog.Linear
@@ -127,14 +123,14 @@ class Gated(NamedTuple):
 
 
 class ActivatedProduct(NamedTuple):
-    """A linear operation and the activation of its result, which nobody else reads."""
+    """A linear operation and the activation of its result."""
 
     op: prog.Linear
     act: prog.Act
 
 
 class QuantisedNorm(NamedTuple):
-    """A norm of whole rows that only quantised products read, so that it is not kept as floats."""
+    """A norm of whole rows that only quantised products read."""
 
     op: prog.RMSNorm
 
@@ -148,7 +144,7 @@ Group = Products | Gated | ActivatedProduct | QuantisedNorm | Attend | Op
 
 
 def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
-    """Yield all operations, in order, in groups. Reads the formats of weights, and packs none."""
+    """Yield all operations, in order, in groups. Packs no weights."""
     at = 0
     while at < len(ops):
         op = ops[at]
@@ -207,14 +203,13 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
 
 
 def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
-    """Return whether neither `op` nor the run writes what the other reads or writes."""
     written = {other.out for other in run}
     read = {name for other in run for name in _read_by(other)}
     return not written & {op.out, op.x, op.residual} and op.out not in read
 
 
 def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
-    """Yield the operations from `at` on that read a value, before it is written again."""
+    """Yield the operations from `at` on that read a value before it is written again."""
     for op in ops[at:]:
         if name in _read_by(op):
             yield op
@@ -357,7 +352,6 @@ class _Emitter:
         self._converted[op.out] = {(_Form.GROUPS, None): activation}
 
     def _emit_embed(self, op: prog.Embed) -> None:
-        """Rows come from the packed matrix if products need it, too, else from the file."""
         if self._weights.is_multiplied(op.weight):
             self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._weights.matrix(op.weight), value=op.scale)
         else:
@@ -391,7 +385,7 @@ class _Emitter:
     def _row(self, kind: RowOpKind, **fields: Any) -> None:
         self._pending.append(RowOp(kind, **fields))
 
-    def _map(self, kind: RowOpKind, op: Any, **fields: Any) -> None:
+    def _map(self, kind: RowOpKind, op: prog.Map, **fields: Any) -> None:
         """Add a row operation from `op.x` to `op.out`."""
         x = self._buffer(op.x)
         self._row(kind, out=self._written(op.out), x=x, **fields)
@@ -413,10 +407,9 @@ class _Emitter:
         self._with_zero.add(act.out)
 
     def _add_sites(self, ops: Sequence[prog.Linear | prog.Logits], inputs: Sequence[int]) -> list[int]:
-        """Return the sites of operations that are one product of these activations; none without adapters.
+        """Return the adapters' sites of operations that are one product of these activations.
 
-        The first half of what an adapter adds is a row operation after the input's conversion, the other half is part of the
-        product.
+        The first half of what an adapter adds is a row operation, the other half is part of the product.
         """
         found: list[int] = []
         if not self._has_adapters:
@@ -525,7 +518,7 @@ class _Emitter:
         return self._buffer(wide)
 
     def _padded(self, name: str, num_heads: int) -> int:
-        """Return a buffer's heads, as wide as the engine wants them: zeros change no score and no other column."""
+        """Return a buffer's heads, as wide as the engine wants them: zeros change nothing."""
         if self._is_whole:
             return self._buffer(name)
         wide = self._padded_buffer(name, num_heads)
@@ -554,7 +547,7 @@ class _Emitter:
         return self._buffers[name]
 
     def _written(self, name: str) -> int:
-        """Return the buffer of a value about to change: its converted forms are stale."""
+        """Return the buffer of a value about to change."""
         self._forget(name)
         return self._buffer(name)
 
@@ -583,7 +576,7 @@ class _Emitter:
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
-        """Return a buffer, shared by all orders, with the columns of another in this order."""
+        """Return a buffer, shared by all orders, with columns in this order."""
         ordered = f"{name}, in order"
         self._widths[ordered] = self._widths[name]
         x, out = self._buffer(name), self._buffer(ordered)
@@ -611,8 +604,6 @@ _CONVERSIONS = {_Form.GROUPS: RowOpKind.QUANTIZE, _Form.ROWS: RowOpKind.ROUND, _
 
 
 class _Weights:
-    """The program's weights: their formats, and their ids once the engine has them."""
-
     def __init__(
         self,
         program: Program,
@@ -652,7 +643,7 @@ class _Weights:
         return name in self._multiplied
 
     def order(self, name: str) -> bytes | None:
-        """Return the order of a matrix's columns, as int32, if it differs from that of the value that it multiplies."""
+        """Return the order of a matrix's columns, as int32, if it differs from the value's."""
         order = self.tensor(name).column_order
         return None if order is None else order.astype(np.int32).tobytes()
 
@@ -673,7 +664,7 @@ class _Weights:
         return self._matrices[name]
 
     def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
-        """Pack a part at a time, to bound both converted rows and the file's pages in memory."""
+        """Pack a part at a time, to bound memory."""
         with _told_of(tensor):
             shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
             matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
@@ -688,7 +679,7 @@ class _Weights:
             self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
 
     def experts(self, names: Sequence[str], num_experts: int) -> int:
-        """Return the id of a matrix with each expert's rows of the first weight, then of the next one, in whole panels."""
+        """Return the id of a matrix with each expert's rows of each weight in turn, in whole panels."""
         tensors = [self.tensor(name) for name in names]
         first, sizes = tensors[0], [tensor.num_rows // num_experts for tensor in tensors]
         if any(tensor.format is not first.format for tensor in tensors):
@@ -713,7 +704,6 @@ class _Weights:
         return matrix
 
     def expert_biases(self, names: Sequence[str | None], num_experts: int) -> int:
-        """Return the id of the biases of a matrix of `experts`, or NONE."""
         if None in names:
             return NONE
         biases = [self.tensor(name).dequantize().reshape(num_experts, -1) for name in names if name is not None]
@@ -746,7 +736,7 @@ def _source_format(tensor: WeightTensor) -> SourceFormat:
 
 
 def _bytes(tensor: WeightTensor, begin: int, end: int, *, is_ordered: bool = False) -> NDArray[np.uint8]:
-    """Return some rows as the engine takes them. uint8 [end - begin, bytes]"""
+    """Return some rows as the engine takes them."""
     if tensor.format is not WeightFormat.F8_E4M3:
         return np.ascontiguousarray((tensor.ordered_rows if is_ordered else tensor.rows)(begin, end)).view(np.uint8)
     values = tensor.dequantize(begin, end)

@@ -44,11 +44,8 @@ class _Awaits:
 
 
 class ReferenceExecutor:
-    """Rows never see each other: what a row computes and samples depends on that row alone.
-
-    With `poison`, new blocks are NaN where they hold no KV of their row, so that a stale read makes the step fail with
-    `ExecutorFailure`.
-    """
+    """Rows never see each other. With `poison`, blocks are NaN where they hold no KV of their row: a stale read makes the step
+    fail."""
 
     def __init__(
         self,
@@ -86,7 +83,6 @@ class ReferenceExecutor:
 
     @property
     def depth(self) -> int:
-        """1: a step is computed in `submit` or `restrict`."""
         return 1
 
     @property
@@ -94,7 +90,6 @@ class ReferenceExecutor:
         return self._capacity
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raise ValueError for a block that is not in the pool."""
         for source, destination in pairs:
             if not (NULL_BLOCK <= source < self._capacity.num_blocks and NULL_BLOCK < destination < self._capacity.num_blocks):
                 raise ValueError(f"can't copy block {source} to block {destination} of {self._capacity.num_blocks}")
@@ -139,7 +134,7 @@ class ReferenceExecutor:
             self._cache.forget(block_ids, 0)
 
     def _adapter(self, number: int) -> AdapterFactors | None:
-        """Return the factors as the pages have them now. Raises ExecutorFailure for an adapter that was dropped."""
+        """Return the factors as the pages have them now."""
         if number == BASE:
             return None
         if number not in self._adapters:
@@ -180,7 +175,6 @@ class ReferenceExecutor:
         return Ticket(plan.step_id)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Compute the step that waited for these masks."""
         awaits = self._awaits
         if awaits is None or awaits.batch.step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} waits for no masks")
@@ -228,7 +222,7 @@ class ReferenceExecutor:
         self._results.append(StepResult(batch.step_id, {}, timing, failures=failures, states=states))
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Return the result of the oldest step that was not collected. Raises ValueError for any other ticket."""
+        """Return the result of the oldest step. Raises ValueError for any other ticket."""
         if not self._results or self._results[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         return self._results.popleft()
@@ -237,7 +231,7 @@ class ReferenceExecutor:
         self._is_closed = True
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Return logits at every position of a text with a placed adapter, without the cache. [num_tokens, vocab_size]"""
+        """Return logits at every position of a text, without the cache. [num_tokens, vocab_size]"""
         num_tokens = len(token_ids)
         state = self._program.state
         cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)

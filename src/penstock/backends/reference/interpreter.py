@@ -1,4 +1,4 @@
-"""Runs a `Program` in NumPy, one row of a step at a time: what every operation means, for other backends to be tested against.
+"""Runs a `Program` in NumPy, one row of a step at a time: what every operation means.
 
 All arithmetic is float32. A token's bits depend on its row alone, whichever tokens are computed with it.
 """
@@ -61,9 +61,9 @@ class Interpreter:
         self._result = ending.out if isinstance(ending, prog.Logits) else ending.x
         self._weights = weights
         self._matrices: dict[str, F32] = {}
-        self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
+        self._methods: Mapping[type[Op], Callable[[Any, RowRun], F32 | None]] = {
             prog.Embed: self._embed,
-            prog.EmbedPositions: self._embed_positions,
+            prog.EmbedPositions: lambda op, row: row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions],
             prog.EmbedTypes: self._embed_types,
             prog.RMSNorm: self._rms_norm,
             prog.LayerNorm: self._layer_norm,
@@ -73,27 +73,26 @@ class Interpreter:
             prog.Attention: self._attention,
             prog.TextAttention: self._text_attention,
             prog.ShortConv: self._short_conv,
-            prog.GatedActivation: self._gated_activation,
+            prog.GatedActivation: lambda op, row: gated(row.buffers[op.gate], row.buffers[op.up], op.activation),
             prog.Experts: self._experts,
-            prog.Act: self._act,
-            prog.Add: self._add,
+            prog.Act: lambda op, row: activate(row.buffers[op.x], op.activation),
+            prog.Add: lambda op, row: row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor),
             prog.GatherRows: self._gather_rows,
             prog.FirstRows: self._first_rows,
             prog.MeanRows: self._mean_rows,
             prog.Softcap: self._softcap,
-            prog.Logits: self._logits,
+            prog.Logits: lambda op, row: self._adapted_product(op, row) * np.float32(op.scale),
             prog.States: self._states,
         }
 
     def run(self, row: RowRun) -> F32:
-        """Return logits [S, vocab_size], or states [S, width] or [T, width], and write the KV of the row's tokens.
-
-        Raises ValueError for a part of a text that needs one pass.
-        """
+        """Return logits [S, vocab_size], or states, and write the KV of the row's tokens."""
         if row.context_len and self._program.is_one_pass:
             raise ValueError("the text must be computed in one step")
         for op in self._program.ops:
-            self._methods[type(op)](op, row)
+            value = self._methods[type(op)](op, row)
+            if value is not None:
+                row.buffers[getattr(op, "out", "")] = value
         return row.buffers[self._result]
 
     def _matrix(self, name: str) -> F32:
@@ -105,43 +104,41 @@ class Interpreter:
         vector: F32 = self._matrix(name)[0]
         return vector
 
-    def _embed(self, op: prog.Embed, row: RowRun) -> None:
+    def _embed(self, op: prog.Embed, row: RowRun) -> F32:
         rows = self._matrix(op.weight)[row.token_ids]
         if factors := _factors(op, row):
             a, b = factors
             rows = rows + product(a.T[row.token_ids], b, row.first)
-        row.buffers[op.out] = rows * np.float32(op.scale)
+        return rows * np.float32(op.scale)
 
-    def _embed_positions(self, op: prog.EmbedPositions, row: RowRun) -> None:
-        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions]
-
-    def _embed_types(self, op: prog.EmbedTypes, row: RowRun) -> None:
+    def _embed_types(self, op: prog.EmbedTypes, row: RowRun) -> F32:
         is_second = (row.second_at > 0) & (row.positions >= row.second_at)
         types = np.minimum(is_second, op.num_types - 1).astype(np.int64)
-        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[types]
+        return row.buffers[op.x] + self._matrix(op.weight)[types]
 
-    def _rms_norm(self, op: prog.RMSNorm, row: RowRun) -> None:
+    def _rms_norm(self, op: prog.RMSNorm, row: RowRun) -> F32:
         x = row.buffers[op.x]
         group = op.group or x.shape[1]
         groups = x.reshape(len(x), x.shape[1] // group, group)
         mean_square = np.mean(groups * groups, axis=-1, keepdims=True)
         weight = self._vector(op.weight).reshape(-1, group)  # one for all groups, or one for each
-        row.buffers[op.out] = (groups / np.sqrt(mean_square + np.float32(op.eps)) * weight).reshape(x.shape)
+        normed: F32 = groups / np.sqrt(mean_square + np.float32(op.eps)) * weight
+        return normed.reshape(x.shape)
 
-    def _layer_norm(self, op: prog.LayerNorm, row: RowRun) -> None:
+    def _layer_norm(self, op: prog.LayerNorm, row: RowRun) -> F32:
         x = row.buffers[op.x]
         centred = x - np.mean(x, axis=-1, keepdims=True)
         variance = np.mean(centred * centred, axis=-1, keepdims=True)
-        out = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight)
-        row.buffers[op.out] = out if op.bias is None else out + self._vector(op.bias)
+        out: F32 = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight)
+        return out if op.bias is None else out + self._vector(op.bias)
 
-    def _linear(self, op: prog.Linear, row: RowRun) -> None:
+    def _linear(self, op: prog.Linear, row: RowRun) -> F32:
         out = self._adapted_product(op, row)
         if op.bias is not None:
             out = out + self._vector(op.bias)
         if op.residual is not None:
             out = out + row.buffers[op.residual]
-        row.buffers[op.out] = out
+        return out
 
     def _adapted_product(self, op: prog.Linear | prog.Logits, row: RowRun) -> F32:
         """Return x @ weight.T, plus (x @ A.T) @ B.T of the row's adapter."""
@@ -175,7 +172,7 @@ class Interpreter:
             k = k - key_centre(op, bias, self._program.head_dim, self._num_positions)
         row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
 
-    def _attention(self, op: prog.Attention, row: RowRun) -> None:
+    def _attention(self, op: prog.Attention, row: RowRun) -> F32:
         assert row.cache is not None, "programs that read KV have a cache"
         keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
@@ -185,9 +182,9 @@ class Interpreter:
             start = max(0, position + 1 - op.window) if op.window else 0
             seen = slice(start, position + 1)
             out[i] = attend(queries[i], keys[seen], values[seen], op.scale, softcap=op.softcap, sinks=sinks)
-        row.buffers[op.out] = out.reshape(len(queries), -1)
+        return out.reshape(len(queries), -1)
 
-    def _text_attention(self, op: prog.TextAttention, row: RowRun) -> None:
+    def _text_attention(self, op: prog.TextAttention, row: RowRun) -> F32:
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
         keys, values = (row.buffers[name].reshape(-1, op.num_kv_heads, op.head_dim) for name in (op.k, op.v))
         out = np.empty_like(queries)
@@ -200,9 +197,9 @@ class Interpreter:
                 farthest = op.num_distances
                 biases = distances[:, farthest + np.clip(np.arange(start, end) - i, -farthest, farthest)]
             out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, biases=biases)
-        row.buffers[op.out] = out.reshape(len(queries), -1)
+        return out.reshape(len(queries), -1)
 
-    def _short_conv(self, op: prog.ShortConv, row: RowRun) -> None:
+    def _short_conv(self, op: prog.ShortConv, row: RowRun) -> F32:
         assert row.cache is not None, "programs with a state have a cache"
         b, c, u = np.split(row.buffers[op.x], 3, axis=1)
         own: F32 = round_to_bf16(b * u)
@@ -214,12 +211,9 @@ class Interpreter:
         if op.bias is not None:
             total += self._vector(op.bias)
         row.cache.write_state(op.layer, row.slots, own)
-        row.buffers[op.out] = c * total
+        return c * total
 
-    def _gated_activation(self, op: prog.GatedActivation, row: RowRun) -> None:
-        row.buffers[op.out] = gated(row.buffers[op.gate], row.buffers[op.up], op.activation)
-
-    def _experts(self, op: prog.Experts, row: RowRun) -> None:
+    def _experts(self, op: prog.Experts, row: RowRun) -> F32:
         x = row.buffers[op.x]
         raw = product(x, self._matrix(op.router), row.first)
         if op.router_bias is not None:
@@ -236,7 +230,7 @@ class Interpreter:
             for expert, share in zip(*self._choose(op, raw[i]), strict=True):
                 gate_row, up_row = gate[expert] @ x[i] + gate_bias[expert], up[expert] @ x[i] + up_bias[expert]
                 out[i] += share * (down[expert] @ gated(gate_row, up_row, op.activation) + down_bias[expert])
-        row.buffers[op.out] = out
+        return out
 
     def _choose(self, op: prog.Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
         """Return the experts of one token by falling preference, and their shares."""
@@ -255,35 +249,26 @@ class Interpreter:
             shares = shares / shares.sum()
         return chosen.tolist(), list(shares * np.float32(op.share_factor))
 
-    def _act(self, op: prog.Act, row: RowRun) -> None:
-        row.buffers[op.out] = activate(row.buffers[op.x], op.activation)
-
-    def _add(self, op: prog.Add, row: RowRun) -> None:
-        row.buffers[op.out] = row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor)
-
-    def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> None:
-        row.buffers[op.out] = row.buffers[op.x][row.gathered]
+    def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> F32:
         # From here on products are of the gathered tokens alone.
         row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
+        return row.buffers[op.x][row.gathered]
 
-    def _first_rows(self, op: prog.FirstRows, row: RowRun) -> None:
+    def _first_rows(self, op: prog.FirstRows, row: RowRun) -> F32:
         if row.context_len:
             raise ValueError("the first token of a row must be computed with the others")
-        row.buffers[op.out] = np.repeat(row.buffers[op.x][:1], len(row.gathered), axis=0)
+        return np.repeat(row.buffers[op.x][:1], len(row.gathered), axis=0)
 
-    def _mean_rows(self, op: prog.MeanRows, row: RowRun) -> None:
+    def _mean_rows(self, op: prog.MeanRows, row: RowRun) -> F32:
         if row.context_len:
             raise ValueError("the mean of a row's tokens needs all of them in one step")
         x = row.buffers[op.x]
         means = [x[: last + 1].mean(axis=0, keepdims=True) for last in row.gathered.tolist()]
-        row.buffers[op.out] = np.concatenate(means) if means else x[:0]
+        return np.concatenate(means) if means else x[:0]
 
     def _softcap(self, op: prog.Softcap, row: RowRun) -> None:
         cap = np.float32(op.cap)
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
-
-    def _logits(self, op: prog.Logits, row: RowRun) -> None:
-        row.buffers[op.out] = self._adapted_product(op, row) * np.float32(op.scale)
 
     def _states(self, op: prog.States, row: RowRun) -> None:
         if op.is_normalised:
@@ -298,8 +283,8 @@ def _factors(op: prog.Linear | prog.Embed | prog.Logits, row: RowRun) -> tuple[F
 def product(x: F32, weight: F32, first_position: int) -> F32:
     """Return x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
 
-    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place among them
-    follows from its position.
+    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place follows
+    from its position.
     """
     lead = first_position % PRODUCT_TILE
     num_tiles = -(-(lead + len(x)) // PRODUCT_TILE) if len(x) else 0

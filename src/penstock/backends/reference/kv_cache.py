@@ -17,10 +17,11 @@ SMALLEST_SCALE = np.float32(1e-24)  # its inverse is finite
 
 
 class KvCache:
-    """Keys and values of every layer as float32 that hold what `dtype` can, and each block's recurrent state (`StateShape`).
+    """Keys and values as float32 that hold what `dtype` can, [num_blocks, block_size, num_kv_heads, head_dim], and recurrent
+    states.
 
-    Keys and values are [num_blocks, block_size, num_kv_heads, head_dim]. Raises ValueError if a block has more columns of state
-    than positions. With `poison`, slots that hold no KV are NaN, except those of the null block, which padding reads.
+    Raises ValueError if a block has more columns of state than positions. With `poison`, slots that hold no KV are NaN, except
+    those of the null block, which padding reads.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class KvCache:
             cache[layer, slots // self._block_size, slots % self._block_size] = new
 
     def read(self, layer: int, block_table: NDArray[np.int32], seq_len: int) -> tuple[F32, F32]:
-        """Return keys and values of the first `seq_len` positions of a row. ([seq_len, num_kv_heads, head_dim], the same)"""
+        """Return keys and values of the first `seq_len` positions of a row, [seq_len, num_kv_heads, head_dim] each."""
         blocks = block_table[: -(-seq_len // self._block_size)]
         k, v = self._keys[layer, blocks], self._values[layer, blocks]
         return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
-        """Keep the columns [num_tokens, width] of a row's next tokens: those of each block's last positions."""
+        """Keep the columns [num_tokens, width] of each block's last positions."""
         blocks, offsets = slots // self._block_size, slots % self._block_size
         later = blocks[self._num_columns :]
         is_kept = np.full(len(slots), True)
@@ -89,7 +90,7 @@ class KvCache:
         return int(sum(cache[:, 0].nbytes for cache in (self._keys, self._values, self._states)))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copy keys, then values, [num_layers, block_size, num_kv_heads, head_dim] each, then the state."""
+        """Copy keys, then values, then the state."""
         out[:] = b"".join(cache[:, block_id].tobytes() for cache in (self._keys, self._values, self._states))
 
     def write_block(self, block_id: int, content: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The specification of sampling, one function per step of `types/sampling.py`; every backend's sampler is tested against it.
+"""The specification of sampling, one function per step of `types/sampling.py`.
 
 Changes to logits are float32; weights, sums and probabilities are float64, added in ascending order of token id (for `top_p`,
 in order of likelihood). A logit that is NaN counts as -inf. Logits are never +inf.
@@ -41,9 +41,9 @@ class Sample:
 def sample(
     logits: F32, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int, *, mask: bytes | None = None
 ) -> Sample:
-    """Choose the token after `token_ids` (prompt, then output). `logits` [vocab_size] are left as they are.
+    """Choose the token after `token_ids` (prompt, then output). Raises NoCandidateError.
 
-    `mask` has a bit for each token that the grammar allows. Raises NoCandidateError.
+    `mask` has a bit for each token that the grammar allows.
     """
     raw = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     changed = restrict(raw, params, token_ids, len(token_ids) - num_prompt_tokens, mask=mask)
@@ -61,7 +61,7 @@ def sample(
 def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
     """Step 1: log-softmax of the model's own logits [vocab_size], for one token and the `num_top` most likely.
 
-    Where no logit is a number, or one is +inf, every log-probability is -inf, and none is the most likely.
+    Where no logit is a number, or one is +inf, every log-probability is -inf.
     """
     raw = np.where(np.isnan(raw), np.float32(-np.inf), raw)
     if not np.isfinite(raw.max()):
@@ -82,7 +82,7 @@ def restrict(
 ) -> F32:
     """Step 2: -inf for what is not allowed, for banned continuations and for stop tokens that come too early.
 
-    A mask and `allowed_token_ids` always hold. Where the bans would leave nothing, this token is chosen without them.
+    Where the bans would leave nothing, this token is chosen without them.
     """
     allowed = logits.copy()
     if mask is not None:
@@ -160,7 +160,7 @@ def draw(ids: Ids, weights: F64, u: float) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in (0, 1) for a 64-bit seed and a position: 53 random bits, centred in their interval."""
+    """Return the number in (0, 1) for a 64-bit seed and a position: 53 random bits."""
     out = philox4x32((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32))
     return ((((out[0] << 32) | out[1]) >> 11) + 0.5) * 2.0**-53
 
