@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request as HttpRequest
 
 from penstock.serve.errors import ApiError
-from penstock.serve.http.exchange import ClientWatch, unless_gone
+from penstock.serve.http.exchange import client_watch, unless_gone
 
 
 class Client:
@@ -33,7 +33,7 @@ async def forever(ended: list[str]) -> None:
 
 async def test_a_watch_tells_once_that_the_client_has_left() -> None:
     client, told = Client(), asyncio.Queue[str]()
-    with ClientWatch(client.http, lambda: told.put_nowait("gone")):
+    with client_watch(client.http, lambda: told.put_nowait("gone")):
         client.has_left.set()
         assert await asyncio.wait_for(told.get(), 20) == "gone"
     assert told.empty()
@@ -41,11 +41,9 @@ async def test_a_watch_tells_once_that_the_client_has_left() -> None:
 
 async def test_a_watch_that_was_stopped_tells_nothing() -> None:
     client, told = Client(), asyncio.Queue[str]()
-    watch = ClientWatch(client.http, lambda: told.put_nowait("gone"))
-    await asyncio.sleep(0)  # it waits now
-    client.has_left.set()  # in the moment in which the answer is complete
-    watch.stop()
-    watch.stop()
+    with client_watch(client.http, lambda: told.put_nowait("gone")):
+        await asyncio.sleep(0)  # it waits now
+        client.has_left.set()  # in the moment in which the answer is complete
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
     assert told.empty()

@@ -338,3 +338,32 @@ async def test_head_is_get_without_a_body(live, path):
         assert head.content == b""
         assert head.headers["content-type"] == get.headers["content-type"]
         assert (await client.head("/v1/completions")).status_code == 405
+
+
+async def test_a_stream_to_http_1_0_ends_with_the_connection(live):
+    """HTTP/1.0 knows no chunks."""
+    body = orjson.dumps({"prompt": "a", "max_tokens": 2, "stream": True})
+    async with connected(live) as (reader, writer):
+        writer.write(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        answer = (await reader.read()).lower()
+    assert b"transfer-encoding" not in answer
+    assert answer.endswith(b"data: [done]\n\n")
+
+
+async def test_the_rest_of_a_request_that_is_refused_early_may_still_come(live):
+    """The answer is not lost to a reset."""
+    async with connected(live) as (reader, writer):
+        writer.write(post(BODY[:5], length=1 << 40))
+        for _ in range(100):
+            writer.write(b"x" * 10_000)
+        check_error(await read_answer(reader), 413, "request_too_large")
+        assert await reader.read() == b""
+
+
+async def test_the_second_of_two_requests_is_refused_after_the_first_is_answered(gated, gate):
+    async with connected(gated) as (reader, writer):
+        writer.write(post() + post(b"5\r\nabc", CHUNKED)[:-3] + b"no chunk\r\n")
+        await until(lambda: any(connection.is_refused for connection in gated.server.acceptor.connections))
+        gate.open()
+        assert (await read_answer(reader))[0] == 200
+        assert await reader.read() == b""

@@ -1,11 +1,9 @@
 """Runs the app: the socket, the ready line, signals and the orderly end. `cli serve` calls it.
 
-- The first SIGTERM or SIGINT drains: `/ready` and new requests answer 503, running ones have the shutdown timeout to finish.
-  Then the rest is aborted (its clients are told), the socket closes, and the process ends.
-- A second of these ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
-- SIGHUP drains as well where there is a terminal, which was closed, or nothing to read again. It never counts as a second
-  signal, because a shell and the kernel may both send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays
-  ignored. Without a terminal it has the files of TLS and of keys read again (`http/watch.py`). The settings are read once.
+- The first SIGTERM or SIGINT drains: new requests get a 503, running ones have the shutdown timeout to finish.
+- A second one ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
+- SIGHUP reads the files of TLS and keys again. If a terminal was closed, or there are no such files, it drains. It never counts
+  as a second signal: a shell and the kernel may both send it, and systemd after SIGTERM. Under `nohup` it stays ignored.
 """
 
 from __future__ import annotations
@@ -52,12 +50,11 @@ _FLUSH_TIMEOUT_S = 5
 READY, STOPPING = "READY=1", "STOPPING=1"
 _NOTIFY_TIMEOUT_S = 1.0
 _NEW_OBJECTS = 10_000
-"""The garbage collector looks through new objects when so many more were made than freed. A running request has some two
-hundred and leaves none behind; with Python's 700, the collector looked in vain for every third or fourth of a burst."""
+"""The garbage collector runs when so many objects more were made than freed. A running request has some two hundred; with
+Python's default of 700, the collector ran in vain for every third or fourth of a burst."""
 
 
 def print_line(text: str) -> None:
-    """To standard output, at once, also into a pipe."""
     print(text, flush=True)
 
 
@@ -68,7 +65,7 @@ def run_server(
     listener: socket.socket | None = None,
     announce: Callable[[str], None] = print_line,
 ) -> int:
-    """Serve until a signal comes, and close the deployment. Returns the exit code: 0, or 1 if requests had to be aborted."""
+    """Serve until a signal comes, and close the deployment. Return the exit code: 0, or 1 if requests had to be aborted."""
     server = Server(deployment, config, listener or bind_socket(config.host, config.port), announce=announce)
     with _little_collecting():
         server.run()
@@ -77,8 +74,7 @@ def run_server(
 
 @contextlib.contextmanager
 def _little_collecting() -> Iterator[None]:
-    # What was made so far lives until the end. To look through it for garbage would take 30 ms each time (the default model's
-    # vocabulary above all), in which no token comes.
+    # What was made so far lives until the end. Looking through it (above all, the default model's vocabulary) takes 30 ms.
     gc.collect()
     gc.freeze()
     thresholds = gc.get_threshold()
@@ -152,7 +148,6 @@ class Server:
         await self.acceptor.drain(_FLUSH_TIMEOUT_S)
 
     def _watched(self) -> list[Watched[Any]]:
-        """The files that are read again when they change."""
         config = self._config
         found: list[Watched[Any]] = []
         if config.ssl_certfile:
@@ -169,7 +164,7 @@ class Server:
         self._tell_of_keys()
 
     def _tell_of_keys(self) -> None:
-        """Have the metrics count by the names that a file gives, and warn of what has no effect."""
+        """Have the metrics count by the names in the file of keys, and warn of priorities without effect."""
         if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
@@ -179,7 +174,7 @@ class Server:
             _log.warning("the priority of API keys has no effect: that needs --policy priority")
 
     def reload(self) -> None:
-        """Read files again that may have changed. For any thread."""
+        """Read the files of TLS and keys again. For any thread."""
         if self._loop is not None and self._watch is not None:
             self._loop.call_soon_threadsafe(self._watch.ask)
 
@@ -214,7 +209,6 @@ class Server:
 
     def _begin_shutdown(self) -> None:
         if self._ending is None:
-            # At once, and not when a thread has time for it: from now on nothing new is taken.
             self._deployment.drain()
             notify(STOPPING)
             self._ending = asyncio.get_running_loop().create_task(self._end())
@@ -225,7 +219,7 @@ class Server:
         num_requests = counted(sum(load.num_running + load.num_waiting for load in loads), "request")
         _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
         try:
-            # Blocks until the engine has ended, so in a thread: the answers it still gives go out meanwhile.
+            # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             self.ended_cleanly = await asyncio.to_thread(self._deployment.close, timeout_s)
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
@@ -237,10 +231,7 @@ class Server:
 
 
 def notify(state: str) -> None:
-    """Tell the service manager that started the process, if there is one, how far it is: a datagram of sd_notify(3).
-
-    systemd and podman name its socket in the environment. If it takes nothing, the log says so and the server goes on.
-    """
+    """Tell the service manager, if there is one, how far the process is: a datagram of sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -254,7 +245,7 @@ def notify(state: str) -> None:
 
 
 def _has_terminal() -> bool:
-    """Whether the process belongs to a terminal, whose end it is told by SIGHUP (tty(4), ENXIO)."""
+    """Return whether the process belongs to a terminal, and so gets a SIGHUP when that is closed (tty(4), ENXIO)."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -263,7 +254,7 @@ def _has_terminal() -> bool:
 
 
 def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
-    """Log a warning if others can use the server without a key, or read what is sent to it, or its keys."""
+    """Log a warning if others can use the server without a key, read its traffic, or read its keys."""
     address, port = listener.getsockname()[:2]
     has_keys, is_reachable = bool(api_keys(config)), not ipaddress.ip_address(address).is_loopback
     if is_reachable and not has_keys:
@@ -285,7 +276,7 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
 
 
 def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.socket) -> str:
-    """The text that is printed when requests can come: the address, and a command that works."""
+    """Return the text to print when requests can come: the address, and a command that works."""
     url = _base_url(config, listener)
     default = deployment.default
     name, names = default.name, ", ".join(served.name for served in deployment.served)
@@ -301,20 +292,20 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
 
 
 def _first_request(running: RunningModel | None) -> tuple[str, dict[str, object]]:
-    """A route that the model answers, as far as that is known before it is loaded, and a body without its name."""
+    """Return a route that the model answers, as far as that is known before it is loaded, and a body without its name."""
     encoder = None if running is None else running.model.encoder
     if encoder is not None and encoder.task is Task.RERANK:
         return "/v1/rerank", {"query": "Hello!", "documents": ["Good morning.", "Goodbye."]}
     if encoder is not None:
         return "/v1/embeddings" if encoder.task is Task.EMBED else "/classify", {"input": "Hello!"}
-    # Without drawing: what a small model says at the default temperature looks like a fault of ours.
+    # At the default temperature, the words of a small model look like a fault of ours.
     if running is not None and running.chat_template is None:
         return "/v1/completions", {"prompt": "Once upon a time", "temperature": 0}
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
 
 
 def _reach(listener: socket.socket) -> str:
-    """The address that the server listens on, if it stands for all that the machine has."""
+    """Return a note if the server listens on all addresses of the machine."""
     address, port = listener.getsockname()[:2]
     return f" and on every network ({address}:{port})" if ipaddress.ip_address(address).is_unspecified else ""
 

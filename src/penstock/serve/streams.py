@@ -1,8 +1,7 @@
-"""Answers: `CallEndpoint` reads a question, has it run and sends what the API's `Writer` makes of the result.
+"""Answers to a call: one JSON value, or a stream, as an API's `Writer` spells them.
 
-An answer is one JSON value, or a stream. A stream's events are bytes, built once per step. The call's own task sends each as a
-message of ASGI, and waits where the client reads slowly. A stream begins as soon as its call was admitted, so whatever fails
-later is an event.
+A stream's events are bytes, built once per step. The call's own task sends them and waits for slow clients. A stream begins as
+soon as its call was admitted, so later failures are events.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from penstock.serve.errors import (
     internal,
 )
 from penstock.serve.http.checks import entry_of
-from penstock.serve.http.exchange import CLIENT_LEFT, ClientWatch
+from penstock.serve.http.exchange import CLIENT_LEFT, client_watch
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (
@@ -52,9 +51,9 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 
 def as_object(arguments: str) -> orjson.Fragment | None:
-    """A call's arguments as a part of other JSON: on one line, and else as the model wrote them, with all digits and levels.
+    """Return a call's arguments as a part of other JSON: on one line, otherwise as the model wrote them, with all digits.
 
-    None if they are no object, as of a model that writes JSON of its own kind.
+    None if they are not a JSON object.
     """
     try:
         value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
@@ -66,22 +65,19 @@ def as_object(arguments: str) -> orjson.Fragment | None:
 _log = logging.getLogger(__name__)
 
 FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-"""OpenAI's words; every other end is an error."""
+"""OpenAI's words. Every other end is an error."""
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
-"""Characters that end a line in Unicode and that JSON lets stand in a string, with JSON's other way to write them."""
+"""Characters that end a line in Unicode and may stand in a JSON string, with JSON's escapes."""
 _HEADERS = (
     (b"cache-control", b"no-cache"),
-    # nginx would otherwise collect events before it passes them on.
+    # Without it, nginx collects events before it passes them on.
     (b"x-accel-buffering", b"no"),
 )
 
 
 async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
-    """Return the response to a call, in the words of a writer.
-
-    Raises `ApiError` if an answer that is not streamed fails.
-    """
+    """Return the response to a call. Raise `ApiError` if an answer that is not streamed fails."""
     with call:
         writer = new_writer(call, call.running.tokenizer)
         entry = entry_of(http.scope)
@@ -96,10 +92,7 @@ async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -
 
 
 class Usage:
-    """Token counts of one call, in OpenAI's shape.
-
-    Each prompt counts once, however many choices it has; `cached_tokens` is what its first choice found in the cache.
-    """
+    """Token counts of one call. A prompt with several choices counts once, with what its first choice found in the cache."""
 
     def __init__(self, call: RunningCall) -> None:
         self._num_choices = call.num_choices
@@ -112,12 +105,12 @@ class Usage:
         self._num_cached[index] = chunk.num_cached_tokens
 
     def counts(self) -> tuple[int, int]:
-        """Tokens of all prompts, and of all answers so far."""
+        """Return the tokens of all prompts, and of all answers so far."""
         return self._num_prompt_tokens, sum(self._num_generated)
 
     @property
     def num_cached(self) -> int:
-        """Tokens of all prompts that were found in the cache."""
+        """Tokens of all prompts that the cache had."""
         return sum(self._num_cached[:: self._num_choices])
 
     def body(self) -> UsageTold:
@@ -131,7 +124,7 @@ class Usage:
 
 
 class ChoiceRecord:
-    """All that one choice has said, of an answer that is not streamed."""
+    """One choice of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
@@ -150,14 +143,12 @@ class ChoiceRecord:
 
 
 class Writer(ABC):
-    """The shape of one answer in some API: all of it (`whole`), or its stream.
+    """Spells one answer in some API: `whole`, or as the bytes of a stream.
 
-    A stream is `open`, a `keepalive` now and then, `begin` and `write` with the first chunk, `write` with each other, and `end`
-    or `fail`. All of these return bytes of its body.
+    A stream is `open`, a `keepalive` now and then, `begin` before the first chunk, `write` for each chunk, and `end` or `fail`.
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    """The type of a stream."""
 
     def __init__(self, call: RunningCall) -> None:
         self._call = call
@@ -165,29 +156,29 @@ class Writer(ABC):
         self.usage = Usage(call)
 
     def open(self) -> bytes:
-        """Return the first bytes of a stream, sent when the call was admitted and before anything of it was computed."""
+        """Return the first bytes, sent when the call was admitted."""
         return self.keepalive()
 
     def keepalive(self) -> bytes:
-        """Return bytes without meaning for the client, which show that the server is at work."""
+        """Return bytes that clients skip, which show that the server is at work."""
         return _comment("keepalive")
 
     def begin(self, timing: str) -> bytes:
-        """Return what comes before the first chunk, when an adapter is loaded; may be empty. `timing`: as `Server-Timing`."""
+        """Return what precedes the first chunk; may be empty. An adapter is loaded by then. `timing`: as `Server-Timing`."""
         del timing
         return b""
 
     @abstractmethod
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        """Events of one chunk of choice `index`; may be empty."""
+        """Return the events of one chunk of choice `index`; may be empty."""
 
     @abstractmethod
     def end(self) -> bytes:
-        """The end of a complete stream, after the last chunk; may be empty."""
+        """Return the end of a complete stream; may be empty."""
 
     @abstractmethod
     def fail(self, error: ApiError) -> bytes:
-        """The end of a stream that fails after it began."""
+        """Return the end of a stream that fails."""
 
     @abstractmethod
     def whole(self, records: Sequence[ChoiceRecord]) -> object:
@@ -198,10 +189,10 @@ NewWriter = Callable[[RunningCall, Tokenizer], Writer]
 
 
 class ReadChoice:
-    """One choice whose text is taken apart. A face with other events makes them of the same parts."""
+    """One choice whose text is split into parts: reasoning, content, calls."""
 
     def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
-        """`id_prefix`: of the ids of calls, where the model's template wants none of its own form."""
+        """`id_prefix`: begins the ids of calls, unless the model's template has a form of its own."""
         form = call.form or AnswerForm()
         self._has_reasoning = call.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
@@ -210,10 +201,10 @@ class ReadChoice:
         self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
         self.num_calls = 0
         self.is_cut = False
-        """A call was cut: by the limit of tokens, or a stop string."""
+        """The limit of tokens, or a stop string, ended a call in the middle."""
 
     def read(self, chunk: OutputChunk) -> list[Part]:
-        """The parts that became certain with a chunk; all that is left, if it is the last."""
+        """Return the parts that are certain with this chunk. With the last one, that is all that is left."""
         text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
         parts = self._reader.push(text)
         if chunk.finish_reason is not None:
@@ -228,23 +219,23 @@ class ReadChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, marks included, whether or not it is shown."""
+        """Tokens of the reasoning so far, marks included, shown or not."""
         return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def has_calls(self) -> bool:
-        """The choice ended with calls, all of them whole."""
+        """Whether the choice has calls, all of them whole."""
         return self.num_calls > 0 and not self.is_cut
 
     def finish_word(self, chunk: OutputChunk) -> ChatFinishWord | None:
-        """OpenAI's word for the end of a choice whose last chunk this is."""
+        """Return OpenAI's word for how the choice ended, or None if this is not its last chunk."""
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
         return _finish_word(chunk)
 
 
 class _ReasoningTokens:
-    """Counts the tokens with which an answer begins, up to the one that ends its reasoning; 0 if it does not reason."""
+    """Counts the tokens of an answer up to the end of its reasoning; 0 if it does not reason."""
 
     def __init__(self, form: AnswerForm, tokenizer: Tokenizer) -> None:
         assert form.reasoning is not None
@@ -253,12 +244,12 @@ class _ReasoningTokens:
         self._token_bytes = tokenizer.token_bytes
         self._num_tokens = 0
         self._tail = b""
-        """The last bytes, fewer than the mark has that ends the reasoning."""
+        """The last bytes, fewer than the closing mark has."""
         self._has_reasoned = form.is_reasoning
         self._has_ended = False
 
     def add(self, token_ids: Sequence[int], parts: Sequence[Part]) -> None:
-        """The next tokens, and what the answer was found to say with them."""
+        """Count the next tokens. `parts`: what the answer says in them."""
         if self._has_ended:
             return
         self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
@@ -274,13 +265,13 @@ class _ReasoningTokens:
 
 
 def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
-    """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves incomplete."""
+    """Return the log probabilities, without a hidden stop token's: it might complete a character of the text."""
     ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
     return chunk.logprobs[:-1] if ends_with_stop_token and not options.shows_stop else chunk.logprobs
 
 
 def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
-    """The id of a call: another one for each that this process has told of."""
+    """Return the id of a call, unique in this process."""
     name = short_id(f"{engine_id}.{index}", id_chars or 24)
     return name if id_chars else prefix + name
 
@@ -289,9 +280,9 @@ def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
 
 
 async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list[ChoiceRecord]:
-    """All that the choices say, once they have said it."""
+    """Return all that the choices say, when they have ended."""
     records = [ChoiceRecord() for _ in call.requests]
-    with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
+    with client_watch(http, partial(call.stream.cancel, CLIENT_LEFT)):
         while chunks := await call.next_chunks():
             _raise_if_over(call, chunks)
             for chunk in chunks:
@@ -304,7 +295,7 @@ async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list
 
 
 async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer, off_loop: OffLoop) -> Response:
-    """The whole answer, with `Server-Timing` of its first choice."""
+    """Return the whole answer, with `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
@@ -317,13 +308,10 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
 
 
 class EventStream(Response):
-    """Streams one call. Owns the call, and closes it."""
+    """The stream of one call, which it closes."""
 
     keepalive_s: ClassVar[float] = 10.0
-    """A silent stream sends a keepalive after this time at the earliest and twice this time at the latest.
-
-    Impatient clients give up after 30 s.
-    """
+    """A silent stream sends a keepalive after this time, or twice this time at most. Some clients give up after 30 s."""
 
     def __init__(self, http: HttpRequest, call: RunningCall, writer: Writer) -> None:
         super().__init__()
@@ -333,11 +321,10 @@ class EventStream(Response):
         self._is_silent = False
         """No event was sent since the last look."""
         self._timer: asyncio.TimerHandle | None = None
-        """The next look."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive  # The watch has the latter.
-        with ClientWatch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
+        with client_watch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
             try:
                 headers = [(b"content-type", self._writer.media_type), *_HEADERS]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -353,7 +340,7 @@ class EventStream(Response):
                 self._call.close()
 
     def _look(self) -> None:
-        """Have a keepalive sent if the stream was silent since the last look. One that waits for its client gets none."""
+        """Have a keepalive sent if the stream was silent since the last look, unless it waits for its client."""
         if self._is_silent:
             self._call.stream.flush()
         self._is_silent = True
@@ -378,11 +365,11 @@ class EventStream(Response):
                 await send(_piece(data, more=True))
                 data = b""
             chunks = await self._next_chunks(send)
-        # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
+        # The client has left. The server sends nothing, but wants to see an end.
         await send(_piece(b"", more=False))
 
     async def _next_chunks(self, send: Send) -> list[OutputChunk]:
-        """Return the next chunks, after as many keepalives as the wait for them needs; empty if the client left."""
+        """Return the next chunks, with keepalives meanwhile. Empty if the client left."""
         while not (chunks := await self._call.next_chunks()) and not self._call.stream.is_ended:
             await send(_piece(self._writer.keepalive(), more=True))
         return chunks
@@ -391,7 +378,6 @@ class EventStream(Response):
         terms = self._call.terms
         if (entry := entry_of(self._http.scope)) is not None:
             entry.ttft_s = _ttft_s(terms, first)
-        # The times of the choice that spoke first.
         return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.model_wait_ns))
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
@@ -402,7 +388,7 @@ class EventStream(Response):
         for chunk in chunks:
             error = error_of(self._call.terms, chunk)
             if error is not None:
-                # The chunk may be merged with ones before the failure: what they said is still shown.
+                # The chunk may be merged with earlier ones, which are still shown.
                 chunk.finish_reason = None
             parts.append(write(index_of[chunk.request_id], chunk))
             if error is not None:
@@ -420,8 +406,9 @@ def _piece(events: bytes, *, more: bool) -> Message:
 
 
 def whole_lines(events: bytes) -> bytes:
-    """The same JSON for clients that divide lines as Unicode does (Python's `str.splitlines`, httpx's `iter_lines`), and not at
-    LF and CR alone as server-sent events do: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """Return the same JSON for clients that split lines at more than LF and CR (`str.splitlines`, httpx's `iter_lines`).
+
+    https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """
     if not events.isascii():
         for char, escaped in _LINE_ENDS:
@@ -442,10 +429,9 @@ def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
 
 
 def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
-    """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended.
+    """Return the error that ended a request, or None if it ended by itself or goes on.
 
-    A request that ended with all others (the engine failed, the server stops), or by the client's own grammar, has a
-    `reject_reason`.
+    A `reject_reason` means that the engine failed, the server stops, or the client's grammar cannot be followed.
     """
     if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
         return None
@@ -462,9 +448,9 @@ def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
 
 
 def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
-    """How long the request of a first or a finish chunk queued, prefilled and decoded until then, without gaps.
+    """Return how long a request queued, prefilled and decoded until its first or its finish chunk.
 
-    Before its first step all its time was queueing; from then to its first token, prefill.
+    Queueing ends with its first step, prefill with its first token.
     """
     scheduled_ns = chunk.at_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
     decode_ns = chunk.at_ns if chunk.first_token_ns is None else chunk.first_token_ns
@@ -476,8 +462,9 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
 
 
 def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
-    """The value of a `Server-Timing` header (https://www.w3.org/TR/server-timing/): the parts whose end is known, and `model`,
-    the part of `queue` in which its model was loaded, where it waited for that.
+    """Return a `Server-Timing` header's value: the parts that have ended, and `model`, the part of `queue` for loading.
+
+    https://www.w3.org/TR/server-timing/
     """
     parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
     if model_wait_ns:
@@ -486,7 +473,7 @@ def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
 
 
 def fingerprint(options: AnswerOptions) -> str:
-    """The model's, and of its adapter, which has one when it is there."""
+    """Return the model's fingerprint, with its adapter's once that is loaded."""
     adapter = options.adapter
     return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
 

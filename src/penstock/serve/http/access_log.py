@@ -3,9 +3,8 @@
     request --> LoggedRequests (a layer of the app) --> Entry --> queue --> thread: text or JSON --> standard output
     refusal of the connection -----------------------> Entry -----^
 
-Without `--access-log` none of this is made. With it the event loop fills an `Entry` and hands it over; a thread writes. A
-reader that is too slow holds up no answer: beyond `MAX_QUEUED` lines are dropped, and the log says how many.
-A client's words are told within quotes and in printable ASCII: no request can begin a line, or move a terminal's cursor.
+A reader that is too slow delays no answer: beyond `MAX_QUEUED` lines are dropped, and the log says how many. A client's words
+are quoted, in printable ASCII: no request can begin a line, or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from queue import SimpleQueue
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.serve.http.checks import ENTRY_KEY, Entry, key_name, request_id_of
+from penstock.serve.http.checks import ENTRY_KEY, Entry, identity_of, key_name
 
 _log = logging.getLogger(__name__)
 
@@ -29,13 +28,13 @@ MAX_QUEUED = 10_000
 """Lines that may wait for the thread that writes them, some 3 MB."""
 _MAX_AT_ONCE = 256
 _MAX_TOLD_CHARS = 200
-"""Limit of what a line tells of a client's own words: an address, a model's name."""
+"""Limit of a client's own words in a line: an address, a model's name."""
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class AccessLog:
     def __init__(self, *, as_json: bool, write: Callable[[str], object] | None = None) -> None:
-        """Starts the thread; `close` it. `write` gets whole lines, and by default puts them on standard output."""
+        """Start the thread; `close` it. `write` gets whole lines; the default writes them to standard output."""
         self._format = json_line if as_json else text_line
         self._write = write or _to_stdout
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
@@ -45,7 +44,7 @@ class AccessLog:
         self._thread.start()
 
     def add(self, entry: Entry) -> None:
-        """Have a line written; never waits. Belongs to the event loop."""
+        """Have a line written. Never waits; for the event loop alone."""
         entry.ended_unix_s = time.time()
         if self._is_broken or self._queue.qsize() >= MAX_QUEUED:
             self._num_dropped += 1
@@ -53,7 +52,7 @@ class AccessLog:
             self._queue.put(entry)
 
     def close(self) -> None:
-        """Write what waits, for `_CLOSE_TIMEOUT_S` at most. Idempotent."""
+        """Write what waits, in `_CLOSE_TIMEOUT_S` at most."""
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         num_lost = self._num_dropped + (self._queue.qsize() if self._thread.is_alive() else 0)
@@ -79,19 +78,16 @@ class AccessLog:
 
 
 class LoggedRequests:
-    """The layer that gives each request an `Entry`, and hands it to the log when the answer has ended."""
+    """The layer of the app that gives each request an `Entry`, and logs it at the end of the answer."""
 
     def __init__(self, app: ASGIApp, *, log: AccessLog) -> None:
         self._app = app
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started_s = time.perf_counter()
-        path = scope.get("raw_path") or scope["path"].encode()
-        entry = scope[ENTRY_KEY] = Entry(client=client_name(scope["client"]), method=scope["method"], path=_words(path))
+        path = _words(scope["raw_path"])
+        entry = scope[ENTRY_KEY] = Entry(client=client_name(scope["client"]), method=scope["method"], path=path)
         is_head, is_over = scope["method"] == "HEAD", False
 
         async def told_receive() -> Message:
@@ -115,65 +111,62 @@ class LoggedRequests:
             await self._app(scope, told_receive, told_send)
         finally:
             entry.duration_s = time.perf_counter() - started_s
-            entry.key, entry.request_id = key_name(scope), request_id_of(scope)
+            entry.key, entry.request_id = key_name(scope), identity_of(scope).request_id
             self._log.add(entry)
 
 
 def client_name(client: tuple[str, int] | None) -> str:
-    """Address and port; empty where there is none."""
+    """Return address and port, or nothing if they are unknown."""
     if client is None:
         return ""
     return f"[{client[0]}]:{client[1]}" if ":" in client[0] else f"{client[0]}:{client[1]}"
 
 
 def refusal(client: tuple[str, int] | None, method: bytes, url: bytes, status: int, num_bytes: int) -> Entry:
-    """The entry of a request that the connection refuses before the app sees it. Method and address are empty if not known."""
+    """Return the entry of a request that the connection refuses before the app sees it. Method and URL may be empty."""
     path = _words(url.partition(b"?")[0])
     return Entry(client=client_name(client), method=_words(method), path=path, status=status, num_bytes=num_bytes)
 
 
 def json_line(entry: Entry) -> str:
-    """One object for each line; a name is there in all of them, and null where nothing is known."""
+    """Return one object; a name is always there, and null if nothing is known."""
+    return _quoted(_fields(entry)) + "\n"
+
+
+def text_line(entry: Entry) -> str:
+    """Return a line for people, and for tools that split it at spaces outside of quotes; `-` is what is not known."""
+    fields = _fields(entry)
+    words = [
+        str(fields["time"]),
+        entry.client or "-",
+        entry.key or "-",
+        _quoted(f"{entry.method} {entry.path}"),
+        str(entry.status or "-"),
+    ]
+    names = ("bytes", "duration_s", "ttft_s", "prompt_tokens", "completion_tokens", "model", "request_id")
+    words += [f"{name}={_shown(fields[name])}" for name in names]
+    words += ["client_left"] if entry.client_left else []
+    return " ".join(words) + "\n"
+
+
+def _fields(entry: Entry) -> dict[str, object]:
     num_prompt_tokens, num_generated_tokens = (None, None) if entry.count_tokens is None else entry.count_tokens()
-    fields = {
-        "time": _time(entry),
+    return {
+        "time": datetime.fromtimestamp(entry.ended_unix_s, UTC).isoformat(timespec="milliseconds"),
         "client": entry.client or None,
         "key": entry.key or None,
         "method": entry.method or None,
         "path": entry.path or None,
         "status": entry.status,
         "bytes": entry.num_bytes,
-        "duration_s": _rounded(entry.duration_s),
-        "ttft_s": _rounded(entry.ttft_s),
+        "duration_s": None if entry.duration_s is None else round(entry.duration_s, 6),
+        "ttft_s": None if entry.ttft_s is None else round(entry.ttft_s, 6),
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated_tokens,
         "model": None if entry.model is None else entry.model[:_MAX_TOLD_CHARS],
         "request_id": entry.request_id or None,
         "client_left": entry.client_left,
     }
-    return _quoted(fields) + "\n"
-
-
-def text_line(entry: Entry) -> str:
-    """A line for people, and for tools that divide it at spaces outside of quotes; `-` is what is not known."""
-    tokens = ("-", "-") if entry.count_tokens is None else entry.count_tokens()
-    model = "-" if entry.model is None else _quoted(entry.model[:_MAX_TOLD_CHARS])
-    words = [
-        _time(entry),
-        entry.client or "-",
-        entry.key or "-",
-        _quoted(f"{entry.method} {entry.path}"),
-        str(entry.status or "-"),
-        f"bytes={entry.num_bytes}",
-        f"duration_s={_shown(entry.duration_s)}",
-        f"ttft_s={_shown(entry.ttft_s)}",
-        f"prompt_tokens={tokens[0]}",
-        f"completion_tokens={tokens[1]}",
-        f"model={model}",
-        f"request_id={_quoted(entry.request_id) if entry.request_id else '-'}",
-        *(["client_left"] if entry.client_left else []),
-    ]
-    return " ".join(words) + "\n"
 
 
 def _words(text: bytes) -> str:
@@ -181,20 +174,19 @@ def _words(text: bytes) -> str:
 
 
 def _quoted(value: object) -> str:
-    """JSON in printable ASCII: all other characters are escaped, which JSON leaves undone for one of them."""
+    """Return JSON in printable ASCII. Python's `json` leaves one control character as it is."""
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
-def _time(entry: Entry) -> str:
-    return datetime.fromtimestamp(entry.ended_unix_s, UTC).isoformat(timespec="milliseconds")
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
-
-
-def _shown(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.6f}"
+def _shown(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case str():
+            return _quoted(value)
+        case float():
+            return f"{value:.6f}"
+    return str(value)
 
 
 def _to_stdout(lines: str) -> None:

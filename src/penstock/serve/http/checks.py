@@ -1,15 +1,11 @@
 """The checks that a request passes before its endpoint: its id, its key or its origin, and its body.
 
-`RequestChecks` is the outermost layer of the app, in plain ASGI. It reads a request's head and counts the bytes of its body.
-Every answer carries the request's id. A failure that nothing else caught becomes a 500 here, with its cause in the log only.
-
-`takes_json` makes an endpoint that reads its body whole, as bytes. Their meaning is left to the endpoint: it parses large
-bodies off the event loop, and answers with errors in the shape of its API.
+`RequestChecks` is the outermost layer of the app. Every answer carries the request's id, and an exception that nothing else
+caught becomes a 500 here. `takes_json` makes an endpoint that gets its body whole, as bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -43,32 +39,25 @@ from penstock.types.errors import Rejected
 _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Routes that need no key, and are answered also when too many connections have a request."""
-LINGER_S = 2.0
-"""Time for which a refused client's further bytes are read and dropped. Closing at once would reset the connection before the
-client reads its answer."""
+"""Routes that need no key. They are answered also when too many connections have a request."""
 ID_HEADER = b"x-request-id"
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
-"""Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
+"""Called with the body, which is not empty, and with the request."""
 
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
-"""Keys of a request's scope, under which the checks leave their findings."""
 ENTRY_KEY = "penstock.access_entry"
-"""The same for what the access log tells of it, where there is one."""
+"""Keys of a request's scope for what is known about it."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
 _OWN_SITES = frozenset({b"same-origin", b"none"})
-"""Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for what the user did without a page."""
+"""Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for requests that no page made."""
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """Name, in small letters -> value. A header that was sent more than once has its first value.
-
-    ASGI has a list of pairs. A request is asked for a dozen names, most of them not there, so the table is made once.
-    """
+    """Return name, in small letters -> value; of several values, the first."""
     table: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
     if table is None:
         table = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
@@ -76,7 +65,7 @@ def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
 
 
 def values_of(scope: Scope, name: bytes) -> Sequence[bytes]:
-    """All values that a header was sent with. `name`: in small letters."""
+    """Return all values of a header. `name`: in small letters."""
     table = headers_of(scope)
     if name not in table:
         return ()
@@ -92,7 +81,7 @@ class Wording:
 
     words: ErrorWords
     paths: str = ""
-    """With spaces between. One that ends with a slash stands for all paths below it."""
+    """Separated by spaces. A path that ends with a slash stands for all paths below it."""
     client_header: bytes = b""
     """A header of every request of this API's clients, in small letters: errors of other paths are spelled so for them, too."""
     id_header: bytes = b""
@@ -119,31 +108,23 @@ class RequestIdentity:
 
 
 def identity_of(scope: Scope) -> RequestIdentity:
-    identity = scope[_IDENTITY_KEY]
-    assert isinstance(identity, RequestIdentity)
+    identity: RequestIdentity = scope[_IDENTITY_KEY]
     return identity
 
 
-def request_id_of(scope: Scope) -> str:
-    """The id that the answer was given; empty before the checks."""
-    identity = scope.get(_IDENTITY_KEY)
-    return identity.request_id if isinstance(identity, RequestIdentity) else ""
-
-
 def add_header(scope: Scope, name: bytes, value: bytes) -> None:
-    """Add a header to the answer, whatever the answer is. `name`: in small letters."""
+    """Add a header to the answer, also if that is an error. `name`: in small letters."""
     scope[_ANSWER_HEADERS_KEY].append((name, value))
 
 
 def key_name(scope: Scope) -> str:
-    """A short, stable name of the key that was sent, safe to log. Empty if the server asks for none."""
-    name = scope.get(_KEY_NAME_KEY, "")
-    assert isinstance(name, str)
+    """Return a short, stable name of the request's key, safe to log. Empty if the server has no keys."""
+    name: str = scope.get(_KEY_NAME_KEY, "")
     return name
 
 
 def is_admin(scope: Scope) -> bool:
-    """True if the request may change what is served: its key is an admin's, or no key is asked of anybody."""
+    """Return whether the request may change what is served: its key is an admin's, or the server has no keys."""
     return bool(scope[_IS_ADMIN_KEY])
 
 
@@ -158,32 +139,31 @@ def require_admin(scope: Scope) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One request, as the access log tells of it. None: not known, or there is none."""
+    """The access log's facts about one request. None: not known."""
 
     client: str
     method: str
     path: str
-    """As it was sent, without the query, which may hold a secret."""
+    """Without the query, which may contain a secret."""
     ended_unix_s: float = 0.0
     key: str = ""
     """Name of the API key."""
     status: int | None = None
     num_bytes: int = 0
-    """Bytes of the answer's body that were handed to the connection."""
+    """Bytes of the answer's body that the connection was given."""
     duration_s: float | None = None
     """From the end of the request's head to the end of its answer."""
     ttft_s: float | None = None
     model: str | None = None
-    """Its name in the answer, or its first one."""
     count_tokens: Callable[[], tuple[int, int]] | None = None
-    """Says how many tokens the prompts and the answers have."""
+    """Returns the numbers of tokens of the prompts and of the answers."""
     request_id: str = ""
     client_left: bool = False
-    """It closed its connection before it had the answer."""
+    """The client closed its connection before the end of the answer."""
 
 
 def entry_of(scope: Scope) -> Entry | None:
-    """The entry that a request fills; None if there is no access log."""
+    """Return the entry of a request, or None if there is no access log."""
     entry: Entry | None = scope.get(ENTRY_KEY)
     return entry
 
@@ -201,12 +181,11 @@ class RequestChecks:
         wordings: Sequence[Wording] = (),
         max_body_bytes: int,
     ) -> None:
-        """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
+        """`keys`: None if no key is needed. Then pages of other sites are refused.
 
-        `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
-        `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths beside `OPEN_PATHS` that can be
-        read without a key.
-        `wordings`: how the APIs spell errors; OpenAI's way is for all other paths.
+        `admin_keys`: keys that open everything. Without them, requests may do what admins do only if no key is needed.
+        `cors`: None if pages of other origins may read nothing. `more_open_paths`: further paths to read without a key.
+        `wordings`: how the APIs spell errors. Errors of all other paths are spelled OpenAI's way.
         """
         self._app = app
         self._new_request_id = new_request_id
@@ -219,9 +198,6 @@ class RequestChecks:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         scope[_WORDS_KEY] = self._find_words(scope)
         exchange = _Exchange(identity, receive, send, self._max_body_bytes)
@@ -281,7 +257,7 @@ class RequestChecks:
             scope[_KEY_NAME_KEY] = key.name
 
     def _look_for_admin(self, scope: Scope, admin_keys: KeyRing) -> None:
-        """Take note of whether the key is an admin's. A malformed one is told by the check of all keys, if there is one."""
+        """Note whether the key is an admin's. The check of all keys complains about malformed ones."""
         scope[_IS_ADMIN_KEY] = False
         with suppress(ApiError):
             scope[_KEY_NAME_KEY] = _sent_key(scope, admin_keys).name
@@ -289,18 +265,7 @@ class RequestChecks:
 
 
 class _Exchange:
-    """A request and its answer on the way between server and app. Adds the id to the answer, and counts the request's body."""
-
-    __slots__ = (
-        "_identity",
-        "_is_too_large",
-        "_max_body_bytes",
-        "_num_body_bytes",
-        "_receive",
-        "_send",
-        "has_begun",
-        "more_headers",
-    )
+    """A request and its answer between server and app: adds the answer's headers, and counts the body's bytes."""
 
     def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._identity = identity
@@ -308,16 +273,13 @@ class _Exchange:
         self._send = send
         self._max_body_bytes = max_body_bytes
         self._num_body_bytes = 0
-        self._is_too_large = False
         self.has_begun = False
         """The head of the answer was sent."""
         self.more_headers: Headers = []
-        """Headers that the answer has besides, whatever it is."""
 
     def check_length(self, num_body_bytes: int) -> None:
-        """Raises `ApiError` if a body of this length is too large."""
+        """Raise `ApiError` if a body of this length is too large."""
         if num_body_bytes > self._max_body_bytes:
-            self._is_too_large = True
             raise request_too_large(self._max_body_bytes)
 
     async def receive(self) -> Message:
@@ -332,43 +294,29 @@ class _Exchange:
             self.has_begun = True
             own = (ID_HEADER, self._identity.request_id.encode())
             message["headers"] = [*message.get("headers", ()), own, *self.more_headers]
-        elif self._is_too_large and not message.get("more_body"):
-            # Closing resets a connection with unread bytes, and a client that still sends would see that instead of the answer.
-            # So the answer goes out, whose length was announced, and what still comes is dropped for a while.
-            await self._send({**message, "more_body": True})
-            await self._drop_body()
-            message = {"type": "http.response.body"}
         await self._send(message)
-
-    async def _drop_body(self) -> None:
-        """Read on until the body ends, the client leaves or `LINGER_S` have passed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (await self._receive()).get("more_body"):
-                    pass
 
 
 class KeyRing:
-    """Compares a key with all known ones in constant time."""
+    """The known keys, compared in constant time."""
 
     def __init__(self, keys: Sequence[ApiKey | str]) -> None:
-        """Raises `ConfigError` for a key that no client can send."""
-        # Digests under a secret of this process have equal lengths, so the comparison tells nothing about the keys.
+        """Raise `ConfigError` for a key that no client can send."""
+        # Digests under a secret of this process have equal lengths, so comparing them reveals nothing about the keys.
         self._secret = secrets.token_bytes(32)
         self._keys: dict[bytes, ApiKey] = {}
         self.use([unnamed(key) if isinstance(key, str) else key for key in keys])
 
     def use(self, keys: Sequence[ApiKey]) -> None:
-        """Know these keys from now on, and no others."""
+        """Replace the known keys."""
         self._keys = {self._seal(key.digest): key for key in keys}
 
     @property
     def keys(self) -> Collection[ApiKey]:
-        """The keys that are known now."""
         return self._keys.values()
 
     def find(self, key: bytes) -> ApiKey | None:
-        """A known key; looks at every key, whichever matches."""
+        """Return the known key, or None. Looks at every key, whichever matches."""
         digest = self._seal(hashlib.sha256(key).digest())
         found: ApiKey | None = None
         for known, one in self._keys.items():
@@ -381,13 +329,13 @@ class KeyRing:
 
 
 def key_of(scope: Scope) -> ApiKey | None:
-    """The key that was sent, with its limits; None if the server asks for none, or an admin's was sent."""
+    """Return the request's key, with its limits. None if the server has no keys, or for an admin's key."""
     key: ApiKey | None = scope.get(_KEY_KEY)
     return key
 
 
 def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
-    """The known key that was sent. Raises `ApiError`."""
+    """Return the request's key. Raise `ApiError` if it is missing, malformed or unknown."""
     name, given = "Authorization", values_of(scope, b"authorization")
     if not given:
         name, given = "X-Api-Key", values_of(scope, b"x-api-key")  # Anthropic's clients send theirs so
@@ -407,19 +355,17 @@ def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
 
 
 def _keep_other_sites_out(scope: Scope) -> None:
-    """Raises 403 for a POST that a page of another origin sent and that does not say that it is JSON.
+    """Raise 403 for a POST from a page of another origin, unless it is declared as JSON.
 
     A browser sends a form, or text, to any address without asking first, also to localhost. It sends JSON only after a CORS
     preflight, which this server answers to pages of `--allowed-origins` alone. A page whose host name resolves to this machine
     (DNS rebinding) has the same origin; only a key keeps it out.
     """
-    if scope["method"] == "POST":
-        headers = headers_of(scope)
-        if _is_of_another_site(headers) and not _says_json(headers):
-            message = (
-                "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
-            )
-            raise ApiError(403, message, code="cross_site_request", error_type="permission_error")
+    headers = headers_of(scope)
+    is_json = headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+    if scope["method"] == "POST" and not is_json and _is_of_another_site(headers):
+        message = "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
+        raise ApiError(403, message, code="cross_site_request", error_type="permission_error")
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
@@ -431,26 +377,22 @@ def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
-def _says_json(headers: Mapping[bytes, bytes]) -> bool:
-    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
-
-
 def _announced_bytes(scope: Scope) -> int:
-    """`Content-Length`, or 0 without it. The HTTP parser has refused a malformed one, and one beside chunks, already."""
+    """Return `Content-Length`, or 0. The HTTP parser has refused malformed ones."""
     value = headers_of(scope).get(b"content-length", b"")
     # Digits beyond the twentieth only make it larger than every limit, and Python reads no number of thousands.
     return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else 0
 
 
 def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-    """An endpoint of a route, which reads the body and calls `answer`.
+    """Return an endpoint of a route, which reads the body and calls `answer`.
 
-    `of_any_type`: the body is JSON whatever its content type says, as to servers whose users send it by `curl -d` alone.
+    `of_any_type`: the body is JSON whatever its content type says, for APIs whose users send it by `curl -d` alone.
     """
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
-            # Not `http.body()`: the route keeps this request, and would keep the body in it while the answer is streamed.
+            # Not `http.body()`: that would keep the body in the request while the answer is streamed.
             data = await _read(http.scope, http.receive, of_any_type=of_any_type)
             return await answer(data, http)
         except (ApiError, Rejected) as error:
@@ -460,20 +402,27 @@ def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[
 
 
 def words_of(scope: Scope) -> ErrorWords | None:
-    """Return how errors of this request are spelled, or None for OpenAI's way."""
+    """Return how errors of this request are spelled; None: OpenAI's way."""
     words: ErrorWords | None = scope.get(_WORDS_KEY)
     return words
 
 
 def use_words(scope: Scope, words: ErrorWords) -> None:
-    """Spell errors of this request so from now on: it turned out to be another API's than its path suggests."""
+    """Spell errors of this request so from now on: another API than its path suggests turned out to be meant."""
     scope[_WORDS_KEY] = words
 
 
 async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
-    """The whole body, checked to be there and to be called JSON. Raises `ApiError`, also if the client leaves in the middle."""
+    """Return the whole body. Raise `ApiError` if it is empty or not declared as JSON, or if the client leaves."""
     _refuse_encoding(scope)
-    data = await _whole_body(receive)
+    pieces, has_more = [], True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise invalid("The client left before the body was there.")
+        pieces.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    data = b"".join(pieces)
     if not data:
         raise not_an_object()
     if not of_any_type and not _is_json(scope):
@@ -482,28 +431,11 @@ async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
     return data
 
 
-async def _whole_body(receive: Receive) -> bytes:
-    message = await receive()
-    data: bytes = message.get("body", b"")
-    if message["type"] == "http.request" and not message.get("more_body"):
-        return data  # nearly always
-    pieces = [data]
-    while message["type"] == "http.request" and message.get("more_body"):
-        message = await receive()
-        pieces.append(message.get("body", b""))
-    if message["type"] != "http.request":
-        raise invalid("The client left before the body was there.")
-    return b"".join(pieces)
-
-
 def _refuse_encoding(scope: Scope) -> None:
-    """Raise a 415 that names `Content-Encoding`: bodies are taken as they are, so that their size is what was announced."""
-    value = headers_of(scope).get(b"content-encoding")
-    if value is None:
-        return
-    encoding = value.decode("latin-1")
+    """Raise a 415 for a compressed body: a body's size is bounded by what was announced."""
+    encoding = headers_of(scope).get(b"content-encoding", b"").decode("latin-1")
     if encoding.strip().lower() not in ("", "identity"):
-        # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what would have been taken.
+        # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what the server takes.
         raise ApiError(
             415,
             f"The body has Content-Encoding {shorten(encoding)!r}, which is not supported: send it uncompressed.",
@@ -514,7 +446,7 @@ def _refuse_encoding(scope: Scope) -> None:
 
 
 def _is_json(scope: Scope) -> bool:
-    """A body without a content type is read as JSON; one with another type is refused."""
+    """Return whether the body is declared as JSON, or not declared."""
     content_type = headers_of(scope).get(b"content-type")
     if not content_type or content_type == b"application/json":
         return True

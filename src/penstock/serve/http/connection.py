@@ -29,7 +29,7 @@ from penstock.serve.errors import (
 )
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.access_log import AccessLog, refusal
-from penstock.serve.http.checks import LINGER_S, OPEN_PATHS, entry_of
+from penstock.serve.http.checks import OPEN_PATHS, entry_of
 from penstock.serve.http.cors import Cors, Headers
 from penstock.serve.http.exchange import Exchange, answer_head, date_header
 from penstock.serve.http.tls import Encryption
@@ -45,6 +45,8 @@ _MAX_BEHIND = 8
 STALL_S = 5.0
 """A client that takes nothing of its complete answer for longer loses its place. TCP has repeated a segment thrice then."""
 _LOOK_EVERY_S = 0.5
+LINGER_S = 2.0
+"""Time for which further bytes are dropped of a request that is refused before its end."""
 
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """RFC 3986, 3.2.2. Empty where the address has no host."""
@@ -219,7 +221,8 @@ class HttpConnection(asyncio.Protocol):
         self.exchanges.popleft()
         if not exchange.keeps_alive:
             self.exchanges.clear()
-            self.close()
+            self.is_refused = not exchange.is_whole
+            self.close(lingers=self.is_refused)
         self.transport.resume_reading()
         if self.exchanges:
             self._acceptor.start(self.exchanges[0].run(self._app))

@@ -1,7 +1,6 @@
-"""Which pages of other origins may read what the server answers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
+"""Pages of other origins that may read answers (`--allowed-origins`; https://fetch.spec.whatwg.org/#http-cors-protocol).
 
-`Cors` is made where `--allowed-origins` names any. `checks` asks it for every request, `connection` for what it refuses itself.
-It says which headers an answer has; it refuses nothing, since only browsers look at them.
+`Cors` only adds headers, which browsers obey. It refuses nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from penstock.types.errors import ConfigError
 
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out"
-"""Headers of an answer that a page may read, beside those that it always may."""
+"""Headers that a page may read, beside those that it always may."""
 _MAX_AGE_S = 600
-"""A browser need not ask again for so long."""
+"""Time for which a browser remembers the answer to a preflight."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TOKENS = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z, \t-]{1,4096}")
 """A list of headers' names (RFC 9110, 5.6.2)."""
@@ -31,9 +30,9 @@ Headers = list[tuple[bytes, bytes]]
 
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: as `https://example.org:8443`, or a host with or without a port, for both schemes; `*` is any.
+        """`origins`: like `https://example.org:8443`; a host with or without a port, for both schemes; `*` for any.
 
-        Raises `ConfigError` for values that no browser would send.
+        Raise `ConfigError` for values that no browser would send.
         """
         self._takes_any = "*" in origins
         hosts = [origin.strip().lower() for origin in origins if _HOST.fullmatch(origin.strip().lower().encode())]
@@ -43,9 +42,9 @@ class Cors:
         )
 
     def headers(self, request: Mapping[bytes, bytes]) -> Headers:
-        """Headers of the answer to a request that has `request` as its own. An origin that is not allowed is told nothing."""
+        """Return the headers of the answer to a request with the headers `request`."""
         origin = request.get(b"origin")
-        # Caches have to keep answers apart that differ by the origin.
+        # Caches must keep the answers to different origins apart.
         found: Headers = [] if self._takes_any else [(b"vary", b"Origin")]
         if origin is not None and self._allows(origin):
             found.append((b"access-control-allow-origin", b"*" if self._takes_any else origin))
@@ -55,9 +54,9 @@ class Cors:
         return found
 
     def preflight(self, method: str, request: Mapping[bytes, bytes]) -> Message | None:
-        """The head of the answer to a browser that asks what it may send, without a key; None if this is no such question.
+        """Return the head of the answer to a preflight of an allowed origin, which has no key. None for other requests.
 
-        The headers that it asks for are allowed as they are: clients have names of their own, and `*` leaves out Authorization.
+        The requested headers are allowed as they are: clients have names of their own, and `*` leaves out Authorization.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in request:
             return None
@@ -83,7 +82,7 @@ class Cors:
 
 
 def _checked(origin: str) -> bytes:
-    """An origin as browsers write it: in small letters, without the scheme's own port."""
+    """Return an origin as browsers write it: in small letters, without the scheme's default port."""
     remedy = "Write each as https://example.org, localhost:3000 or localhost, after an --allowed-origins of its own; * is any."
     try:
         parts = urlsplit(origin.strip())
@@ -92,7 +91,7 @@ def _checked(origin: str) -> bytes:
         parts, port, host = urlsplit(""), None, ""
     is_whole = parts.scheme in _DEFAULT_PORTS and host.isascii() and parts.path in ("", "/")
     if not host or not is_whole or parts.query or parts.fragment or "@" in parts.netloc or "*" in host:
-        raise ConfigError(f"{origin!r} is no origin of a page (--allowed-origins).", remedy=remedy)
+        raise ConfigError(f"{origin!r} is not the origin of a page (--allowed-origins).", remedy=remedy)
     host = f"[{host}]" if ":" in host else host
     is_default = port in (None, _DEFAULT_PORTS[parts.scheme])
     return f"{parts.scheme}://{host}{'' if is_default else f':{port}'}".encode()

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope
@@ -164,32 +165,18 @@ def answer_head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return b"\r\n".join([*lines, b"", b""])
 
 
-class ClientWatch:
-    """Watches one client while its answer is made: when it goes, work on its behalf is given up at once.
-
-    Endpoints make it after the body was read, as nothing else may call `receive` meanwhile. `stop` it when the answer is
-    complete.
-    """
-
-    def __init__(self, http: HttpRequest, on_gone: Callable[[], object]) -> None:
-        self._task: asyncio.Task[None] | None = asyncio.create_task(_wait_for_end(http.receive, on_gone))
-
-    def stop(self) -> None:
-        """Idempotent."""
-        # Let go of, since a task that was cancelled remembers where, and so this object.
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+@contextmanager
+def client_watch(http: HttpRequest, on_gone: Callable[[], object]) -> Iterator[None]:
+    """Call `on_gone` if the client leaves meanwhile. The body was read before: nothing else may call `receive`."""
+    task = asyncio.create_task(_wait_for_end(http.receive, on_gone))
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`. Raises 499, and gives the work up, if the client leaves before."""
+    """Return the result of `work`. If the client leaves before, cancel the work and raise 499."""
     task = asyncio.current_task()
     assert task is not None
     has_left = False
@@ -200,7 +187,7 @@ async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> 
         task.cancel()
 
     try:
-        with ClientWatch(http, give_up):
+        with client_watch(http, give_up):
             return await work
     except asyncio.CancelledError:
         if has_left and not task.uncancel():

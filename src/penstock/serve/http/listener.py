@@ -1,6 +1,6 @@
-"""The socket that the server listens on, and the number of connections that may come of it.
+"""The socket that the server listens on, and how many connections it may have.
 
-`cli serve` makes it before it loads the model. It accepts no connection, and imports no web library: those take time.
+`cli serve` uses this before it loads the model. It imports no web library, because those take time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.types.errors import ConfigError
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 NUM_EXTRA_CONNECTIONS = 32
-"""Open connections beyond the limit: those that are closing, are told 503, or probe."""
+"""Open connections beyond the limit: for probes, for a 503, and while others are closing."""
 
 _NUM_SPARE_FILES = 32
 """Files that the server may open while it runs: weights and the disk tier, when the engine is made anew."""
@@ -26,10 +26,7 @@ _MAX_CONNECTIONS = 8192
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `ConfigError`.
-
-    It is bound before the model is loaded, so that a taken port is told at once. Clients that connect early wait.
-    """
+    """Return a listening socket, on which early clients wait. Raise `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -54,10 +51,7 @@ def raise_open_files_limit() -> None:
 
 
 def connection_limit(config: ServerConfig) -> int:
-    """Number of connections that may have a request at once: as asked for, or as the limit of open files leaves.
-
-    Raises `ConfigError` if that limit is too low.
-    """
+    """Return how many connections may have a request at once. Raise `ConfigError` if the limit of open files is too low."""
     asked = config.max_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_taken = sum(1 for _ in Path("/dev/fd").iterdir()) + _NUM_SPARE_FILES + NUM_EXTRA_CONNECTIONS

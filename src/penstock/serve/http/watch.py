@@ -1,8 +1,7 @@
-"""Reads files again that the server was started with: when they change, and at once when it is told to (SIGHUP).
+"""Reads the server's files of TLS and keys again: when they change, and at once at a SIGHUP.
 
-A file is taken when it is the same in two looks, so that one which is being written, or a pair of which one was replaced, is
-not read halfway. A file that can't be used leaves everything as it is, and the log says why. Without such files there
-is no watch.
+A file is taken when it is the same in two looks, so that it is not read while it is written. A file that cannot be used leaves
+everything as it is, and the log says why.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 EVERY_S = 2.0
-"""Time between two looks: a change counts after that, and twice that at most."""
+"""Time between two looks."""
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[_Value]):
-    """Files that belong together, and what is made of them."""
+    """Files that belong together, such as a certificate and its key."""
 
     def __init__(self, name: str, paths: Sequence[str], *, read: Callable[[], _Value], use: Callable[[_Value], object]) -> None:
-        """The files were just read. `name` is for the log.
-
-        `read` runs on a thread and raises `ConfigError`; `use` runs on the event loop.
-        """
+        """`name` is for the log. `read` runs on a thread and may raise `ConfigError`; `use` runs on the event loop."""
         self.name = name
         self._paths = [Path(path) for path in paths]
         self._read = read
@@ -40,7 +36,7 @@ class Watched(Generic[_Value]):
         self._seen = self._taken = self._stamp()
 
     async def look(self, *, at_once: bool) -> None:
-        """Take the files if they have changed; `at_once`: whatever they are."""
+        """Take the files if they have changed. `at_once`: in any case."""
         seen, self._seen = self._seen, await asyncio.to_thread(self._stamp)
         if not at_once and (self._seen == self._taken or self._seen != seen):
             return
@@ -53,7 +49,7 @@ class Watched(Generic[_Value]):
             _log.info("%s was read again", self.name)
 
     def _stamp(self) -> _Stamp:
-        """It differs when a file was written or replaced, also behind a symbolic link."""
+        """Return a value that differs when a file was written or replaced, also behind a symbolic link."""
         return tuple(map(_stamp_of, self._paths))
 
 
@@ -66,7 +62,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 class FileWatch:
-    """Looks after all such files, on the event loop. `close` it."""
+    """Looks after files on the event loop. `close` it."""
 
     def __init__(self, watched: Sequence[Watched[object]]) -> None:
         self._watched = watched
