@@ -6,9 +6,9 @@ import pytest
 
 from penstock.engine.core import EngineCore
 from penstock.sched import progress
-from penstock.sched.extending import MAX_FORCED_TOKENS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
+from penstock.sched.running import MAX_FORCED_TOKENS
 from penstock.sched.scheduler import MAX_FORCED_AT_ONCE, Scheduler
 from penstock.testing import Driver, HashExecutor, HashMatcher, HashModel, make_request
 from penstock.types.events import Add

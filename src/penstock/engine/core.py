@@ -325,7 +325,7 @@ class Following:
 
     def __bool__(self) -> bool:
         """True while answers follow a grammar, or the last masks are not settled."""
-        return bool(self._matchers or self.turns)
+        return bool(self._matchers or self.turns.made)
 
     def add(self, request: Request) -> None:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"

@@ -41,7 +41,8 @@ class MaskTurns:
         self.sitting_out_alone: set[str] = set()
         """Those that get no row even if no others have one. Such a step makes masks for as long as its layers take."""
         self._rows: dict[str, _Row] = {}
-        self._made: list[tuple[_Row, int]] = []
+        self.made: list[tuple[_Row, int]] = []
+        """Masks of the step, with their times."""
         self._left_ns: dict[str, int] = {}
         """Tenant -> what is left of its part; negative after a mask that took longer."""
         self._owed_ns = 0
@@ -49,9 +50,6 @@ class MaskTurns:
         self._layers_ns = 0
         """Time of the last step without its masks."""
         self._settled_ns = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._made)
 
     def join(self, request_id: str, tenant: str) -> None:
         self._rows[request_id] = _Row(request_id, tenant, due_ns=self._settled_ns)
@@ -68,13 +66,13 @@ class MaskTurns:
         row = self._rows[request_id]
         row.accept_ns += took_ns
         if is_mask:
-            self._made.append((row, row.accept_ns))
+            self.made.append((row, row.accept_ns))
             row.accept_ns = 0
 
     def leave(self, request_id: str) -> None:
         """Note that a request has ended. Its tenant still owes the time of its masks."""
         if (row := self._rows.pop(request_id, None)) is not None and row.accept_ns:
-            self._made.append((row, row.accept_ns))
+            self.made.append((row, row.accept_ns))
         self.sitting_out.discard(request_id)
         self.sitting_out_alone.discard(request_id)
 
@@ -116,9 +114,9 @@ class MaskTurns:
             planned_ns += row.took_ns
 
     def _charge(self, quick_ns: int, hidden_ns: int) -> int:
-        total_ns = max(1, sum([took_ns for _, took_ns in self._made]))
+        total_ns = max(1, sum([took_ns for _, took_ns in self.made]))
         counted_ns, spent_ns = max(0, total_ns - hidden_ns), 0
-        for row, took_ns in self._made:
+        for row, took_ns in self.made:
             cost_ns = took_ns * counted_ns // total_ns
             row.average_ns += (cost_ns - row.average_ns) // (8 if row.took_ns else 1)
             row.took_ns, row.due_ns = took_ns, self._settled_ns + SHARE * took_ns
@@ -127,5 +125,5 @@ class MaskTurns:
                 self._left_ns[row.tenant] = self._left_ns.get(row.tenant, 0) - cost_ns
                 self._owed_ns += cost_ns
                 spent_ns += took_ns
-        self._made.clear()
+        self.made.clear()
         return spent_ns

@@ -1,4 +1,4 @@
-"""A step in the making, filled by the scheduler and its planners (`extending.py`, `joining.py`, `padding.py`)."""
+"""A step in the making, filled by the scheduler and its planners (`running.py`, `joining.py`, `padding.py`)."""
 
 from __future__ import annotations
 

@@ -17,14 +17,13 @@ from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
-from penstock.sched.extending import Extending
 from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import WaitingQueue
-from penstock.sched.running import Running, most_blocks
+from penstock.sched.running import Extending, Running, most_blocks
 from penstock.types.adapter import AdapterSource
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
