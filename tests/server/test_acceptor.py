@@ -223,6 +223,21 @@ async def test_a_silent_crowd_with_tls_leaves_for_others(certificate, has_handsh
         await until(lambda: not server.server.acceptor.connections)
 
 
+async def test_a_client_that_was_refused_over_tls_is_closed_with_the_server(certificate, caplog):
+    key, paper = certificate
+    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+    trust = ssl.create_default_context(cafile=paper)
+    trust.check_hostname = False
+    with running(config=config) as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain:
+        client = await asyncio.to_thread(trust.wrap_socket, plain)
+        client.sendall(b"HELO\r\n")
+        assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 400 ")
+        await asyncio.to_thread(server.stop)
+        client.close()
+    assert server.server.ended_cleanly
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 class ExhaustedListener:
     """Connections wait there always, and there is no descriptor for them."""
 

@@ -95,7 +95,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: Headers = []
         self._is_offered_upgrade = False
-        self.is_refused = False
+        self.is_refused = self._is_lingering = False
         self._refusal: ApiError | None = None
         """Set by a parser's callback that stops the parser."""
         self._num_bytes = 0
@@ -241,9 +241,10 @@ class HttpConnection(asyncio.Protocol):
 
     def close(self, *, lingers: bool = False) -> None:
         # Closing with bytes unread would reset the connection, and the client might not get to read its answer.
-        if self._encryption is not None and not self.transport.is_closing():
+        if self._encryption is not None and not (self._is_lingering or self.transport.is_closing()):
             self.transport.write(self._encryption.farewell())
         if lingers:
+            self._is_lingering = True
             self.transport.write_eof()
             self.transport.resume_reading()
             self._read_timer = self._loop.call_later(LINGER_S, self.transport.close)

@@ -100,10 +100,10 @@ class Exchange:
         self._news.set()
 
     async def receive(self) -> Message:
-        if self._expects_continue and not self.has_begun:
-            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._expects_continue = False
         if not (self.has_left or self.is_answered):
+            if self._expects_continue and not self.has_begun:
+                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
             self._connection.transport.resume_reading()
             await self._news.wait()
             self._news.clear()
