@@ -367,3 +367,16 @@ async def test_the_second_of_two_requests_is_refused_after_the_first_is_answered
         gate.open()
         assert (await read_answer(reader))[0] == 200
         assert await reader.read() == b""
+
+
+async def test_nothing_is_timed_of_a_connection_that_was_closed_after_an_early_answer(monkeypatch):
+    timed = []
+    start = HttpConnection._start_read_timer
+    monkeypatch.setattr(HttpConnection, "_start_read_timer", lambda connection: (timed.append(connection), start(connection)))
+    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.05)
+    with running() as server:
+        check_error(await exchange(server, post(BODY[:5], length=1 << 40)), 413, "request_too_large")
+        await until(lambda: not server.server.acceptor.connections)
+        timed.clear()
+        check_error(await exchange(server, b"GET"), 408, "request_timeout")  # as long as the timer of the other takes
+    assert len(set(timed)) == 1

@@ -240,10 +240,11 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def close(self, *, lingers: bool = False) -> None:
-        # Closing with bytes unread would reset the connection, and the client might not get to read its answer.
         if self._encryption is not None and not (self._is_lingering or self.transport.is_closing()):
             self.transport.write(self._encryption.farewell())
+        self._stop_read_timer()
         if lingers:
+            # Closing with bytes unread would reset the connection, and the client might not get to read its answer.
             self._is_lingering = True
             self.transport.write_eof()
             self.transport.resume_reading()
