@@ -149,8 +149,8 @@ class Acceptor:
                 self._make_room()
 
     async def _open(self, accepted: socket.socket) -> None:
-        encryption = Encryption(self._ssl_context) if self._ssl_context else None
         try:
+            encryption = Encryption(self._ssl_context) if self._ssl_context else None
             await self._loop.connect_accepted_socket(lambda: self._make_connection(self, encryption), accepted)
         except OSError:  # The client has left.
             accepted.close()
