@@ -620,9 +620,9 @@ def test_names_are_bounded_and_those_of_the_folder_make_way(
         assert len(set(numbers)) == 3
         load(adapters, "new", path)
         assert [one.name for one in adapters.registered()] == ["mine", "a", "new"]
-        with pytest.raises(ConfigError, match="3 adapters have names already"):
+        with pytest.raises(ConfigError, match="There are already 3 names of adapters"):
             adapters.find("c")
-        with pytest.raises(ConfigError, match="3 adapters have names already"):
+        with pytest.raises(ConfigError, match="There are already 3 names of adapters"):
             load(adapters, "newer", path)
         assert adapters.find("a") is held
         load(adapters, "new", path, may_replace=True)

@@ -300,7 +300,7 @@ async def test_a_request_ends_with_the_adapter_that_it_began_with(client, folder
         ({"lora_path": "x\0y"}, 400, "--lora-dir"),
         ({"lora_path": "{folder}/adapters/nobody"}, 400, "adapter_config.json"),
         ({"lora_name": "tiny"}, 400, "A model is called"),
-        ({"lora_name": "a" * 500}, 400, "is no name of an adapter"),
+        ({"lora_name": "a" * 500}, 400, "can't be the name of an adapter"),
         ({"lora_name": ""}, 400, "lora_name"),
         ({"model": "mauve"}, 404, "mauve"),
         ({"lora_path": 7}, 400, "must be a string"),

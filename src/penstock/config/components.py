@@ -33,17 +33,7 @@ def _arguments_of(policy: str) -> Any:
     return table(None, f"Arguments for the {policy}, by name.", default_doc="its own defaults")
 
 
-TOOL_PARSERS = (
-    "auto",
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "mistral_args",
-    "phi4_mini_json",
-    "granite",
-    "openai",
-    "generic",
-)
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
 """Names of `text.dialects`, which adds none without a word here: a test compares them."""
 
@@ -54,10 +44,7 @@ class ModelConfig(Component):
 
     title: ClassVar[str] = "Model"
 
-    model: str = setting(
-        DEFAULT_MODEL,
-        "Catalogue name, .gguf file, Hugging Face directory, or hf:org/repo[:file].",
-    )
+    model: str = setting(DEFAULT_MODEL, "Catalogue name, .gguf file, Hugging Face directory, or hf:org/repo[:file].")
     cache_dir: str | None = path(
         None, "Folder for fetched weights.", key="cache", default_doc="$XDG_CACHE_HOME/penstock or ~/.cache/penstock"
     )
@@ -74,9 +61,7 @@ class ModelConfig(Component):
         default_doc="the model's own",
     )
     tool_call_parser: str = choice(
-        "auto",
-        "Form in which the model writes calls of tools. auto: as its chat template shows.",
-        choices=TOOL_PARSERS,
+        "auto", "Form in which the model writes calls of tools. auto: as its chat template shows.", choices=TOOL_PARSERS
     )
     reasoning_parser: str = choice(
         "auto",
@@ -187,10 +172,7 @@ class LoraConfig(Component):
     title: ClassVar[str] = "Adapters"
 
     lora_modules: tuple[str, ...] = setting(
-        (),
-        "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.",
-        default_doc="none",
-        is_multiple=True,
+        (), "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.", default_doc="none", is_multiple=True
     )
     lora_dir: str | None = path(
         None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for.", default_doc="none"
@@ -477,9 +459,7 @@ class ServerConfig(Component):
     )
     api_key_file: str | None = path(None, "File with one key per line; # begins a comment.", default_doc="none")
     api_keys_file: str | None = path(
-        None,
-        "TOML file of keys with names, and limits of their own; read again when it changes.",
-        default_doc="none",
+        None, "TOML file of keys with names, and limits of their own; read again when it changes.", default_doc="none"
     )
     admin_api_keys: tuple[str, ...] = setting(
         (),
@@ -515,8 +495,7 @@ class ServerConfig(Component):
         4 << 20, "Largest request body; a larger one is answered 413.", key="max_body_size", minimum=1024
     )
     ignore_unknown_parameters: bool = flag(
-        False,
-        "Accept requests with unknown parameters, instead of a 400. Each name is logged once.",
+        False, "Accept requests with unknown parameters, instead of a 400. Each name is logged once."
     )
     seed: int | None = count(
         None,

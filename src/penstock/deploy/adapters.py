@@ -1,18 +1,11 @@
-"""The registry of a model's adapters: names that clients use, the files behind them, and those that are in memory, packed.
+"""The registry of a model's adapters: names that clients use, the files behind them, and the adapters in memory, packed.
 
-`RunningModel` has one for each model that is served with adapters. The server asks it for names, and has adapters loaded and
-unloaded; the scheduler sees it as an `AdapterSource`. A thread of its own reads files and packs them, in the order in which
-they were wanted. A name costs an entry until somebody asks for it, and nothing is read before. Memory has room for a number of
-adapters: the one that was asked for least recently leaves it, and is read again when it is wanted.
+The server asks for names and loads. The scheduler sees an `AdapterSource`. Threads read and pack adapters in the order in which
+they were wanted. Memory holds a number of adapters; the least recently used one leaves, and is read again when it is wanted.
 
-A request that has an `AdapterRef` has the content that was read first for it, whatever becomes of the name and of the files:
-
-    nobody has the reference         the adapter leaves memory first; without a name it is forgotten at once
-    somebody has it                  it leaves memory after those, and is read again
-    somebody has it, without a name  it leaves memory last: its files may have been replaced
-
-An adapter's content never changes under its number. One that is read again and is another fails to load, and the next request
-for the name gets another number.
+A request with an `AdapterRef` keeps the content that was read first for it, whatever happens to the name and the files. Evicted
+first are adapters without a reference, then those with one, then those whose name is gone: their files may have changed. If a
+second reading finds other content, the load fails, and the next request for the name gets another number.
 """
 
 from __future__ import annotations
@@ -44,25 +37,22 @@ if TYPE_CHECKING:  # with NumPy, which a server starts without
     AdapterReader = Callable[[Path, AdapterFiles], AdapterFactors]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-"""Names that are looked up in the folder of adapters: a folder there, or one in it."""
+"""Names that are looked up in the folder of adapters, up to one level deep."""
 MAX_NAMES = 100_000
-"""Names that there may be, some 300 bytes each. Another one takes the place of one that was found in the folder."""
+"""Most names, some 300 bytes each. A further one replaces a name that was found in the folder."""
 MAX_ASKED = 64
-"""Loads by name that may be under way at once."""
+"""Most loads by name at once."""
 _MAX_NAME = 200
 _FAILURE_NS = 10_000_000_000
-"""A failure holds for so long: a client that asks again and again makes nobody read a damaged file all the time, and one who
-mends it need not wait."""
+"""Time until a failed adapter is read again: a client can't have a damaged file read all the time."""
 _MAX_FAILURE = 1000
 _MAX_BEFORE = 256
-"""Loads that are counted one by one to say how long another will take."""
+"""Loads that are counted one by one to estimate a wait."""
 _READ_TIMEOUT_S = 30.0
 _STUCK_NS = 5_000_000_000
-"""A thread that is at one adapter for longer may be at a disk that does not answer: another one, which waits for that from the
-beginning, reads what is wanted next."""
+"""A thread that reads one adapter for longer may hang at its disk. Another thread then reads what is wanted next, and the end
+of a model does not wait for it."""
 _MAX_THREADS = 4
-_CLOSE_TIMEOUT_S = 5.0
-"""The end of a model waits so long for a thread that reads; one that hangs is left alone, and its adapter is dropped."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,45 +63,42 @@ class Registered:
 
     name: str
     path: Path
-    """The folder of PEFT, or the GGUF file."""
+    """A folder of PEFT, or a GGUF file."""
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter by its number. Everything but `number`, `path` and `is_free` belongs to the registry's lock."""
+    """An adapter. The registry's lock guards everything but `number`, `path` and `is_free`."""
 
     number: int
     path: Path
     is_free: bool
     """The settings name its path, so its files may lie anywhere."""
     fingerprint: bytes = b""
-    """The hash of its files; empty until they were read for the first time."""
+    """The hash of its files, empty before the first reading."""
     reference: Callable[[], AdapterRef | None] = lambda: None
-    """The object that requests have of it, as long as one has it."""
+    """Returns the reference that requests share, while one has it."""
     packed: PackedAdapter | None = None
     is_retired: bool = False
     """It has no name any more."""
     is_taken: bool = False
-    """Somebody has asked for it since it came to memory."""
+    """The scheduler has used it since it came to memory."""
     failure: str = ""
     reason: RejectReason = RejectReason.INVALID
-    """The kind of failure."""
     failed_at_ns: int = 0
     is_lost: bool = False
-    """Its files are another adapter's now: it fails for good."""
+    """Its files have other content now: it fails for good."""
     stamp: object = None
-    """The files as they were when they were read last."""
-    num_loads: int = 0
+    """The files at the last reading."""
     num_pages: int = 0
-    """Blocks of the KV pool that it takes; 0 until it was loaded once."""
+    """Blocks of the KV pool that it takes; 0 before the first load."""
 
     @property
     def is_held(self) -> bool:
-        """Somebody has the reference, such as a request that waits or runs."""
+        """A request has the reference."""
         return self.reference() is not None
 
     def refer(self) -> AdapterRef:
-        """The reference."""
         ref = self.reference()
         if ref is None:
             ref = AdapterRef(self.number, self.fingerprint)
@@ -123,16 +110,16 @@ class _Adapter:
 class _Name:
     path: Path
     is_free: bool = False
-    """The settings name its path, so its files may lie anywhere."""
+    """As of the adapter."""
     is_found: bool = False
-    """It was looked up in the folder, and can be again."""
+    """The name was found in the folder."""
     adapter: _Adapter | None = None
-    """None until somebody asks for the name."""
+    """None until a client asks for the name."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A load by name, which somebody waits for."""
+    """A load by name, which a client waits for."""
 
     name: str
     adapter: _Adapter
@@ -146,32 +133,32 @@ class _Counts:
     num_loads: int = 0
     load_ns: int = 0
     num_pages: int = 0
-    """Blocks of the KV pool that all that were loaded take together."""
+    """Sum over all loads."""
     num_failures: int = 0
     num_evictions: int = 0
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """Numbers whose loads have not begun, urgent ones first, otherwise in their order."""
-
-    urgent: dict[int, None] = field(default_factory=dict)
-    others: dict[int, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Reading:
-    """An adapter that a thread is at."""
+    """An adapter that a thread reads."""
 
     began_ns: int
     num_bytes: int = 0
-    """Memory that it takes beside the adapters that are there."""
+    """Memory that it takes beside the packed adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The result of a reading: an image and the hash of its files, or a failure."""
+
+    packed: PackedAdapter | None = None
+    content: bytes = b""
+    failure: str = ""
+    reason: RejectReason = RejectReason.UNAVAILABLE
 
 
 class Adapters:
-    """An `AdapterSource`, and what the server does with names. All methods are for any thread, and none waits for a disk but
-    `find`, which asks where a name lies that it does not know, and `close`.
-    """
+    """An `AdapterSource` with names. Any thread may call any method. Only `find` and `close` wait for a disk."""
 
     def __init__(
         self,
@@ -181,45 +168,46 @@ class Adapters:
         max_in_memory: int = 64,
         clock: Clock | None = None,
     ) -> None:
-        """`modules` are registered names and their paths; names that are not are looked up in `folder`.
-
-        Nothing is loaded before `connect`.
-        """
+        """`modules`: registered names and their paths. Other names are looked up in `folder`. `connect` lets loads begin."""
         if max_in_memory < 1:
-            raise ConfigError("No adapter fits into no memory.", remedy="Set --max-cpu-loras to 1 at least.")
+            raise ConfigError("No memory is left for an adapter.", remedy="Set --max-cpu-loras to at least 1.")
+        modules = modules or {}
         self._read: AdapterReader | None = None
         self._pack: AdapterPacker | None = None
         self._max_bytes = 0
         self._folder = None if folder is None else _resolved(folder)
-        self._modules = tuple((modules or {}).values())
+        self._modules = tuple(modules.values())
         self._max_in_memory = max_in_memory
         self._clock = clock or WallClock()
-        self._names = {name: _Name(path, is_free=True) for name, path in (modules or {}).items()}
+        self._names = {name: _Name(path, is_free=True) for name, path in modules.items()}
         self._numbers = count(1)
         self._by_number: dict[int, _Adapter] = {}
         self._retired: dict[int, _Adapter] = {}
-        """Those without a name that somebody had when they lost it."""
+        """Adapters that had a reference when they lost their name."""
         self._in_memory: OrderedDict[int, _Adapter] = OrderedDict()
-        """Those that are packed; the one that was asked for last is the last."""
+        """Packed adapters, the most recently used last."""
         self._num_bytes = 0
-        """Bytes of all of them."""
-        self._wanted = _Wanted()
+        """Bytes of the packed adapters."""
+        self._urgent: dict[int, None] = {}
+        """Numbers whose loads have not begun and go first, in order."""
+        self._others: dict[int, None] = {}
+        """The other numbers whose loads have not begun, in order."""
         self._asked: dict[int, _Asked] = {}
         """By the adapter's number."""
         self._reading: dict[int, _Reading] = {}
-        """The loads that threads are at, by the adapter's number."""
+        """By the adapter's number."""
         self._counts = _Counts()
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._threads: set[threading.Thread] = set()
         self._session = 0
-        """Grows when the registry is closed: what a thread of an earlier session brings is dropped."""
+        """Grows when the registry is closed. Threads of an earlier session drop what they read."""
         self._is_closed = True
 
     def connect(self, read: AdapterReader, pack: AdapterPacker, *, max_bytes: int) -> None:
-        """The model is loaded, and adapters may be: those in memory and the reading of others take `max_bytes` at most.
+        """Let adapters of a loaded model be loaded. Packed adapters and readings take up to `max_bytes`.
 
-        `read` and `pack` raise ModelError for adapters that the model, or its executor, does not compute.
+        `read` and `pack` raise ModelError for adapters that the model or its executor does not compute.
         """
         with self._changed:
             self._read, self._pack, self._max_bytes = read, pack, max_bytes
@@ -228,7 +216,7 @@ class Adapters:
     # --- names ---
 
     def known(self, name: str) -> AdapterRef | None:
-        """The adapter of a name that the disk need not be asked for; None: there is none, or none before `find`."""
+        """Return the adapter of a name without asking the disk, or None if only `find` can tell."""
         with self._changed:
             entry = self._names.get(name)
             if entry is None:
@@ -238,20 +226,20 @@ class Adapters:
             return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
 
     def may_find(self, name: str) -> bool:
-        """Whether `find` may have an adapter for a name that is not `known`: in the folder, or one that failed before."""
+        """Return whether `find` may have an adapter that is not `known`: one in the folder, or one that failed before."""
         return name in self._names or (self._folder is not None and len(name) <= _MAX_NAME and bool(NAME.fullmatch(name)))
 
     def find(self, name: str) -> AdapterRef | None:
-        """The adapter of a name that is registered, or lies in the folder; None if there is none. It opens no file.
+        """Return the adapter of a name that is registered or in the folder, or None. No file is opened.
 
-        It waits for the disk unless the adapter is `known`. Raises ConfigError if there are too many names, and OSError.
+        Waits for the disk unless the adapter is `known`. Raises ConfigError for too many names, and OSError.
         """
         if (known := self.known(name)) is not None:
             return known
         with self._changed:
             entry = self._names.get(name)
         is_found = entry is None or entry.is_found
-        path = self._look_up(name) if is_found else entry.path if entry else None  # the disk is asked without the lock
+        path = self._look_up(name) if is_found else entry.path if entry else None  # outside the lock
         if path is None:
             with self._changed:
                 if entry is not None and self._names.get(name) is entry:
@@ -274,11 +262,11 @@ class Adapters:
             return adapter.refer()
 
     def has(self, name: str) -> bool:
-        """Whether the name is registered, or was found in the folder before."""
+        """Return whether the name is registered, or was found in the folder before."""
         return name in self._names
 
     def failure(self, name: str) -> Rejected | None:
-        """Why the adapter of a name can't be had; None if nothing is known against it."""
+        """Return why the adapter of a name can't be loaded, or None."""
         with self._changed:
             entry = self._names.get(name)
             adapter = entry.adapter if entry else None
@@ -287,27 +275,25 @@ class Adapters:
             return Rejected(adapter.reason, adapter.failure, param="model")
 
     def path(self, ref: AdapterRef) -> Path:
-        """Where an adapter lies."""
         with self._changed:
             return self._by_number[ref.number].path
 
     def registered(self) -> list[Registered]:
-        """The names that were registered, or asked for; never all that the folder has."""
+        """Return the names that were registered or asked for, not all in the folder."""
         with self._changed:
             names = list(self._names.items())
         return [Registered(name, entry.path) for name, entry in names]
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
-        """Register a name once its adapter was read anew from its files, which lie in the folder or in paths of the settings.
+        """Register a name when its adapter was read from files in the folder or in paths of the settings. Returns at once.
 
-        Returns at once. A caller that does not wait any more cancels the result; the name stays as it is then. Raises
-        ConfigError for a name that can't be had, and `Rejected` if too many wait; the result raises these, and ModelError for
-        an adapter that can't be had.
+        If the caller cancels the result, the name is not registered. Raises ConfigError for a name that can't be used, and
+        `Rejected` if too many wait. The result raises these too, and ModelError for a bad adapter.
         """
         if not name or len(name) > _MAX_NAME or not name.isprintable():
             raise ConfigError(
-                f"{name[:_MAX_NAME]!r} is no name of an adapter.",
-                remedy=f"Use 1 to {_MAX_NAME} characters that can be printed.",
+                f"{name[:_MAX_NAME]!r} can't be the name of an adapter.",
+                remedy=f"Use 1 to {_MAX_NAME} printable characters.",
             )
         with self._changed:
             self._check_free(name, may_replace=may_replace)
@@ -322,7 +308,7 @@ class Adapters:
             return asked.done
 
     def unload(self, name: str) -> bool:
-        """Forget a name; False if it was not known. Requests that have its adapter end with it."""
+        """Forget a name, and return whether it was known. Requests keep its adapter until they end."""
         with self._changed:
             entry = self._names.pop(name, None)
             if entry is None:
@@ -352,10 +338,9 @@ class Adapters:
         with self._changed:
             adapter, counts = self._by_number[number], self._counts
             num_loads = max(1, counts.num_loads)
-            num_pages = adapter.num_pages
-            likely_pages = num_pages or round(counts.num_pages / num_loads)
+            likely_pages = adapter.num_pages or round(counts.num_pages / num_loads)
             num_left = 0 if adapter.packed is not None else self._num_loads_until(number)
-            return AdapterOutlook(num_pages, likely_pages, num_left * counts.load_ns // num_loads)
+            return AdapterOutlook(adapter.num_pages, likely_pages, num_left * counts.load_ns // num_loads)
 
     def listen(self, wake: Callable[[], None]) -> None:
         with self._changed:
@@ -377,8 +362,9 @@ class Adapters:
             )
 
     def close(self) -> None:
-        """End the threads after the loads that they are at, and let go of the model and all that is in memory. Names stay: the
-        registry can be connected again. Idempotent.
+        """End the threads after their present loads, and drop the model and all adapters in memory.
+
+        Names stay, and the registry can be connected again. Idempotent.
         """
         with self._changed:
             self._is_closed = True
@@ -386,7 +372,7 @@ class Adapters:
             self._changed.notify_all()
             threads, self._threads = self._threads, set()
             self._read, self._pack, self._wake = None, None, lambda: None
-            self._wanted, self._reading = _Wanted(), {}
+            self._urgent, self._others, self._reading = {}, {}, {}
             asked, self._asked = self._asked, {}
             for one in asked.values():
                 self._retire(one.adapter)
@@ -396,17 +382,17 @@ class Adapters:
             if one.done.set_running_or_notify_cancel():
                 detail = f"{one.adapter.path}: the adapter was not loaded: the model leaves."
                 one.done.set_exception(Rejected(RejectReason.UNAVAILABLE, detail))
-        until_ns = self._clock.now_ns() + int(_CLOSE_TIMEOUT_S * 1e9)
+        until_ns = self._clock.now_ns() + _STUCK_NS
         for thread in threads:
             thread.join(timeout=max(0.0, (until_ns - self._clock.now_ns()) / 1e9))
 
     @cached_property
     def _roots(self) -> list[Path]:
-        """Where the files of adapters lie that clients name. It asks the disk, once."""
+        """The folders in which files of adapters that clients name must lie."""
         return [*([] if self._folder is None else [self._folder]), *map(_resolved, self._modules)]
 
     def _look_up(self, name: str) -> Path | None:
-        """The path of an adapter in the folder that a client's name stands for; None if it lies elsewhere, or is none."""
+        """Return the path of an adapter in the folder, or None. A link out of the folder does not count."""
         if self._folder is None or len(name) > _MAX_NAME or not NAME.fullmatch(name):
             return None
         for path in (self._folder / name, self._folder / f"{name}.gguf"):
@@ -422,34 +408,33 @@ class Adapters:
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_place(self, name: str) -> None:
-        """Room for a name. The first that was found in the folder, and whose adapter nobody has, is forgotten for it."""
+        """Forget the first name from the folder whose adapter is unused, if there are too many names."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
         for other, entry in self._names.items():
             if entry.is_found and not (entry.adapter and (entry.adapter.is_held or entry.adapter.packed)):
                 self.unload(other)
                 return
-        raise ConfigError(f"{MAX_NAMES} adapters have names already.", remedy="Unload some of them.")
+        raise ConfigError(f"There are already {MAX_NAMES} names of adapters.", remedy="Unload some of them.")
 
     def _add(self, path: Path, *, is_free: bool) -> _Adapter:
-        number = next(self._numbers)
-        adapter = self._by_number[number] = _Adapter(number, path, is_free)
+        adapter = _Adapter(next(self._numbers), path, is_free)
+        self._by_number[adapter.number] = adapter
         return adapter
 
     def _retire(self, adapter: _Adapter) -> None:
-        """Nobody can ask for an adapter by its name any more. It stays for those who have it."""
+        """Note that an adapter has no name any more. It stays for requests with its reference."""
         adapter.is_retired = True
         self._retired[adapter.number] = adapter
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget the adapters without a name that nobody has any more."""
+        """Forget adapters without a name and without a reference."""
         for adapter in [one for one in self._retired.values() if not one.is_held]:
             self._let_go(adapter)
             del self._by_number[adapter.number], self._retired[adapter.number]
 
     def _let_go(self, adapter: _Adapter) -> None:
-        """Take an adapter out of memory, if it is there."""
         if adapter.packed is not None:
             del self._in_memory[adapter.number]
             self._num_bytes -= adapter.packed.num_bytes
@@ -460,34 +445,31 @@ class Adapters:
         return bool(adapter.failure) and (adapter.is_lost or is_fresh)
 
     def _may_be_another(self, adapter: _Adapter, stamp: object) -> bool:
-        """It failed, and its name stands for another now: time has passed, its files are others, or it was read before that."""
+        """Return whether the name of a failed adapter now means another one, or the same one is worth another try."""
         return bool(adapter.failure) and bool(adapter.fingerprint or not self._has_failed(adapter) or adapter.stamp != stamp)
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
         adapter = self._by_number[number]
-        is_coming = number in self._reading or number in self._wanted.urgent
         if adapter.packed is not None or self._has_failed(adapter) or self._is_closed:
             return
-        if not is_coming and is_urgent:
-            self._wanted.others.pop(number, None)
-            self._wanted.urgent[number] = None
-        elif not is_coming:
-            self._wanted.others[number] = None
+        if number not in self._reading and number not in self._urgent:
+            if is_urgent:
+                self._others.pop(number, None)
+            (self._urgent if is_urgent else self._others)[number] = None
         self._start_thread()
         self._changed.notify_all()
 
     def _num_loads_until(self, number: int) -> int:
-        """Loads that end before an adapter is in memory, its own included; of one that nobody wants yet, if that comes last."""
+        """Return how many loads end before an adapter is in memory, its own included. An unwanted one comes last."""
         if number in self._reading:
             return 1
-        wanted = islice(chain(self._wanted.urgent, self._wanted.others), _MAX_BEFORE)
-        num_before = next(
-            (place for place, one in enumerate(wanted) if one == number), len(self._wanted.urgent) + len(self._wanted.others)
-        )
+        wanted = islice(chain(self._urgent, self._others), _MAX_BEFORE)
+        num_wanted = len(self._urgent) + len(self._others)
+        num_before = next((place for place, one in enumerate(wanted) if one == number), num_wanted)
         return num_before + 1 + bool(self._reading)
 
     def _start_thread(self) -> None:
-        """Have a thread for what is wanted: the first, or another one if all are at adapters and may be stuck."""
+        """Start the first thread, or another one if all are reading and may be stuck."""
         if not self._is_wanted or len(self._reading) < len(self._threads) or len(self._threads) == _MAX_THREADS:
             return
         # A daemon: if its disk hangs, the process ends without it.
@@ -497,22 +479,23 @@ class Adapters:
 
     @property
     def _is_wanted(self) -> bool:
-        return bool(self._wanted.urgent or self._wanted.others)
+        return bool(self._urgent or self._others)
 
     def _free_s(self) -> float:
-        """Seconds until all readings that are under way are known to be stuck; 0: another one may begin."""
+        """Return the seconds until all readings count as stuck; 0: another one may begin."""
         began_ns = max((one.began_ns for one in self._reading.values()), default=None)
         return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
 
     def _next(self) -> _Adapter | None:
-        """The adapter to be loaded now. One that is not urgent waits while memory is full of others that nobody had yet.
+        """Return the adapter to load now, or None.
 
-        One that nobody has any more is passed over: a refused call would else push out an adapter that is of use.
+        An adapter that is not urgent waits while memory is full of unused ones. One without a reference is dropped: otherwise
+        a refused call could evict an adapter that others need.
         """
         if self._free_s():
             return None
         has_room = len(self._in_memory) < self._max_in_memory or any(one.is_taken for one in self._in_memory.values())
-        for queue in (self._wanted.urgent, self._wanted.others if has_room else {}):
+        for queue in (self._urgent, self._others if has_room else {}):
             while queue:
                 number = next(iter(queue))
                 del queue[number]
@@ -522,40 +505,38 @@ class Adapters:
         return None
 
     def _is_idle(self) -> bool:
-        """Is this thread one of several, and nothing wanted? Else waits until something may be, and says no."""
+        """Return True if this thread is one of several and nothing is wanted. Otherwise wait for a change."""
         if len(self._threads) > 1 and not self._is_wanted:
             return True
         self._changed.wait(self._free_s() or None)
         return False
 
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
-        """Let adapters leave memory until so many bytes, and adapters, fit beside the others."""
+        """Evict adapters until so many bytes, and adapters, fit beside the others."""
         self._sweep()
         while self._in_memory and (
             len(self._in_memory) + num_adapters > self._max_in_memory
             or self._num_bytes + sum(one.num_bytes for one in self._reading.values()) + num_bytes > self._max_bytes
         ):
-            # Of equals the first: it was asked for least recently.
+            # Of equals the first one: it is the least recently used.
             self._let_go(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.is_taken)))
             self._counts.num_evictions += 1
 
     def _keep(self, adapter: _Adapter, packed: PackedAdapter, content: bytes) -> None:
-        """Put an adapter into memory."""
         self._make_room(packed.num_bytes, num_adapters=1)
-        if adapter.number not in self._by_number:  # nobody has it any more
+        if adapter.number not in self._by_number:  # no request has it any more
             return
         adapter.packed, adapter.is_taken, adapter.failure = packed, False, ""
         adapter.fingerprint = content
         ref = adapter.reference()
         if ref is not None:
             ref.fingerprint = content
-        adapter.num_loads += 1
         adapter.num_pages = packed.num_pages
         self._in_memory[adapter.number] = adapter
         self._num_bytes += packed.num_bytes
 
     def _settle(self, asked: _Asked) -> Callable[[], None] | None:
-        """A load by name has ended. Returns what is to be told, without the lock, to whoever still waits."""
+        """End a load by name. Returns the call that tells the client, to be made without the lock, or None."""
         adapter, done = asked.adapter, asked.done
         if not done.set_running_or_notify_cancel():
             self._retire(adapter)
@@ -568,7 +549,7 @@ class Adapters:
             self._make_place(asked.name)
         except PenstockError as error:
             self._retire(adapter)
-            return partial(done.set_exception, error.with_traceback(None))  # which has this frame, and so the reference
+            return partial(done.set_exception, error.with_traceback(None))  # the traceback has the reference
         replaced = self._names.get(asked.name)
         self._names[asked.name] = _Name(adapter.path, adapter=adapter)
         if replaced is not None and replaced.adapter is not None:
@@ -588,49 +569,47 @@ class Adapters:
                 if adapter is None:
                     return
                 if self._reading:
-                    _log.warning("reading adapters does not go on: threads have been at %d for 5 s or more", len(self._reading))
+                    _log.warning("%d threads that read adapters have been stuck for 5 s or more", len(self._reading))
                 reading = self._reading[adapter.number] = _Reading(self._clock.now_ns())
                 self._start_thread()
                 read, pack = self._read, self._pack
             assert read is not None, "a registry that is not closed is connected"
             assert pack is not None, "both or none"
             stamp = _stamp(adapter.path)
-            packed, content, failure, reason = self._load(adapter, reading, read, pack)
-            told: Callable[[], None] | None = None
+            outcome = self._load(adapter, reading, read, pack)
             with self._changed:
                 if session != self._session:
                     return
-                del self._reading[adapter.number]
-                now_ns = self._clock.now_ns()
-                adapter.stamp = stamp
-                if packed is not None and adapter.fingerprint not in (b"", content):
-                    packed, adapter.is_lost = None, True
-                    failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
-                if packed is None:
-                    adapter.failure, adapter.failed_at_ns = failure, now_ns
-                    # What could be read once is no fault of who asked for it then.
-                    adapter.reason = RejectReason.UNAVAILABLE if adapter.fingerprint else reason
-                    self._counts.num_failures += 1
-                else:
-                    self._keep(adapter, packed, content)
-                    self._counts.num_loads += 1
-                    self._counts.num_pages += packed.num_pages
-                    self._counts.load_ns += now_ns - reading.began_ns
-                asked = self._asked.pop(adapter.number, None)
-                if asked is not None:
-                    told = self._settle(asked)
-                del packed, asked
-                wake = self._wake
+                tell, wake = self._finish(adapter, stamp, outcome), self._wake
                 self._changed.notify_all()
-            if told is not None:
-                told()
+            if tell is not None:
+                tell()
             wake()
-            del adapter, told
+            del adapter, outcome, tell
 
-    def _load(
-        self, adapter: _Adapter, reading: _Reading, read: AdapterReader, pack: AdapterPacker
-    ) -> tuple[PackedAdapter | None, bytes, str, RejectReason]:
-        """The adapter's image and the hash of its files, or why there is none. The thread goes on after any error."""
+    def _finish(self, adapter: _Adapter, stamp: object, outcome: _Outcome) -> Callable[[], None] | None:
+        """Note what a reading has brought. Returns what `_settle` returns. With the lock."""
+        began_ns, now_ns = self._reading.pop(adapter.number).began_ns, self._clock.now_ns()
+        adapter.stamp = stamp
+        packed, failure = outcome.packed, outcome.failure
+        if packed is not None and adapter.fingerprint not in (b"", outcome.content):
+            packed, adapter.is_lost = None, True
+            failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
+        if packed is None:
+            adapter.failure, adapter.failed_at_ns = failure, now_ns
+            # A client can't be to blame for an adapter that was read before.
+            adapter.reason = RejectReason.UNAVAILABLE if adapter.fingerprint else outcome.reason
+            self._counts.num_failures += 1
+        else:
+            self._keep(adapter, packed, outcome.content)
+            self._counts.num_loads += 1
+            self._counts.num_pages += packed.num_pages
+            self._counts.load_ns += now_ns - began_ns
+        asked = self._asked.pop(adapter.number, None)
+        return None if asked is None else self._settle(asked)
+
+    def _load(self, adapter: _Adapter, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> _Outcome:
+        """Read an adapter and pack it. Never raises: all adapters need the thread."""
         from penstock.models.adapter_files import AdapterFiles
 
         take = partial(self._take, adapter.path, reading)
@@ -639,29 +618,28 @@ class Adapters:
             packed = pack(read(adapter.path, files))
             if packed.num_bytes > self._max_bytes:
                 raise _too_large(adapter.path, packed.num_bytes, self._max_bytes)
-            return packed, files.digest, "", RejectReason.INVALID
+            return _Outcome(packed, files.digest)
         except PenstockError as error:
             _log.warning("an adapter can't be loaded: %s", error)
             is_of_disk = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
-            otherwise = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
-            reason = error.reason if isinstance(error, Rejected) else otherwise
-            return None, b"", error.without_folders()[:_MAX_FAILURE], reason
+            reason = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
+            reason = error.reason if isinstance(error, Rejected) else reason
+            return _Outcome(failure=error.without_folders()[:_MAX_FAILURE], reason=reason)
         except MemoryError:
-            _log.exception("%s: no memory for the adapter", adapter.path)
-            return None, b"", f"{adapter.path.name}: there is no memory for the adapter.", RejectReason.UNAVAILABLE
-        except Exception as error:  # a fault of ours must not end the thread that all adapters need
+            _log.exception("%s: there is no memory for the adapter", adapter.path)
+            return _Outcome(failure=f"{adapter.path.name}: there is no memory for the adapter.")
+        except Exception as error:
             _log.exception("%s: the adapter can't be loaded", adapter.path)
-            failure = f"{adapter.path.name}: {type(error).__name__}. The server's log has the cause."
-            return None, b"", failure, RejectReason.UNAVAILABLE
+            return _Outcome(failure=f"{adapter.path.name}: {type(error).__name__}. The server's log has the cause.")
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
-        """The reading of an adapter needs so many bytes in all: others leave memory for it. Raises ModelError."""
+        """Evict adapters for a reading that needs so many bytes in all. Raises ModelError or `Rejected`."""
         with self._changed:
             reading.num_bytes = 0
             if num_bytes > self._max_bytes:
                 raise _too_large(path, num_bytes, self._max_bytes)
             if num_bytes + sum(one.num_bytes for one in self._reading.values()) > self._max_bytes:
-                detail = f"{path}: others are being read, and leave no memory for this one. Try again."
+                detail = f"{path}: other adapters are being read, and leave no memory for this one. Try again."
                 raise Rejected(RejectReason.UNAVAILABLE, detail)
             self._make_room(num_bytes)
             reading.num_bytes = num_bytes
@@ -670,12 +648,12 @@ class Adapters:
 def _too_large(path: Path, num_bytes: int, max_bytes: int) -> ModelError:
     return ModelError(
         f"{path}: reading the adapter takes up to {format_size(num_bytes)}, and adapters may take {format_size(max_bytes)}.",
-        remedy="Raise --max-cpu-loras or --max-lora-rank, by which that is planned, or use a smaller adapter.",
+        remedy="Raise --max-cpu-loras or --max-lora-rank, which decide that limit, or use a smaller adapter.",
     )
 
 
 def _stamp(path: Path) -> object:
-    """Tells files that changed from those that were tried before, and opens none. Their hash alone says what they are."""
+    """Return a value that changes with the files' times and sizes. No file is opened."""
     found: list[tuple[int, ...] | None] = []
     for file in (path,) if path.suffix == ".gguf" else (path / CONFIG_FILE, path / WEIGHTS_FILE):
         try:
@@ -687,5 +665,5 @@ def _stamp(path: Path) -> object:
 
 
 def _resolved(path: Path) -> Path:
-    """The path without links; a link to itself stays, where `Path.resolve` fails."""
+    """Return the path without links. Unlike `Path.resolve`, it keeps a link to itself."""
     return Path(os.path.realpath(path))

@@ -303,16 +303,11 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
     template = None if chat_template is None else chat_template.source
     info = _model_info(maker, model, executor, template)
     engine = Supervisor(
-        maker.make,
-        clock=maker.clock,
-        step_timeout_s=blueprint.compute.step_timeout_s,
-        on_restart=metrics.count_restart,
+        maker.make, clock=maker.clock, step_timeout_s=blueprint.compute.step_timeout_s, on_restart=metrics.count_restart
     )
     maker.bridge.attach(engine)
     metrics.connect(
-        load=engine.load,
-        signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()),
-        waste=engine.kv_waste_ratio,
+        load=engine.load, signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()), waste=engine.kv_waste_ratio
     )
     with contextlib.ExitStack() as undone:
         undone.callback(engine.close, 0.0)

@@ -1,11 +1,10 @@
-"""A deployment: the models of one process by their names, and the keeper, which alone loads and unloads them.
+"""A deployment: the models of one process by their names, and the keeper, the only thread that loads and unloads them.
 
     request --> find --> LOADED: its running model, at once
                          else:   want --> keeper: room, load --> the running model
 
-The keeper is one thread that does one thing at a time: it closes the models that have no users left, has idle ones leave, and
-loads what is wanted in the order of asking. If a model needs room, others leave (`room` chooses): they take no new users and
-are closed when the last has gone, so no request ends for another model's sake. Requests wait in `serve`, not here.
+If a model needs room, others leave (`room` chooses): they take no new users and are closed when the last one has gone, so no
+request ends for another model's sake. Requests wait in `serve`, not here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
@@ -35,18 +34,15 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
 _log = logging.getLogger(__name__)
 
 RETRY_NS = 10_000_000_000
-"""A model that could not be loaded is tried again when it is asked for so much later."""
+"""Time after a failed load in which requests for the model are refused."""
 CLOSE_TIMEOUT_S = 10.0
 """Time for the end of an engine without requests: it may still write to its disk tier."""
 TEND_AGAIN_NS = 1_000_000_000
 """Time until the keeper tries again after a fault."""
-LOAD_BYTES_PER_S = 400_000_000
-"""Guess of a first load's speed, which takes `LOAD_BASE_S` beside; after it, the model's own time is known."""
-LOAD_BASE_S = 1.0
 
 
 class Deployment:
-    """The served models. Everything but `tend` and `close` returns at once and may be called by any thread."""
+    """The served models. Any thread may call any method. Only `tend` and `close` wait."""
 
     def __init__(
         self,
@@ -58,12 +54,11 @@ class Deployment:
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
     ) -> None:
-        """The first model is the default one. `find_new`: models that have come since it was last called; None: none come.
+        """The first model is the default one. `find_new` returns models that have come since its last call.
 
-        Raises ConfigError if two have a name or an alias, or the name of an adapter, in common, or for a split of no model.
+        Raises ConfigError if two models or adapters have a name in common, or for a split of an unknown model.
         """
-        if not served:
-            raise ValueError("a deployment has at least one model")
+        assert served, "a deployment has at least one model"
         self.served = tuple(served)
         self._make_sources = sources
         self._find_new = find_new
@@ -82,17 +77,16 @@ class Deployment:
         self.splits = tuple(splits)
         check_splits(self.splits, self.names)
         self._news = threading.Condition()
-        """Guards the next four; the keeper waits for it."""
+        """Guards the next four fields. The keeper waits for it."""
         self._has_news = False
         self._is_closing = False
         self._wanted: dict[ServedModel, Future[RunningModel]] = {}
-        """In the order of asking."""
+        """In the order of the requests."""
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
-        """Models that were asked to leave, and when they are closed although they have users."""
+        """Models that an admin unloads, and when they are closed even if they have users."""
         self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
 
     def _check_adapters(self) -> None:
-        """Refuse names of adapters that another adapter or a model has: requests could not ask for them. Raises ConfigError."""
         taken = set(self._by_name)
         for one in self.served:
             if one.adapters is None:
@@ -100,24 +94,21 @@ class Deployment:
             for adapter in one.adapters.registered():
                 if adapter.name in taken:
                     raise ConfigError(
-                        f"An adapter of {one.name} is called {adapter.name!r}, and so is another adapter, or a model.",
+                        f"An adapter of {one.name} is called {adapter.name!r}, and so is another adapter or a model.",
                         remedy="Give it another name in --lora-modules.",
                     )
                 taken.add(adapter.name)
 
     def adapters_of(self, name: str) -> ServedModel | None:
-        """The model that has an adapter of this name, registered or found before; None: no model has. It asks no disk."""
+        """Return the model with a registered or found adapter of this name, or None. Does not ask the disk."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     @classmethod
     def of(cls, *models: RunningModel, splits: Sequence[Split] = ()) -> Deployment:
-        """A deployment of models that are running already, and stay."""
+        """Return a deployment of models that are running already, and stay."""
 
-        def refuse() -> MemoryShare:
+        def refuse() -> NoReturn:
             raise ConfigError("This model was not started by its deployment, which can't load it again.")
-
-        def loads() -> RunningModel:
-            raise AssertionError("a plan comes before a load, and was refused")
 
         served = [
             ServedModel(
@@ -125,7 +116,7 @@ class Deployment:
                 aliases=running.model.aliases,
                 adapters=running.adapters,
                 metrics=running.metrics,
-                load=loads,
+                load=refuse,
                 plan=refuse,
                 is_fixed=True,
             )
@@ -137,17 +128,19 @@ class Deployment:
         return deployment
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
-        """Load these models as far as they have room beside each other, and start the keeper.
+        """Load these models, as far as they fit beside each other, and start the keeper.
 
-        One that can't be loaded is told in the log, and is tried again when it is asked for. Raises its error if no other one
-        could be loaded, or if the configuration is wrong; then none is left running.
+        A failed load is logged, and tried again when a request wants the model. Raises its error if no model could be loaded
+        or the configuration is wrong, and leaves none running then.
         """
         first_error: Exception | None = None
         with contextlib.ExitStack() as started:
             for served in at_once:
                 try:
                     if self.running and self._plan(served).num_bytes > self.memory.left_bytes():
-                        _log.warning("%s has no room beside the others yet: it is loaded when it is asked for", served.name)
+                        _log.warning(
+                            "%s does not fit beside the others yet: it is loaded when a request asks for it", served.name
+                        )
                         continue
                     self._load(served)
                 except Exception as error:
@@ -165,7 +158,7 @@ class Deployment:
 
     @cached_property
     def off_loop(self) -> OffLoop:
-        """The threads that read large bodies, before it is known which model those ask."""
+        """The threads that read large bodies whose model is not known yet."""
         from penstock.deploy.off_loop import OffLoop
 
         return OffLoop(self.default.metrics.count_rejected)
@@ -178,23 +171,21 @@ class Deployment:
 
     @property
     def default(self) -> ServedModel:
-        """The model of a request that names none."""
+        """The model for requests without a name."""
         return self.served[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models as they are listed: without aliases."""
+        """The names of all models, without aliases."""
         return tuple(name for one in self.served if one.is_there for name in one.names)
 
     @property
     def may_grow(self) -> bool:
-        """Models may be put into a folder while it runs."""
+        """Models may be put into a folder while the server runs."""
         return self._find_new is not None
 
     def look(self) -> None:
-        """Take in the models that have come since the last look, and note which have gone. Reads the disk; returns at once
-        if another thread looks.
-        """
+        """Take in models that have come, and note which have gone. Reads the disk. Returns at once if another thread looks."""
         if self._find_new is None or not self._looking.acquire(blocking=False):
             return
         try:
@@ -205,7 +196,7 @@ class Deployment:
                 if taken:
                     _log.error("%s is not served: another model, or an adapter, is called %r already", served.path, taken[0])
                     continue
-                served.metrics.tenants = self.default.metrics.tenants  # names of keys are the same for all models
+                served.metrics.tenants = self.default.metrics.tenants  # all models have the same keys
                 self.served += (served,)
                 self._by_name |= dict.fromkeys(served.names + served.aliases, served)
         finally:
@@ -213,7 +204,7 @@ class Deployment:
 
     @property
     def running(self) -> tuple[RunningModel, ...]:
-        """The models that are loaded now, those that leave among them."""
+        """The loaded models, including those that leave."""
         return tuple(running for one in self.served if (running := one.running) is not None)
 
     @property
@@ -222,31 +213,31 @@ class Deployment:
         return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
 
     def find(self, name: str | None) -> ServedModel | None:
-        """The model with this name or alias, the default one for None; None if there is no such model, or no more."""
+        """Return the model with this name or alias, or None. The name None stands for the default model."""
         served = self.default if name is None else self._by_name.get(name)
         return served if served is None or served.is_there else None
 
     def part_of(self, name: str | None, tenant: str, unit: str) -> ServedModel | None:
-        """As `find`, for a request that is to be answered. If the name is split, `unit` decides which model has the request."""
+        """Return the model that answers a request. If its name is split, `unit` decides."""
         return self.find(part_of(self.splits, self.default.name if name is None else name, tenant, unit))
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
-        """The model once it is loaded; the same for all who wait. Fails with `Rejected`. Do not cancel it."""
+        """Return a future of the loaded model, which all callers share: do not cancel it. It fails with `Rejected`."""
         with self._news:
             failure = self._refusal(served)
             if failure is not None:
                 return _failed(failure)
-            if served not in self._unwanted:  # else it is loaded anew once it has left
+            if served not in self._unwanted:  # otherwise it is loaded anew when it has left
                 with contextlib.suppress(ModelAway):
                     return _done(served.answerer())
             future = self._wanted.setdefault(served, Future())
-            self._tell()
+            self._notify()
             return future
 
     def expected_wait_s(self, served: ServedModel) -> float:
-        """How long a request that asks for a model now may expect to wait: for those before it, for room, and for its load.
+        """Return the expected wait of a request for the model: for earlier loads, for room, and for its own load.
 
-        Nobody knows how long the last users of a model that leaves will stay.
+        Users of a model that leaves may stay longer; that can't be known.
         """
         line = list(dict.fromkeys([*self._wanted, served]))
         line = line[: line.index(served) + 1]
@@ -255,13 +246,13 @@ class Deployment:
         lacking_bytes = sum(_num_bytes(one) for one in line if one.running is None or one in leaving)
         lacking_bytes -= self.memory.left_bytes() + sum(_num_bytes(one) for one in leaving)
         room_ns = room_at_ns(lacking_bytes, self._tenancies(), now_ns) - now_ns
-        return room_ns / 1e9 + sum(self._load_s(one) for one in line if one.state is not ModelState.LOADED)
+        return room_ns / 1e9 + sum(_load_s(one) for one in line if one.state is not ModelState.LOADED)
 
     def unload(self, served: ServedModel, timeout_s: float | None = None) -> Future[None]:
-        """Have a model leave; the result is there when its memory is back. Requests that ask for it load it again.
+        """Unload a model that is not fixed. The future is done when its memory is free. A request loads it again.
 
-        Not for one that is fixed. Fails with `Rejected` if the server shuts down.
-        `timeout_s`: time after which the requests that still use it are ended; None: it waits for them.
+        `timeout_s`: time after which requests that still use it are ended. None: wait for them. The future fails with
+        `Rejected` if the server shuts down.
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
         with self._news:
@@ -269,25 +260,25 @@ class Deployment:
                 return _failed(_shutting_down())
             future, _ = self._unwanted.get(served, (Future(), None))
             self._unwanted[served] = future, until_ns
-            self._tell()
+            self._notify()
         return future
 
     def keep(self, served: ServedModel, idle_ns: int) -> None:
-        """Let a model leave when nobody has used it for `idle_ns`, in place of its setting; below 0: it stays.
+        """Replace the idle time after which a model leaves, until it leaves. Below 0: it stays.
 
-        This counts until it leaves, and for a model that has the setting alone.
+        Has no effect on a model without the setting.
         """
         with self._news:
             served.kept_idle_ns = idle_ns
-            self._tell()
+            self._notify()
 
     def drain(self) -> None:
-        """Refuse new requests and let the others end."""
+        """Refuse new requests, and let running ones end."""
         with self._news:
             self._is_closing = True
             wanted, self._wanted = self._wanted, {}
             unwanted, self._unwanted = self._unwanted, {}
-            self._tell()
+            self._notify()
         for future in wanted.values():
             future.set_exception(_shutting_down())
         for gone, _ in unwanted.values():
@@ -296,29 +287,29 @@ class Deployment:
             running.engine.drain()
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Drain all models for up to `timeout_s` together and close each. True if nothing had to be aborted. Idempotent.
+        """Drain all models for up to `timeout_s` together, and close them. Idempotent.
 
-        A load that goes on is waited for as long; then its thread is left to the end of the process.
+        Returns whether nothing had to be aborted. A load that takes longer is left to the end of the process.
         """
         self.drain()
         end_s = time.monotonic() + timeout_s
         if self._keeper.is_alive():
             self._keeper.join(max(timeout_s, 1.0))
         are_clean: list[bool] = []
-        with contextlib.ExitStack() as closing:  # all are closed, also if one can't be
+        with contextlib.ExitStack() as closing:  # also if one can't be closed
             closing.callback(self.off_loop.close)
             for running in reversed(self.running):
                 closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
         return all(are_clean)
 
-    # The keeper's.
+    # --- the keeper ---
 
     def _keep(self) -> None:
         while not self._is_closing:
             try:
                 due_ns = self.tend()
-            except Exception:  # a fault of ours must not end the thread that all models need
-                _log.exception("the models could not be tended; that is tried again")
+            except Exception:  # all models need this thread
+                _log.exception("the models could not be tended; this is tried again soon")
                 due_ns = self.clock.now_ns() + TEND_AGAIN_NS
             with self._news:
                 if not self._has_news:
@@ -326,9 +317,9 @@ class Deployment:
                 self._has_news = False
 
     def tend(self) -> int | None:
-        """Do all that is due. Returns the instant at which more will be; None: when somebody asks, or the last user goes.
+        """Do everything that is due. Returns when more will be due, or None if only an event can bring more.
 
-        Called by the keeper's thread, or by whoever has none.
+        The keeper's thread calls this, or a test without one.
         """
         due_ns = [self._leave_unwanted(), self._leave_idle()]
         self._close_unused()
@@ -337,7 +328,7 @@ class Deployment:
         return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
 
     def _leave_unwanted(self) -> int | None:
-        """Have models leave that are broken or were asked to, and end the requests of those whose time is over."""
+        """Have broken and unloaded models leave, and close those whose time is over."""
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
@@ -368,7 +359,7 @@ class Deployment:
             if served.state is ModelState.LOADED and running is not None and unload_ns is not None:
                 idle_ns = running.used_ns + unload_ns
                 if running.num_users:
-                    due_ns += [now_ns + unload_ns] if unload_ns else []  # else its last user wakes the keeper
+                    due_ns += [now_ns + unload_ns] if unload_ns else []  # otherwise its last user wakes the keeper
                 elif idle_ns > now_ns:
                     due_ns.append(idle_ns)
                 else:
@@ -377,17 +368,16 @@ class Deployment:
         return min(due_ns, default=None)
 
     def _load_wanted(self) -> int | None:
-        """Load the models that are wanted and have room, and have others leave for those that have none.
+        """Load wanted models that have room, and have others leave for those that lack it.
 
-        Nobody is overtaken in the choice of who leaves; a model may be loaded before another that waits for its room, if both
-        will fit.
+        Models leave for the first in line first. A later one may be loaded earlier if both will fit.
         """
         with self._news:
             wanted = list(self._wanted)
         room_bytes: int | None = None
-        """Left when all that leave have left, and all before in the line were loaded."""
+        """What is left when all that leave have left and all earlier ones in the line are loaded."""
         for served in wanted:
-            if served.state is ModelState.LOADED:  # it was asked to leave, or broke, since this pass began
+            if served.state is ModelState.LOADED:  # it was unloaded, or broke, since this pass began
                 continue
             try:
                 share = self._plan(served)
@@ -402,14 +392,14 @@ class Deployment:
                 if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
                     self._load(served)
             except Exception as error:
-                if served.running is not None:  # it leaves, and can't have failed: it is planned again when it has left
+                if served.running is not None:  # it leaves, and is planned again when it has left
                     continue
                 self._fail(served, error)
-                return self.clock.now_ns()  # the others: what is free is counted anew
+                return self.clock.now_ns()  # count the free memory anew for the others
         return None
 
     def _plan(self, served: ServedModel) -> MemoryShare:
-        """The memory that a model will take. Raises NotEnoughMemory if there is never so much, and what planning raises."""
+        """Return the memory that a model will take. Raises NotEnoughMemory if it can never have that, or what `plan` raises."""
         if served.share is None:
             served.share = served.plan()
         kept = [_num_bytes(one) for one in self.served if one.is_kept and one.running is not None and one is not served]
@@ -425,7 +415,7 @@ class Deployment:
         return served.share
 
     def _make_room(self, served: ServedModel, chosen: tuple[str, ...]) -> int:
-        """Have the chosen leave, and close those that can be at once. Returns the bytes that this will free."""
+        """Have the chosen models leave, and close unused ones at once. Returns the bytes that this will free."""
         leaving = [self._by_name[name] for name in chosen]
         num_bytes = sum(_num_bytes(one) for one in leaving)
         for one in leaving:
@@ -451,7 +441,7 @@ class Deployment:
         ]
 
     def _load(self, served: ServedModel) -> None:
-        """Load a model and tell those who wait. Raises what its loading raises."""
+        """Load a model and set its future. Raises the errors of `ServedModel.load`."""
         served.state = ModelState.LOADING
         began_ns = self.clock.now_ns()
         running = served.load()
@@ -459,11 +449,11 @@ class Deployment:
         _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
         with self._news:
             future = self._wanted.pop(served, None)
-            self._tell()  # when it will be idle, or is to leave again, is seen in the next pass
+            self._notify()  # the next pass sees when it will be idle
         if future is not None:
             future.set_result(running)
         if self._is_closing:
-            running.engine.drain()  # `close` may have gone through the running models already
+            running.engine.drain()  # `close` may have missed it
             running.close()
 
     def _put(self, served: ServedModel, running: RunningModel, load_ns: int) -> None:
@@ -501,7 +491,7 @@ class Deployment:
                 self._close(served)
 
     def _close(self, served: ServedModel) -> None:
-        """Close a model that leaves; requests that still use it are ended."""
+        """Close a model that leaves, and end the requests that still use it."""
         assert served.running is not None
         running = served.running
         try:
@@ -511,24 +501,24 @@ class Deployment:
         served.metrics.disconnect()
         served.running, served.state = None, ModelState.UNLOADED
         give_back_free_memory()
-        self._tell_unloaded()  # at once: a load may follow, which nobody has asked to undo
+        self._tell_unloaded()  # before a load that may follow
         _log.info("%s was unloaded", served.name)
 
-    # For both sides.
+    # --- for both sides ---
 
-    def _tell(self) -> None:
-        """Wake the keeper. With the lock."""
+    def _notify(self) -> None:
+        """Wake the keeper. Call this with the lock."""
         self._has_news = True
         self._news.notify_all()
 
     def _on_unused(self, served: ServedModel) -> None:
-        """The last user of a model has gone, for which it, or one that needs its room, may have waited."""
+        """Wake the keeper if it may have waited for the last user of this model."""
         if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
             with self._news:
-                self._tell()
+                self._notify()
 
     def _refusal(self, served: ServedModel) -> Rejected | None:
-        """Why a model is not to be had for a while; None: it can be loaded."""
+        """Return why a model can't be loaded for a while, or None."""
         if self._is_closing:
             return _shutting_down()
         retry_ns = served.failed_ns + RETRY_NS - self.clock.now_ns()
@@ -540,10 +530,12 @@ class Deployment:
             retry_after_s=retry_ns / 1e9,
         )
 
-    def _load_s(self, served: ServedModel) -> float:
-        if served.load_ns:
-            return served.load_ns / 1e9
-        return LOAD_BASE_S + (0 if served.share is None else served.share.num_weight_bytes / LOAD_BYTES_PER_S)
+
+def _load_s(served: ServedModel) -> float:
+    """Return the time of the last load, or a guess: a second, and 400 MB of weights a second."""
+    if served.load_ns:
+        return served.load_ns / 1e9
+    return 1.0 + (0 if served.share is None else served.share.num_weight_bytes / 400e6)
 
 
 def _num_bytes(served: ServedModel) -> int:

@@ -264,12 +264,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
             else:
                 plan_texts(config, compute, model)
     return Appraisal(
-        facts=facts,
-        refusals=tuple(refusals),
-        model=model,
-        outline=outline,
-        forecast=expected,
-        num_free_bytes=free_bytes,
+        facts=facts, refusals=tuple(refusals), model=model, outline=outline, forecast=expected, num_free_bytes=free_bytes
     )
 
 

@@ -1,7 +1,4 @@
-"""Resources: the memory and the threads of one machine, which all models of a deployment share.
-
-The factory asks here before it loads a model, and when it makes an engine anew. Nothing is loaded or computed here.
-"""
+"""Resources: the memory and the threads of one machine, which all models of a deployment share."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CONTESTED_NS = 1_000_000_000
-"""A machine is contested so long after another model had or wanted it."""
+"""Time for which a machine counts as contested after another model had or wanted it."""
 SHARED_STEP_NS = 20_000_000
-"""Longest step of a model on a contested machine, if it can be as short: others wait so long for their next one."""
+"""Longest step of a model on a contested machine, if it can be so short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +35,9 @@ class MemoryShare:
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
     num_step_bytes: int = 0
+    """Experts of a step."""
     num_adapter_bytes: int = 0
-    """Adapters beside the KV cache, ready for it."""
+    """Adapters beside the KV cache."""
     num_reserve_bytes: int = RESERVE_BYTES
 
     @property
@@ -56,19 +54,12 @@ class MemoryShare:
 
     @property
     def num_bytes(self) -> int:
-        model_bytes = self.num_weight_bytes + self.num_kv_bytes + self.num_tier_bytes + self.num_step_bytes
-        return model_bytes + self.num_adapter_bytes + self.num_reserve_bytes
+        return sum(self.by_part.values())
 
     def __str__(self) -> str:
-        parts = (
-            ("weights", self.num_weight_bytes),
-            ("KV cache", self.num_kv_bytes),
-            ("tier", self.num_tier_bytes),
-            ("experts of a step", self.num_step_bytes),
-            ("adapters", self.num_adapter_bytes),
-            ("reserve", self.num_reserve_bytes),
-        )
-        return f"{format_size(self.num_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts if size)})"
+        words = {"kv": "KV cache", "step": "experts of a step"}
+        parts = ", ".join(f"{words.get(name, name)} {format_size(size)}" for name, size in self.by_part.items() if size)
+        return f"{format_size(self.num_bytes)} ({parts})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """A share of a model whose engine is gone, but for a step that has not come back."""
+    """The share of a model whose engine was given up, with a step that has not come back."""
 
     name: str
     share: MemoryShare
@@ -94,47 +85,43 @@ class _Stuck:
 
 
 class MemoryBudget:
-    """The memory that the machine has for the models of one deployment, and each model's share of it. Thread-safe.
+    """The machine's memory for the models of one deployment, and each model's share of it. Thread-safe.
 
-    The system's own account is not enough: it counts a KV cache that has not filled yet as free.
+    What the system reports is not enough: it counts a KV cache that has not filled yet as free.
     """
 
     def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
-        """`read_available_bytes` tells what is free now; by default the machine is asked. `limit_bytes`: of all models
-        together; None: what is free before the first.
-        """
+        """`read_available_bytes` returns what is free now. `limit_bytes`: for all models. None: what is free at first."""
         self._read_available_bytes = read_available_bytes or available_memory_bytes
         self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None
-        """Bytes for all models, known when the first one asks."""
+        """Bytes for all models, read when the first one asks."""
         self._shares: dict[str, MemoryShare] = {}
         self._stuck: list[_Stuck] = []
-        """Shares that nobody uses, and that are not free."""
-        self._lock = threading.RLock()  # `take` asks what is left
+        self._lock = threading.RLock()  # `take` calls `left_bytes`
 
     def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
-        """Bytes that the model of this name may have: free now, and in no other model's share.
+        """Return the bytes that a model may have: free now, and not in another model's share.
 
-        `is_restart`: beside what its own stuck steps hold, as the KV cache of theirs will fill no more.
+        `is_restart`: the share of its own stuck steps does not count, since their KV cache will not fill any more.
         """
         left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
         return max(0, min(self._read_available_bytes(), left_bytes))
 
     def total_bytes(self) -> int:
-        """Bytes for all models together."""
         if self._total_bytes is None:
             free_bytes = self._read_available_bytes()
             self._total_bytes = free_bytes if self._limit_bytes is None else min(free_bytes, self._limit_bytes)
         return self._total_bytes
 
     def left_bytes(self, name: str = "") -> int:
-        """Bytes of the total that no model holds, but for the one of this name, and no stuck step."""
+        """Return the bytes that neither other models nor stuck steps hold."""
         with self._lock:
             free_bytes = self.total_bytes() - self.stuck_bytes()
             return free_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
 
     def stuck_bytes(self, name: str | None = None) -> int:
-        """Bytes that steps hold which have not come back: those of the model of this name, or None: all."""
+        """Return the bytes that stuck steps hold: those of the model of this name, or all."""
         with self._lock:
             back = [one for one in self._stuck if not one.is_held()]
             self._stuck = [one for one in self._stuck if one not in back]
@@ -143,11 +130,10 @@ class MemoryBudget:
             return sum(one.share.num_bytes for one in self._stuck if name in (None, one.name))
 
     def share(self, name: str) -> MemoryShare | None:
-        """A model's share; None if it has none."""
         return self._shares.get(name)
 
     def take(self, name: str, share: MemoryShare) -> None:
-        """Set a model's share, in the place of the one it had. Raises NotEnoughMemory if it does not fit beside the others."""
+        """Set or replace a model's share. Raises NotEnoughMemory if it does not fit beside the others."""
         with self._lock:
             left_bytes = self.left_bytes(name)
             if share.num_bytes > left_bytes:
@@ -158,14 +144,14 @@ class MemoryBudget:
             self._shares[name] = share
 
     def give_back(self, name: str) -> None:
-        """Forget a model's share. One that has none is ignored."""
+        """Forget a model's share, if it has one."""
         with self._lock:
             self._shares.pop(name, None)
 
     def hold_stuck(self, name: str, is_held: Callable[[], bool]) -> None:
-        """Count a model's share once more while `is_held`: its engine is given up, and a step of it has not come back.
+        """Count a model's share once more while `is_held()`: a step of a given-up engine has not come back.
 
-        `is_held` is asked whenever somebody asks for memory, by any thread, and must not ask for memory itself.
+        Any thread that asks for memory calls `is_held`, which must not ask for memory itself.
         """
         with self._lock:
             share = self._shares.get(name)
@@ -174,7 +160,7 @@ class MemoryBudget:
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
 
     def told_beside(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
-        """The error with what other models hold, if there are any."""
+        """Return the error, with what other models and stuck steps hold."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
             holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
@@ -186,20 +172,20 @@ class Resources:
     """The memory budget of a deployment, and the threads that its models on the CPU share. Thread-safe."""
 
     def __init__(self, memory: MemoryBudget | None = None, *, num_models: int = 1) -> None:
-        """`num_models`: models of the deployment, loaded or not."""
+        """`num_models`: models of the deployment that are likely to be loaded at once."""
         self.memory = memory or MemoryBudget()
         self.num_models = num_models
         self._team: Team | None = None
-        """The team for executors that are made from now on."""
+        """The team for new executors."""
         self._claims: list[socket.socket] = []
-        """The claims that keep other servers from the CPUs to which threads are pinned."""
+        """They keep other servers from the CPUs to which threads are pinned."""
         self._seats: dict[str, tuple[Team, Account]] = {}
-        """The team of each model's last executor, and the account on which the model has its turns there."""
+        """Team of each model's last executor, and the account of the model's turns there."""
         self._lock = threading.Lock()
 
     @cached_property
     def cores(self) -> Cores:
-        """The cores as they were when first asked for: a quota that changes later changes no team that models share."""
+        """The cores, read once: models share a team, which a quota that changes later does not change."""
         return find_cores()
 
     def machine(self, name: str) -> Machine:
@@ -212,17 +198,17 @@ class Resources:
         )
 
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
-        """The team that the native executors of all models share, made when the first one asks, and the model's account there.
+        """Return the team that the native executors of all models share, and the model's account there.
 
-        Its threads stay on `cpus`, one on each; empty: on any. Models that all want the machine have time on it in the ratio of
-        their `share`s. Executors of a model have one account. Raises ConfigError if the team has another number of threads, if
-        the system gives none, if another server has pinned its own to one of the cores, or if the share is none.
+        `cpus`: each thread stays on one of them; empty: threads move. Models that want the machine at once get time in the
+        ratio of their `share`s. Raises ConfigError if the team has another number of threads, the system refuses them,
+        another server has pinned threads to one of the cores, or the share is out of range.
         """
         from penstock.backends.native._native import Account, Team
 
         with self._lock:
             if self._team is None:
-                claims = self._claims or _claimed(cpus)  # a team after one that is stuck has the same CPUs
+                claims = self._claims or _claimed(cpus)  # a team that follows a stuck one has the same CPUs
                 try:
                     self._team = Team(num_threads, cpus)
                 except RuntimeError as error:
@@ -250,22 +236,22 @@ class Resources:
             return seat
 
     def most_step_ns(self, name: str) -> int:
-        """How long a step of the model should take at most, since other models want the machine now; 0: as long as it likes.
+        """Return how long a step of the model should take at most. 0: no limit, since no other model wants the machine.
 
-        A GPU's steps, and those of the reference backend, take no turns.
+        Only the native backend takes turns.
         """
         seat = self._seats.get(name)
         return SHARED_STEP_NS if seat is not None and seat[0].is_contested(seat[1], CONTESTED_NS) else 0
 
     def machine_ns(self, name: str) -> int:
-        """The time for which the model had the machine, in nanoseconds. It begins anew with a team."""
+        """Return for how long the model had its present team, in nanoseconds."""
         seat = self._seats.get(name)
         return 0 if seat is None else seat[1].used_ns
 
     def leave_team(self, name: str) -> None:
-        """Have the next executors use another team than this model's last one, which a step that never ends may hold.
+        """Give later executors another team than this model's, whose threads a stuck step may hold.
 
-        Other models wait for that team until their own steps time out; then they are made anew, on the same new team.
+        Other models wait for the old team until their own steps time out. Then they are built anew, on the new team.
         """
         with self._lock:
             seat = self._seats.pop(name, None)

@@ -1,7 +1,7 @@
-"""The choice of who leaves when another model needs the memory: numbers in, names out. The deployment's keeper asks.
+"""The choice of the models that leave when another one needs the memory. Pure: numbers in, names out.
 
-A model that nobody uses goes first, the one that was used longest ago before others. One in use goes when its stay is over:
-it has been there for so much longer than a load takes that loads can't come to fill the time.
+Unused models leave first, the least recently used one first. A used one may leave after a stay that is much longer than its
+load took, so that loads can't fill the time.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_STAY_NS = 10_000_000_000
-"""Least time that a model in use stays before it leaves for another."""
+"""Least time that a used model stays before it leaves for another."""
 MAX_STAY_NS = 60_000_000_000
-"""A load that was slow for once, as the machine was busy, must not keep others out for an hour."""
+"""Longest such time: one slow load must not keep others out for an hour."""
 LOADS_PER_STAY = 10
-"""A stay between these takes so many times as long as the load before it, so that loads do not fill the time."""
+"""A stay between these limits takes this many times as long as the load before it."""
 FIRST_USE_NS = 2_000_000_000
-"""Time in which those that a model was loaded for may begin to use it."""
+"""Time in which the requests that a model was loaded for may begin to use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenancy:
-    """A loaded model as far as it matters to the choice."""
+    """A loaded model, as far as the choice depends on it."""
 
     name: str
     num_bytes: int
     is_used: bool
-    """Somebody uses it now."""
     was_used: bool
-    """Somebody has used it since it was loaded."""
+    """It was used since it was loaded."""
     used_ns: int
-    """When somebody last began or ended to use it."""
+    """When a use last began or ended."""
     loaded_ns: int
     load_ns: int
     """Time that its load took."""
@@ -39,14 +38,14 @@ class Tenancy:
 
     @property
     def stays_until_ns(self) -> int:
-        """The instant from which it may leave for another."""
+        """When it may leave for another."""
         if self.is_used:
             return self.loaded_ns + max(MIN_STAY_NS, min(LOADS_PER_STAY * self.load_ns, MAX_STAY_NS))
         return 0 if self.was_used else self.loaded_ns + FIRST_USE_NS
 
 
 def room_at_ns(lacking_bytes: int, loaded: Sequence[Tenancy], now_ns: int) -> int:
-    """The instant at which so much may leave, as the models are used now; `now_ns` if there is no such instant to wait for."""
+    """Return when so many bytes may leave, as the models are used now; `now_ns` if waiting does not help."""
     at_ns = now_ns
     for one in sorted([one for one in loaded if not one.is_kept], key=lambda one: one.stays_until_ns):
         if lacking_bytes > 0:
@@ -56,9 +55,9 @@ def room_at_ns(lacking_bytes: int, loaded: Sequence[Tenancy], now_ns: int) -> in
 
 
 def leavers(lacking_bytes: int, loaded: Sequence[Tenancy], now_ns: int) -> tuple[str, ...] | int | None:
-    """The names of those that make room, the first to leave first; or the instant at which to ask again.
+    """Return the names of the models that leave, in order, or the instant at which to ask again, or None: waiting won't help.
 
-    `lacking_bytes`: > 0, beyond what is free. None: no time alone helps, as too little of the room belongs to these.
+    `lacking_bytes`: > 0, beyond what is free.
     """
     movable = [one for one in loaded if not one.is_kept]
     willing = sorted(
@@ -73,7 +72,7 @@ def leavers(lacking_bytes: int, loaded: Sequence[Tenancy], now_ns: int) -> tuple
             num_bytes += one.num_bytes
     if num_bytes < lacking_bytes:
         return min([one.stays_until_ns for one in movable if one.stays_until_ns > now_ns], default=None)
-    for one in reversed(chosen):  # a large one that came last may make the small ones before it needless
+    for one in reversed(chosen):  # a large last one may make small ones before it needless
         if num_bytes - one.num_bytes >= lacking_bytes:
             chosen.remove(one)
             num_bytes -= one.num_bytes

@@ -1,8 +1,7 @@
-"""A running model with everything that answers for it, and those who use it.
+"""A running model: the parts that answer requests, and the count of its users.
 
-The factory makes one; the server, the Python API and the terminal commands use it. It holds references and a count, and knows
-neither HTTP nor how its parts were made. A model that leaves takes no new users, and is closed when the last one has gone:
-so what has begun ends as if it stayed.
+The server, the Python API and the terminal commands use it. A model that leaves takes no new users, and is closed when the
+last one has gone, so that running requests can end.
 """
 
 from __future__ import annotations
@@ -38,32 +37,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of a model that clients may know, and that their requests are checked against."""
+    """Facts of a model that clients may know. Requests are checked against them."""
 
     served_names: tuple[str, ...]
-    """Names that clients may use; answers have the first. Not empty."""
+    """Names that clients may use, at least one. Answers have the first."""
     aliases: tuple[str, ...] = ()
-    """Further names of the same model, which are understood but not listed."""
+    """Further names, which are not listed."""
     root: str
     """The source: a catalogue name or a path."""
     fingerprint: str
-    """Changes with what the numbers of an answer depend on beside the request, and with the chat template; not with
-    `max_model_len`, where an answer without a limit of its own ends."""
+    """Made by `system_fingerprint`."""
     created_unix_s: int
     max_model_len: int
-    """Longest prompt + output of one request, in tokens: what model, settings and KV cache allow together; of an encoder the
-    longest text."""
+    """Tokens of the longest prompt + output that model, settings and KV cache allow. For an encoder: the longest text."""
     vocab_size: int
     """Rows of the logits: token ids lie in [0, vocab_size)."""
     eos_token_ids: tuple[int, ...]
     is_priority_scheduled: bool = False
-    """True if the waiting order looks at `Request.priority`; otherwise a priority is refused rather than ignored."""
+    """The waiting order looks at `Request.priority`. Otherwise a priority is refused."""
     encoder: EncoderInfo | None = None
-    """Facts of a model that answers with numbers; None: it writes text."""
+    """Facts of a model that answers with numbers. None: it writes text."""
     max_step_tokens: int = 512
-    """Tokens of one step at most. A list of texts comes to the engine by some steps' worth at once."""
+    """Tokens of one step at most. A list of texts enters the engine a few steps' worth at a time."""
     max_beams: int | None = None
-    """Largest width of a beam search, as its beams run at once; None: the scheduler decides."""
+    """Largest width of a beam search. None: the scheduler decides."""
     unsupported_parameters: frozenset[str] = frozenset()
     """Names of `types.sampling.PARAMETERS` that the backend does not compute. Requests that set them are refused."""
 
@@ -74,7 +71,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Functions for what a request does not say; tests replace them to make answers repeatable."""
+    """Functions for what a request leaves out. Tests replace them to make answers repeatable."""
 
     draw_seed: Callable[[], int] = lambda: secrets.randbits(64)
     new_request_id: Callable[[], str] = lambda: uuid.uuid4().hex
@@ -89,36 +86,32 @@ class RunningModel:
     """Attached to `engine`."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    """None if the model has none: chat requests are refused."""
+    """None: chat requests are refused."""
     grammars: Grammars
-    """Grammars that answers may be asked to follow."""
     admission: Admission
     metrics: Metrics
     model: ModelInfo
     clock: Clock = field(default_factory=WallClock)
     """The engine's clock, for `arrival_ns` and deadlines."""
     dialect: Dialect = PLAIN
-    """How the model writes calls of tools and reasoning."""
+    """How the model writes tool calls and reasoning."""
     slo_itl_ns: int | None = None
-    """The server's own target of the inter-token latency."""
+    """The server's target of the inter-token latency."""
     prefix_sharing: str | None = None
-    """The setting: who shares cached prefixes. None: the server decides by its API keys."""
+    """Who shares cached prefixes. None: the API keys decide."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
-    """The engine's journal; None: no request is explained."""
+    """None: requests are not explained."""
     adapters: Adapters | None = None
-    """Adapters that requests may ask for, or None."""
     release: Callable[[], None] = lambda: None
-    """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
+    """Called when the engine is closed, to free the rest, such as the file of the disk tier."""
     on_unused: Callable[[], None] = lambda: None
-    """Called, by any thread, when the last user has gone."""
+    """Called by any thread when the last user has gone."""
     off_loop: OffLoop = field(init=False)
-    """Works on long texts in threads of its own."""
     used_ns: int = field(init=False)
-    """When somebody last began or ended to use it; at first, when it was loaded."""
+    """When a use last began or ended, or the model was loaded."""
     num_uses: int = field(default=0, init=False)
-    """How often somebody has begun to use it."""
     _num_users: int = field(default=0, init=False)
     _has_special_marks: bool | None = field(default=None, init=False)
     _is_leaving: bool = field(default=False, init=False)
@@ -130,7 +123,7 @@ class RunningModel:
 
     @property
     def has_special_marks(self) -> bool:
-        """True if marks of the dialect are special tokens, which have to be in an answer's text to be read."""
+        """Marks of the dialect are special tokens, which must be kept in an answer's text to be read."""
         if self._has_special_marks is None:
             self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
         return self._has_special_marks
@@ -145,7 +138,7 @@ class RunningModel:
 
     @property
     def is_broken(self) -> bool:
-        """The engine failed and can't be made anew any more: only another load helps."""
+        """The engine failed and can't be built anew: only another load helps."""
         return self.engine.state is EngineState.FAILED
 
     @property
@@ -154,7 +147,7 @@ class RunningModel:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Be among the users until the block ends. Raises `ModelAway` once the model leaves. For any thread."""
+        """Count as a user until the block ends. Raises `ModelAway` if the model leaves. For any thread."""
         self.begin_use()
         try:
             yield
@@ -162,7 +155,7 @@ class RunningModel:
             self.end_use()
 
     def begin_use(self, *, is_user: bool = False) -> None:
-        """Be among the users until `end_use`. Raises `ModelAway` once the model leaves, unless the caller `is_user` already."""
+        """Count as a user until `end_use`. Raises `ModelAway` if the model leaves, unless the caller `is_user` already."""
         with self._users_lock:
             if self._is_leaving and not is_user:
                 raise ModelAway(self.name)
@@ -184,7 +177,7 @@ class RunningModel:
             self._is_leaving = True
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Drain for up to `timeout_s`, abort the rest, free everything. True if nothing had to be aborted. Idempotent."""
+        """Drain for up to `timeout_s`, abort the rest, free everything. Returns whether nothing was aborted. Idempotent."""
         try:
             return self.engine.close(timeout_s)
         finally:

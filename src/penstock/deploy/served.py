@@ -1,7 +1,6 @@
-"""A model that clients may ask for, loaded or not: its names, its state, and all that outlives a load.
+"""A model that clients may ask for, loaded or not: its names, its state, and everything that outlives a load.
 
-The factory makes one for each model that is named, before anything is loaded: importing this costs nothing. Its state is
-written by the deployment's keeper alone; everybody reads it.
+Made before anything is loaded: importing this costs nothing. The deployment's keeper alone writes the state.
 """
 
 from __future__ import annotations
@@ -29,25 +28,24 @@ class ModelState(StrEnum):
     LOADING = "loading"
     LOADED = "loaded"
     LEAVING = "leaving"
-    """It takes no more users, and is closed when the last has gone."""
+    """It takes no new users, and is closed when the last one has gone."""
     FAILED = "failed"
-    """The last attempt to load it failed; it is tried again when it is asked for after a while."""
+    """The last load failed. A request after a while tries again."""
 
 
 class UnloadReason(StrEnum):
     IDLE = "idle"
-    """Nobody has used it for a while."""
     ROOM = "room"
-    """Another needed its room."""
+    """Another model needed its room."""
     ASKED = "asked"
-    """An admin said so."""
+    """An admin unloaded it."""
     FAILED = "failed"
-    """Its engine failed and could not be made anew."""
+    """Its engine failed and could not be built anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """Facts of a model's files that clients may know. Empty texts stand for what they do not say."""
+    """Facts of a model's files that clients may know. A text is empty if the files do not say."""
 
     title: str = ""
     license: str = ""
@@ -55,12 +53,11 @@ class ModelCard:
     container: str = ""
     """`gguf` or `safetensors`."""
     quantisation: str = ""
-    """The method, or the format that most of the weights have."""
+    """The method, or the format of most weights."""
     num_parameters: int | None = None
-    """None where weights are packed, so that their tensors do not tell."""
+    """None for packed weights, which hide their number."""
     num_layers: int | None = None
     max_model_len: int | None = None
-    """Positions that it was made for."""
     chat_template: str = ""
     num_bytes: int = 0
     modified_unix_s: int = 0
@@ -69,29 +66,29 @@ class ModelCard:
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ServedModel:
     names: tuple[str, ...]
-    """Names that clients may use; answers have the first. Not empty."""
+    """Names that clients may use, at least one. Answers have the first."""
     aliases: tuple[str, ...] = ()
-    """Further names, which are understood but not listed."""
+    """Further names, which are not listed."""
     adapters: Adapters | None = None
-    """Names of its adapters, which it keeps when it leaves; None: it is served without."""
+    """Its adapters. Their names outlive a load."""
     metrics: Metrics
-    """Its counts go on when it is loaded again."""
+    """Counts go on when it is loaded again."""
     load: Callable[[], RunningModel]
-    """Loads it, and takes its share of the memory. Raises PenstockError."""
+    """Loads it and takes its share of the memory. Raises PenstockError."""
     plan: Callable[[], MemoryShare]
-    """Says which share that will be, and loads nothing. Raises PenstockError."""
+    """Returns its share of the memory, and loads nothing. Raises PenstockError."""
     read_machine_ns: Callable[[], int] = int
-    """For how long it has had the machine, in nanoseconds; of a model without turns 0."""
+    """Returns for how long it has had the machine."""
     idle_unload_ns: int | None = None
-    """It leaves when nobody has used it for so long; None: not for that."""
+    """Time without users after which it leaves."""
     read_card: Callable[[], ModelCard] | None = None
-    """Reads what its files say, from their headers alone. Raises PenstockError. None: its deployment knows no files."""
+    """Reads the headers of its files. Raises PenstockError."""
     is_kept: bool = False
     """It never leaves for another model."""
     is_fixed: bool = False
-    """It is never unloaded nor loaded anew: on a GPU, or if somebody else than its deployment loaded it."""
+    """It is never unloaded: it is on a GPU, or its deployment did not load it."""
     path: Path | None = None
-    """Its entry in the folder of models, from where it may be taken; None: it is not from there."""
+    """Its entry in the folder of models, if it is from there."""
     max_waiting: int = 1024
     """Requests that may wait for it to be loaded."""
 
@@ -100,31 +97,29 @@ class ServedModel:
     running: RunningModel | None = None
     """Not None while LOADED or LEAVING."""
     info: ModelInfo | None = None
-    """Facts of the last load; None: it was never loaded."""
+    """Facts of the last load."""
     share: MemoryShare | None = None
-    """Memory that it has, or had or would have; None: that is not known."""
+    """Memory that it has, had or would have, if that is known."""
     kept_idle_ns: int | None = None
-    """The idle time that a client asked for instead of `idle_unload_ns`; -1: it stays; None: nobody asked."""
+    """The idle time that a client set in place of `idle_unload_ns`; -1: it stays."""
     failure: str = ""
-    """Why the last load failed; empty: it did not."""
+    """Why the last load failed."""
     failed_ns: int = 0
     loaded_ns: int = 0
     load_ns: int = 0
-    """Time that the last load took; 0: it is not known."""
+    """Time that the last load took; 0: unknown."""
     num_loads: int = 0
     num_load_failures: int = 0
     total_load_ns: int = 0
-    """Time of all loads that ended well."""
+    """Time of all successful loads."""
     num_unloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UnloadReason, 0))
-    """How often it left, by `UnloadReason`."""
 
-    # Written by the deployment's look at the folder of models.
+    # Written by `look`.
     is_gone: bool = False
-    """Somebody has taken it from there."""
+    """It was removed from the folder of models."""
 
-    # Written by those who wait, on the event loop.
+    # Written by the waiting requests, on the event loop.
     num_waiting: int = 0
-    """Requests that wait for it to be loaded."""
     num_waiting_bytes: int = 0
     """Size of their bodies."""
 
@@ -148,13 +143,13 @@ class ServedModel:
 
     @property
     def unload_after_ns(self) -> int | None:
-        """It leaves when nobody has used it for so long; None: not for that."""
+        """Time without users after which it leaves, or None."""
         kept_ns = self.idle_unload_ns if self.kept_idle_ns is None or self.idle_unload_ns is None else self.kept_idle_ns
         return None if kept_ns is not None and kept_ns < 0 else kept_ns
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """The memory that it has now, by part; empty: it has none."""
+        """The memory that it has now, by part."""
         return {} if self.running is None or self.share is None else self.share.by_part
 
     @property
@@ -162,7 +157,7 @@ class ServedModel:
         return self.names[0]
 
     def card(self) -> ModelCard:
-        """Read the facts of the model's files, which are empty if they can't be read: a load tells why. Waits for the disk."""
+        """Read the facts of the model's files. Empty if that fails: a load will say why. Waits for the disk."""
         if self.read_card is None:
             return ModelCard()
         try:
@@ -173,16 +168,16 @@ class ServedModel:
 
     @property
     def is_there(self) -> bool:
-        """It is loaded, or can be: nobody had taken it from the folder of models at the last look."""
+        """It is loaded, or its file was there at the last look."""
         return not self.is_gone or self.state in (ModelState.LOADED, ModelState.LOADING)
 
     def look(self) -> None:
-        """Ask the disk whether it is in the folder of models still."""
+        """Ask the disk whether it is still in the folder of models."""
         if self.path is not None:
             self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
 
     def answerer(self) -> RunningModel:
-        """The running model. Raises `ModelAway` if there is none for new users."""
+        """Return the running model. Raises `ModelAway` if it takes no new users."""
         running = self.running
         if running is None or self.state is not ModelState.LOADED or self.is_broken:
             raise ModelAway(self.name)
@@ -190,5 +185,5 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Its engine failed and can't be made anew any more, so that only another load helps."""
+        """Its engine failed and can't be built anew: only another load helps."""
         return not self.is_fixed and self.running is not None and self.running.is_broken

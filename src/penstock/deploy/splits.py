@@ -1,7 +1,4 @@
-"""Splits: a model that answers a part of the requests for another one, such as the same weights with other settings.
-
-The factory reads them from the configs. The deployment asks them which model answers a request whose name is split.
-"""
+"""Splits: a model that answers a part of another one's requests, such as the same weights with other settings."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from hashlib import blake2b
 
 from penstock.config import SharingConfig
 from penstock.types.errors import ConfigError
-
-_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +55,14 @@ def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
 
 
 def part_of(splits: Sequence[Split], name: str, tenant: str, unit: str) -> str:
-    """Return the name of the model that answers: that of one of the splits, or `name` for the rest.
+    """Return the name of the model that answers: that of a split, or `name` for the rest.
 
-    `unit`: what is drawn, a user or a request. The same unit always goes to the same model. With a larger share, the model of
-    the first split of a name keeps all units that it had.
+    `unit`: a user or a request. The same unit always gets the same model. If the share of a name's first split grows, its
+    model keeps all units that it had.
     """
     ours = [split for split in splits if split.of == name]
-    digest = blake2b(f"{name}\0{unit}".encode(), digest_size=_HASH_BYTES).digest()
-    drawn = int.from_bytes(digest, "big") / 2 ** (8 * _HASH_BYTES)
+    digest = blake2b(f"{name}\0{unit}".encode(), digest_size=8).digest()
+    drawn = int.from_bytes(digest, "big") / 2**64
     for split in ours:
         if tenant in split.tenants:
             return split.to

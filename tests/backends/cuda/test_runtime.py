@@ -162,7 +162,7 @@ def test_an_encoder_answers_as_the_reference_does(tmp_path: Path) -> None:
 def test_graphs_mean_nothing_to_an_encoder(tmp_path: Path) -> None:
     path = write_encoder(ENCODERS["bert_dense"], tmp_path / "model")
     config = Config(backend=BackendConfig(device="cuda", cuda_graphs=True))
-    with pytest.raises(ConfigError, match="cuda_graphs is set, and model reads texts"):
+    with pytest.raises(ConfigError, match=r"cuda_graphs is set, and .* only reads texts"):
         start_model(config, resolve(str(path), path))
 
 
