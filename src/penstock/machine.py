@@ -1,5 +1,4 @@
-"""The share of the machine that this process may use: memory, CPUs and their caches, the cores that compute; read from Linux
-for `build`, `penstock env` and the probes of a machine's speed. And how it gives freed memory back; frees nothing in use.
+"""The part of the machine that this process may use, read from Linux: memory, CPUs, caches. Also gives freed memory back.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
 `memory.stat`, `cpu.max`) and its version 1 counterparts; https://docs.kernel.org/admin-guide/cputopology.html, and
@@ -23,32 +22,32 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
 SLOW_SHARE = 0.75
-"""A core with less of the fastest one's speed is an efficiency core: all wait for a task that it has taken."""
+"""A core with less of the fastest one's speed is an efficiency core: all others would wait for its tasks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
 PROGRAM_ADDRESS_BYTES = 768 << 20
-"""Address space of a server beside its model and the 256 MiB of reserve: libraries, mapped files, and threads' stacks, of which
-two that compile grammars have 128 MiB each. 463 MiB were measured with two CPUs. 500 did not always suffice, as grammars that
-are kept and the order in which threads begin change what is mapped; the library of grammars aborts when memory ends."""
+"""Address space of a server beside its model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
+compile grammars). 463 MiB were measured with two CPUs, and 500 did not always suffice: the library of grammars aborts."""
 CPU_ADDRESS_BYTES = 16 << 20
-"""Stacks of the two threads that each CPU gets: one reads weights, the other computes. A stack has 8 MiB as a rule."""
+"""Stacks of the two threads for each CPU: one reads weights, the other computes."""
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
-    """Bytes that can be allocated without swapping: the smallest of what the kernel, the process's own limit of address
-    space (`ulimit -v`), the memory nodes that it may use, and every enclosing control group allow.
-    """
+    """Return the bytes that can be allocated without swapping: the least of what the kernel, the limit of the address space
+    (`ulimit -v`), the usable memory nodes and the enclosing control groups allow."""
     space = address_space(proc=proc)
     limits: list[int | None] = [_meminfo_available_bytes(proc), _left_on_nodes(proc, devices)]
     limits.append(None if space is None else space.left_bytes)
-    limits += [_headroom_v2(folder) for folder in _own_groups(proc, cgroup, "")]
-    limits += [_headroom_v1(folder) for folder in _own_groups(proc, cgroup, "memory")]
+    for folder in _own_groups(proc, cgroup, ""):  # a group above memory.high is slowed down
+        limits.append(_headroom(folder, ("memory.max", "memory.high"), "memory.current", "inactive_file"))
+    for folder in _own_groups(proc, cgroup, "memory"):
+        limits.append(_headroom(folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"))
     return max(0, min(value for value in limits if value is not None))
 
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """The limit of this process's address space (`ulimit -v`), and what the program takes of it beside planned memory."""
+    """The limit of this process's address space (`ulimit -v`), and what the program takes of it."""
 
     limit_bytes: int
     program_bytes: int
@@ -59,9 +58,9 @@ class AddressSpace:
 
 
 def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
-    """Return the address space of this process, or None if it has no limit.
+    """Return the address space of this process, or None without a limit.
 
-    The program takes what is mapped now, or what a server maps once it answers, if that is more.
+    The program takes what is mapped now, or what an answering server maps, if that is more.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -73,34 +72,34 @@ def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
 
 
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """CPUs that this process may keep busy: its affinity mask, or less if a control group has a quota. At least 1."""
+    """Return how many CPUs this process may keep busy, by its affinity mask and the quotas of control groups. At least 1."""
     num_allowed, quota = len(os.sched_getaffinity(0)), _cpu_quota(proc, cgroup)
     return num_allowed if quota is None else max(1, min(num_allowed, math.ceil(quota)))
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The cores on which kernels compute unless a number of threads is set, and where they and their memory are."""
+    """The cores on which kernels compute by default, their caches and memory."""
 
     cpus: tuple[int, ...]
     """One CPU of each core, in ascending order."""
     num_threads: int
-    """One for each core, or fewer where a quota allows less."""
+    """One for each core, or fewer if a quota allows less."""
     why: str
-    """The number's reasons in words."""
+    """Why there are so many threads."""
     nodes: tuple[tuple[int, int], ...]
-    """Memory nodes (NUMA) with some of these cores, and how many; one where the machine tells of none."""
+    """Memory nodes (NUMA) with some of these cores, and how many cores."""
     caches: tuple[tuple[int, int], ...]
-    """Last-level caches of these cores: their bytes, and how many there are."""
+    """Sizes of the last-level caches of these cores, and how many have that size."""
     memory_nodes: tuple[int, ...]
-    """Those of the nodes that have memory for this process; empty if there are not several."""
+    """Nodes with memory for this process, if there are several."""
 
 
 def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> Cores:
-    """The cores that the affinity mask allows, each once however many threads it has, without efficiency cores.
+    """Return the cores that the affinity mask allows, without efficiency cores.
 
-    The second thread of a core shares its multipliers, which one thread of a product keeps busy. A quota is rounded down:
-    threads that exceed it are all stopped at once for the rest of the period, and the HTTP loop takes a part of it, too.
+    A core counts once: one thread keeps its multipliers busy. A quota is rounded down: threads that exceed it are all stopped
+    for the rest of the period, and the HTTP loop needs a part of it, too.
     """
     allowed = sorted(os.sched_getaffinity(0))
     firsts = _first_threads(allowed, devices)
@@ -126,14 +125,14 @@ def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _D
 def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.socket]:
     """Keep other servers from pinning threads to the cores of these CPUs, until the sockets are closed or the process ends.
 
-    Raises OSError (EADDRINUSE) if one has done so. Servers in network namespaces of their own do not see each other.
+    Raises OSError (EADDRINUSE) if one has pinned them. Servers in other network namespaces are not seen.
     """
     claims: list[socket.socket] = []
     try:
         for cpu in cpus:
             claims.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             core = min(_siblings(cpu, devices), default=cpu)
-            claims[-1].bind(f"\0penstock-core-{core}")  # a name of the kernel's: no file stays behind
+            claims[-1].bind(f"\0penstock-core-{core}")  # an abstract name: no file stays behind
     except OSError:
         for claim in claims:
             claim.close()
@@ -142,7 +141,7 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
 
 
 def cpu_name(*, proc: Path = _PROC) -> str:
-    """The processor's own name, or an empty string."""
+    """Return the processor's name, or an empty string."""
     for line in _read(proc / "cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -150,26 +149,24 @@ def cpu_name(*, proc: Path = _PROC) -> str:
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
-    """Bytes that the caches of this process's CPUs hold together, all levels, one that CPUs share counted once; 0 where the
-    kernel does not tell.
-    """
+    """Return the bytes of all caches of this process's CPUs, shared ones counted once; 0 if unknown."""
     return sum(
         num_bytes for *_, num_bytes in {found for cpu in os.sched_getaffinity(0) for found in _data_caches(cpu, devices)}
     )
 
 
 def give_back_free_memory() -> None:
-    """Give freed memory that the C library keeps back to the system; only glibc keeps much, and has a call for it."""
+    """Return freed memory that glibc keeps to the system."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def return_large_blocks_when_freed() -> None:
-    """Make the C library give blocks from 1 MiB on back to the system at once, in a process that takes what strangers send.
+    """Make glibc return blocks of 1 MiB and more to the system when they are freed.
 
-    glibc otherwise learns from the first large block that was freed to keep all up to 32 MiB, in each thread's own arena
-    (mallopt(3), M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what bodies of megabytes leave behind.
+    Otherwise the first large block makes it keep all blocks up to 32 MiB, in each thread's arena (mallopt(3),
+    M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what large bodies leave behind.
     """
     set_option = getattr(_c_library(), "mallopt", None)
     if set_option is not None:
@@ -178,7 +175,7 @@ def return_large_blocks_when_freed() -> None:
 
 
 def share_one_arena() -> None:
-    """Make later threads allocate from existing arenas. Otherwise glibc maps 64 MiB of address space for each thread."""
+    """Make later threads share arenas. Otherwise glibc maps 64 MiB of address space for each thread."""
     set_option = getattr(_c_library(), "mallopt", None)
     if set_option is not None:
         set_option(_M_ARENA_MAX, 1)
@@ -186,7 +183,7 @@ def share_one_arena() -> None:
 
 @cache
 def _c_library() -> ctypes.CDLL:
-    """The C library. Each opening makes types that know each other, and are freed late or never."""
+    """Open the C library once: each opening makes types that are freed late or never."""
     return ctypes.CDLL(None)
 
 
@@ -198,7 +195,7 @@ def _meminfo_available_bytes(proc: Path) -> int:
 
 
 def _left_on_nodes(proc: Path, devices: Path) -> int | None:
-    """Bytes that the nodes have left which this process may use; None if it may use all, as the kernel's figure is of all."""
+    """Return the bytes left on the nodes that this process may use, or None if it may use all."""
     allowed = _with_memory(proc, devices)
     if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
         return None
@@ -212,7 +209,7 @@ def _left_on_nodes(proc: Path, devices: Path) -> int | None:
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Folders of the groups that enclose this process, innermost first, the root last; controller "" is version 2."""
+    """Yield the folders of the enclosing groups, the root last. Controller "" is version 2."""
     root = cgroup / controller
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -222,27 +219,17 @@ def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
     yield root
 
 
-def _headroom_v2(folder: Path) -> int | None:
-    limits = [
-        _read(folder / name).strip() for name in ("memory.max", "memory.high")
-    ]  # above the second, a group is slowed down
-    known = [int(limit) for limit in limits if limit.isdecimal()]
-    current = _read(folder / "memory.current").strip()
+def _headroom(folder: Path, limits: Sequence[str], usage: str, reclaimable: str) -> int | None:
+    """Return the bytes that a control group has left, by the names of its files, or None without a limit."""
+    known = [int(limit) for name in limits if (limit := _read(folder / name).strip()).isdecimal()]
+    current = _read(folder / usage).strip()
     if not known or not current.isdecimal():
         return None
-    return min(known) - int(current) + _reclaimable_bytes(folder, "inactive_file")
-
-
-def _headroom_v1(folder: Path) -> int | None:
-    limit = _read(folder / "memory.limit_in_bytes").strip()
-    current = _read(folder / "memory.usage_in_bytes").strip()
-    if not limit.isdecimal() or not current.isdecimal():
-        return None
-    return int(limit) - int(current) + _reclaimable_bytes(folder, "total_inactive_file")
+    return min(known) - int(current) + _reclaimable_bytes(folder, reclaimable)
 
 
 def _reclaimable_bytes(folder: Path, key: str) -> int:
-    """Cached file pages count as used, but the kernel gives them back first."""
+    """Return the bytes of cached file pages, which count as used but are freed first."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == key:
@@ -251,7 +238,6 @@ def _reclaimable_bytes(folder: Path, key: str) -> int:
 
 
 def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
-    """The CPUs, in ascending order, that are the first of their core."""
     firsts: list[int] = []
     seen: set[int] = set()
     for cpu in cpus:
@@ -262,13 +248,13 @@ def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
 
 
 def _siblings(cpu: int, devices: Path) -> Iterator[int]:
-    """The threads of a CPU's core, itself among them; none where the kernel does not tell."""
+    """Yield all threads of a CPU's core, if the kernel reports them."""
     topology = devices / f"system/cpu/cpu{cpu}/topology"
     return _numbers(_read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list"))  # until Linux 5.2
 
 
 def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
-    """Without efficiency cores: those that Intel's hybrid processors name, else those that are much slower than the fastest."""
+    """Drop efficiency cores: those that Intel's hybrid processors name, or that are much slower than the fastest."""
     slow = set(_numbers(_read(devices / "cpu_atom/cpus")))
     if fast := [cpu for cpu in cpus if cpu not in slow]:
         cpus = fast
@@ -290,7 +276,7 @@ def _nodes(cpus: Iterable[int], devices: Path) -> tuple[tuple[int, int], ...]:
 
 
 def _with_memory(proc: Path, devices: Path) -> set[int]:
-    """Nodes that have memory, as far as this process may use it."""
+    """Return the nodes with memory that this process may use."""
     nodes = set(_numbers(_read(devices / "system/node/has_memory")))
     for line in _read(proc / "self" / "status").splitlines():
         if line.startswith("Mems_allowed_list:"):
@@ -299,7 +285,7 @@ def _with_memory(proc: Path, devices: Path) -> set[int]:
 
 
 def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
-    """The level of each cache of a CPU but those of instructions, the CPUs that share it, and its bytes."""
+    """Yield level, CPUs and bytes of each of a CPU's caches, except those of instructions."""
     for folder in (devices / f"system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
         kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
         if kind != "Instruction" and level.isdecimal() and size.endswith("K"):
@@ -307,7 +293,7 @@ def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Those of a kernel's list, such as `0-3,8`."""
+    """Yield the numbers of a kernel's list, such as `0-3,8`."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
@@ -315,30 +301,17 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _cpu_quota(proc: Path, cgroup: Path) -> float | None:
-    """CPUs that the tightest of the enclosing control groups allows; None: as many as there are."""
-    quotas = [_cpu_quota_v2(folder) for folder in _own_groups(proc, cgroup, "")]
-    quotas += [_cpu_quota_v1(folder) for folder in _own_groups(proc, cgroup, "cpu")]
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _cpu_quota_v2(folder: Path) -> float | None:
-    quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
-    return _ratio(quota, period)
-
-
-def _cpu_quota_v1(folder: Path) -> float | None:
-    return _ratio(_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip())
-
-
-def _ratio(quota: str, period: str) -> float | None:
-    """None where there is no quota, which the kernel writes as `max` or -1."""
-    if not quota.isdecimal() or not period.isdecimal():
-        return None
-    return int(quota) / int(period)
+    """Return the CPUs that the tightest enclosing control group allows, or None without a quota."""
+    pairs = [_read(folder / "cpu.max").split() for folder in _own_groups(proc, cgroup, "")]
+    for folder in _own_groups(proc, cgroup, "cpu"):
+        pairs.append([_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
+    # Without a quota, the kernel writes `max` or -1.
+    known = [pair for pair in pairs if len(pair) == 2 and all(number.isdecimal() for number in pair)]
+    return min((int(quota) / int(period) for quota, period in known), default=None)
 
 
 def _read(path: Path) -> str:
-    """A small kernel file's text; empty where the kernel offers no such file."""
+    """Return a small kernel file's text; empty if there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings and their defaults: read by `deploy` and `cli`, and by programs that start Penstock from Python. Builds nothing."""
+"""Settings and their defaults, for `deploy`, `cli` and programs that start Penstock from Python."""
 
 from penstock.config.components import (
     AccessLogKind,

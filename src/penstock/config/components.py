@@ -1,7 +1,6 @@
-"""The components that can be set, a class each, and `Config`, which has them all. Made by `cli` or by hand, handed to `deploy`.
+"""The components that can be set, a class each, and `Config`, which has them all.
 
-Data with defaults: nothing here reads a file or decides anything. A field's one-line doc is what `--help` and
-docs/configuration.md show.
+Data with defaults. A field's one-line doc is what `--help` and docs/configuration.md show.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _arguments_of(policy: str) -> Any:
 
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
-"""Names of `text.dialects`, which adds none without a word here: a test compares them."""
+"""Names of `text.dialects`. A test compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +171,13 @@ class LoraConfig(Component):
     title: ClassVar[str] = "Adapters"
 
     lora_modules: tuple[str, ...] = setting(
-        (), "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.", default_doc="none", is_multiple=True
+        (), "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.", is_multiple=True
     )
     lora_dir: str | None = path(
-        None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for.", default_doc="none"
+        None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for."
     )
     merge_lora: str | None = path(
-        None, "Adapter that becomes part of the model when it is loaded, in place of adapters beside it.", default_doc="none"
+        None, "Adapter that becomes part of the model when it is loaded, in place of adapters beside it."
     )
     max_loras: int = count(32, "Different adapters among the requests that run at once.", minimum=1, maximum=4096)
     max_lora_rank: int = count(64, "Greatest rank of an adapter.", minimum=1, maximum=256)
@@ -188,7 +187,7 @@ class LoraConfig(Component):
 
     @property
     def is_on(self) -> bool:
-        """Whether requests may ask for adapters at all."""
+        """Requests may ask for adapters."""
         return bool(self.lora_modules) or self.lora_dir is not None
 
 
@@ -220,7 +219,7 @@ class SchedulerConfig(Component):
         default_doc="half of max_num_seqs; the other half is for padding",
     )
     preferred_batch_sizes: tuple[int, ...] | None = counts(
-        None, "Sizes at which a dynamic batch starts at once.", key="preferred_batch_size", minimum=1, default_doc="none"
+        None, "Sizes at which a dynamic batch starts at once.", key="preferred_batch_size", minimum=1
     )
     batch_window_s: float | None = duration(
         None,
@@ -332,10 +331,10 @@ class AdmissionConfig(Component):
         maximum=0.9,
     )
     tenant_max_concurrent: int | None = count(
-        None, "Requests of one tenant that may run or wait; more are answered 429.", minimum=1, default_doc="none"
+        None, "Requests of one tenant that may run or wait; more are answered 429.", minimum=1
     )
     tenant_tokens_per_minute: int | None = count(
-        None, "Tokens, prompt and output, that one tenant may use; more are answered 429.", minimum=1, default_doc="none"
+        None, "Tokens, prompt and output, that one tenant may use; more are answered 429.", minimum=1
     )
 
 
@@ -457,10 +456,8 @@ class ServerConfig(Component):
     api_keys: tuple[str, ...] = setting(
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )
-    api_key_file: str | None = path(None, "File with one key per line; # begins a comment.", default_doc="none")
-    api_keys_file: str | None = path(
-        None, "TOML file of keys with names, and limits of their own; read again when it changes.", default_doc="none"
-    )
+    api_key_file: str | None = path(None, "File with one key per line; # begins a comment.")
+    api_keys_file: str | None = path(None, "TOML file of keys with names, and limits of their own; read again when it changes.")
     admin_api_keys: tuple[str, ...] = setting(
         (),
         "Key of those who change what is served; may be repeated. It opens everything else, too.",
@@ -484,7 +481,7 @@ class ServerConfig(Component):
         choices=tuple(AccessLogKind),
     )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
-    ssl_keyfile: str | None = path(None, "TLS private key (PEM).", default_doc="none")
+    ssl_keyfile: str | None = path(None, "TLS private key (PEM).")
     max_connections: int | None = count(
         None,
         "Connections that may have a request at once. Idle ones beyond are closed for new ones, requests beyond answered 503.",
@@ -521,30 +518,21 @@ class ServerConfig(Component):
         maximum=100_000,
     )
     slow_request_s: float | None = duration(
-        None,
-        "A request that took longer is explained by a warning in the log.",
-        key="log_slow_requests",
-        minimum=0.0,
-        default_doc="none",
+        None, "A request that took longer is explained by a warning in the log.", key="log_slow_requests", minimum=0.0
     )
     request_timeout_s: float | None = duration(
-        None,
-        "Longest time that a request may take, its wait included; a client may ask for less.",
-        minimum=0.001,
-        default_doc="none",
+        None, "Longest time that a request may take, its wait included; a client may ask for less.", minimum=0.001
     )
     queue_timeout_s: float | None = duration(
-        None, "Longest time that a request may wait for its turn; a client may ask for less.", minimum=0.001, default_doc="none"
+        None, "Longest time that a request may wait for its turn; a client may ask for less.", minimum=0.001
     )
     first_token_timeout_s: float | None = duration(
-        None, "Longest time to the first token; a client may ask for less.", minimum=0.001, default_doc="none"
+        None, "Longest time to the first token; a client may ask for less.", minimum=0.001
     )
     load_timeout_s: float = duration(
         60.0, "Longest time that a request may wait for its model to be loaded; else it is answered 503.", minimum=0.0
     )
-    record: str | None = path(
-        None, "File to which arrivals, lengths, plans and durations are written, without any text.", default_doc="none"
-    )
+    record: str | None = path(None, "File to which arrivals, lengths, plans and durations are written, without any text.")
     record_size_bytes: int = size(
         256 << 20, "Largest size of the recording; the oldest of its four parts is dropped for a new one.", minimum=16 << 20
     )
@@ -564,7 +552,6 @@ class SharingConfig(Component):
         None,
         "Folder whose .gguf files and Hugging Face directories are served, too, also those that come later: each by its "
         "name, loaded when it is asked for.",
-        default_doc="none",
     )
     memory_bytes: int | None = size(
         None,
@@ -600,17 +587,12 @@ class SharingConfig(Component):
     split_of: str | None = setting(
         None,
         "Name of another model, of whose requests this one answers a part, such as with other settings of the same weights.",
-        default_doc="none",
     )
     split_share: float | None = share(
         None, "The part, as a share of the users that requests name.", minimum=0.0, maximum=1.0, default_doc="0"
     )
     split_tenants: tuple[str, ...] = setting(
-        (),
-        "Tenant whose requests all belong to the part; may be repeated.",
-        key="split_tenant",
-        default_doc="none",
-        is_multiple=True,
+        (), "Tenant whose requests all belong to the part; may be repeated.", key="split_tenant", is_multiple=True
     )
 
 
@@ -638,7 +620,7 @@ class LogConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything at once: what `build` takes."""
+    """All components."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
@@ -656,7 +638,7 @@ COMPONENTS: tuple[tuple[str, type[Component]], ...] = tuple((part.name, part.def
 
 
 def config_from(values: Mapping[str, object]) -> Config:
-    """The config with these values of settings, by their keys. Keys that are none are left alone."""
+    """Return the config with these values by the keys of settings. Other keys are ignored."""
     parts: dict[str, Any] = {}
     for name, component in COMPONENTS:
         given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}

@@ -1,6 +1,4 @@
-"""The API keys that open the server, with the names and limits that they have. Read before anything is loaded, and again when
-a file of them changes. Checks no request.
-"""
+"""The API keys that open the server, with their names and limits. Read at the start, and again when a file of keys changes."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ NAME_RULE = "1 to 64 letters, digits or any of . _ : @ / -"
 NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
 """A tenant's name: that of a key, or of the header X-Tenant."""
 _UNNAMED = "key-"
-_NAME_CHARS = 12
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute")
 _FIELDS = ("name", "key", "sha256", *_LIMITS, "priority", "models")
@@ -33,10 +30,10 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key, as far as it is kept: its digest, and what it opens."""
+    """One key: its digest, and what it opens."""
 
     name: str
-    """Safe to log; the tenant of the key's requests."""
+    """Safe to log. It is the tenant of the key's requests."""
     digest: bytes
     """SHA-256 of the key."""
     requests_per_minute: int | None = None
@@ -45,13 +42,13 @@ class ApiKey:
     tokens_per_minute: int | None = None
     """Tokens of prompts and answers."""
     priority: int | None = None
-    """Its requests are no more urgent than this (lower is first); None: as they say."""
+    """The most urgent priority that its requests may have; lower is first."""
     models: tuple[str, ...] | None = None
-    """Names of models that its requests may ask; None: all."""
+    """Models that its requests may use. None: all."""
 
 
 def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
-    """All keys that open the server; none: it is open to everyone who can reach it. Raises `ConfigError`."""
+    """Return the keys that open the server. Without keys, it is open to everyone. Raises `ConfigError`."""
     keys = [unnamed(key) for key in config.api_keys]
     if config.api_key_file:
         keys += map(unnamed, read_key_file(Path(config.api_key_file)))
@@ -66,12 +63,12 @@ def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
 
 
 def key_paths(config: ServerConfig) -> list[str]:
-    """The files that `api_keys` reads."""
+    """Return the files that `api_keys` reads."""
     return [path for path in (config.api_key_file, config.api_keys_file) if path]
 
 
 def exposed_paths(config: ServerConfig) -> list[str]:
-    """The files of keys themselves, and not of digests alone, that every user of this machine may read."""
+    """Return the files that contain keys, not just digests, and that every user of this machine may read."""
     paths = [config.api_key_file] if config.api_key_file else []
     if config.api_keys_file and any("key" in entry for entry in _entries(Path(config.api_keys_file))):
         paths.append(config.api_keys_file)
@@ -79,15 +76,13 @@ def exposed_paths(config: ServerConfig) -> list[str]:
 
 
 def unnamed(key: str) -> ApiKey:
-    """A key that is given by itself: its name says nothing about it. Raises `ConfigError` for one that no client can send.
-
-    A blank key is one that a client would match by sending none.
-    """
+    """Return a key that was given without a name. Raises `ConfigError` for one that no client can send."""
     digest = _digest(key)
-    return ApiKey(name=_UNNAMED + digest.hex()[:_NAME_CHARS], digest=digest)
+    return ApiKey(name=_UNNAMED + digest.hex()[:12], digest=digest)
 
 
 def _digest(key: str) -> bytes:
+    """Return the SHA-256 of a key. A client would match a blank one by sending none, so it is refused."""
     if not key.strip():
         raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
     if key != key.strip():
@@ -96,7 +91,7 @@ def _digest(key: str) -> bytes:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """One key per line; empty lines and those that begin with # do not count. Raises `ConfigError`."""
+    """Return the keys of a file with one per line. Empty lines and lines that begin with # are skipped."""
     if path.suffix == ".toml":  # each of its lines would be a key that anybody can guess
         raise ConfigError(f"The key file {path} is TOML, and not one key per line.", remedy="Name it by --api-keys-file.")
     lines = [line.strip() for line in _text(path, "--api-key-file").splitlines()]
@@ -107,7 +102,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
 
 
 def read_named_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file of `--api-keys-file`, one or more. Raises `ConfigError`, which tells no key."""
+    """Return the keys of `--api-keys-file`, at least one. Raises `ConfigError`, without a key in its text."""
     entries = _entries(path)
     keys = [_read_key(entry, f"The key file {path}, key {number}") for number, entry in enumerate(entries, 1)]
     _refuse_twice([key.name for key in keys], f"The key file {path} has two keys with the name")
@@ -137,11 +132,13 @@ def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
         raise ConfigError(f"{place} has no name that can be used.", remedy=f"Write {NAME_RULE}, not beginning with {_UNNAMED}.")
     place += f" ({name})"
     if models is not None and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
-        raise ConfigError(f"{place}: models is no list of names.", remedy='Write models = ["name"], or leave it out for all.')
+        raise ConfigError(
+            f"{place}: models is not a list of names.", remedy='Write models = ["name"], or leave it out for all.'
+        )
     counts = {field: _count(entry[field], f"{place}: {field}") for field in _LIMITS if field in entry}
     priority = entry.get("priority")
     if priority is not None and (type(priority) is not int or abs(priority) > _MAX_PRIORITY):
-        raise ConfigError(f"{place}: priority is no integer.", remedy="Write priority = 1; lower is served first.")
+        raise ConfigError(f"{place}: priority is not an integer.", remedy="Write priority = 1; lower is served first.")
     return ApiKey(
         name=name,
         digest=_digest_of(entry, place),
@@ -166,7 +163,7 @@ def _digest_of(entry: Mapping[str, Any], place: str) -> bytes:
 
 def _count(value: object, what: str) -> int:
     if type(value) is not int or not 1 <= value <= _MAX_COUNT:
-        raise ConfigError(f"{what} is no count.", remedy="Write an integer of 1 or more, or leave it out for no limit.")
+        raise ConfigError(f"{what} is not a count.", remedy="Write an integer of 1 or more, or leave it out for no limit.")
     return value
 
 
@@ -177,7 +174,6 @@ def _refuse_twice(names: Sequence[str], words: str) -> None:
 
 
 def _text(path: Path, flag: str) -> str:
-    """The text of a key file. Raises `ConfigError`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -190,13 +186,11 @@ def _text(path: Path, flag: str) -> str:
 
 
 def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
-    """Return whether each tenant shares cached prefixes with itself alone. By default that is so if there are several."""
+    """Return whether each tenant has its own cached prefixes. By default, it does if there are several tenants."""
     return has_several_tenants(config) if prefix_sharing is None else prefix_sharing == "tenant"
 
 
 def has_several_tenants(config: ServerConfig) -> bool:
-    """Return whether keys tell tenants apart, or a gateway behind one key does. A file may have several keys at any time, since
-    it is read again.
-    """
+    """Return whether keys, or a gateway behind one key, distinguish tenants. A file of keys may get several at any time."""
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

@@ -1,7 +1,4 @@
-"""Settings as a file that `--config` reads, and the hash that names those of them that say how a server schedules.
-
-`penstock tune` writes the file; the factory puts the same hash into the metrics. `sources` reads files.
-"""
+"""Settings as a file for `--config`, which `penstock tune` writes, and the hash of the scheduling settings in the metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ _HASHED = {item.key for item in settings_of(SchedulerConfig)} | {"kv_watermark"}
 
 
 def settings_hash(config: Config) -> str:
-    """12 hexadecimal digits that tell these settings of scheduling from all others, whatever file, flag or variable set them.
+    """Return 12 hexadecimal digits for the settings of scheduling, whatever file, flag or variable set them.
 
-    It counts what was set: a setting that is left out differs from one that is set to what its preset has anyway.
+    A setting that is left out differs from one that is set to the value of its preset.
     """
     hashed = {key: value for key, value in _set(config).items() if key in _HASHED}
     text = json.dumps([FORMAT, hashed], sort_keys=True, default=str)
@@ -31,9 +28,9 @@ def settings_hash(config: Config) -> str:
 
 
 def write_config_file(config: Config, notes: Sequence[str]) -> str:
-    """The settings of model, KV cache, scheduling and compute that are not the default's, as TOML.
+    """Return the changed settings of model, KV cache, scheduling and compute as TOML, below the notes.
 
-    Notes, a line each, stand above. Folders of this machine are left out.
+    Folders of this machine are left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]
@@ -42,7 +39,7 @@ def write_config_file(config: Config, notes: Sequence[str]) -> str:
 
 
 def _set(config: Config) -> dict[str, object]:
-    """Key -> value of the settings that differ from their default."""
+    """Return the settings that differ from their default, by key."""
     return {
         item.key: value
         for name, component in COMPONENTS
@@ -53,7 +50,7 @@ def _set(config: Config) -> dict[str, object]:
 
 
 def _toml(value: object) -> str:
-    """A value in TOML: those of JSON are written alike but for objects."""
+    """Write a value in TOML, which differs from JSON in objects."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(str(key))} = {_toml(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):

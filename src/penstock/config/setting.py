@@ -1,6 +1,6 @@
-"""One thing that can be set: declared by `components`; read by the command line, the file reader and the docs. Holds no value.
+"""One thing that can be set: `components` declares it; the command line, the file reader and the docs read it.
 
-A setting hangs on a dataclass field, so that default, documentation, flag, environment variable and file key are stated once.
+A setting belongs to a dataclass field, so default, documentation, flag, environment variable and file key are stated once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """How a setting's value is written; the value is what help and docs show."""
+    """How a setting's value is written, as help and docs call it."""
 
     TEXT = "text"
     PATH = "path"
@@ -46,26 +46,24 @@ _FALSE = ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that is known about one setting."""
-
     field: str = ""
-    """Attribute of the component that holds it."""
+    """Attribute of its component."""
     key: str = ""
-    """Name in a TOML file; flag and environment variable derive from it."""
+    """Name in a TOML file, from which flag and environment variable derive."""
     doc: str
     kind: Kind
     default: object
     default_doc: str = ""
-    """The default in words, where it is None or empty."""
+    """The default in words, if it is None or empty."""
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     is_multiple: bool = False
     takes_class: bool = False
-    """Besides the choices, a class of the user's own may be named."""
+    """A user may also name a class of their own."""
 
     def named(self, field: str) -> Setting:
-        """The setting that this attribute holds."""
+        """Return the setting of this attribute."""
         return dataclasses.replace(self, field=field, key=self.key or field.removesuffix(_UNITS.get(self.kind, "")))
 
     @property
@@ -78,7 +76,7 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default in the notation in which it would be written, or in words."""
+        """The default as a user would write it, or in words."""
         if self.default_doc:
             return self.default_doc
         if self.kind is Kind.SIZE and isinstance(self.default, int):
@@ -88,13 +86,13 @@ class Setting:
         return str(self.default).lower() if self.kind is Kind.FLAG else str(self.default)
 
     def parse(self, raw: object) -> Any:
-        """The value of one entry as written in a flag, the environment or TOML. Raises ValueError with the cause in words."""
+        """Return the value of one entry from a flag, the environment or TOML. Raises ValueError with the cause."""
         value = self._convert(raw)
         self.check(value)
         return value
 
     def check(self, value: object) -> None:
-        """Raises ValueError if a value (of the right type) is blank, or outside the choices or the range."""
+        """Raise ValueError if a value of the right type is blank, or outside the choices or the range."""
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{value!r} is empty")
         if self.takes_class and isinstance(value, str) and ":" in value:
@@ -115,7 +113,6 @@ class Setting:
             raise ValueError(f"{self.shown(value)} is more than {self.shown(self.maximum)}")
 
     def shown(self, number: float) -> str:
-        """A value or a limit in words."""
         return format_size(int(number)).replace(" ", "") if self.kind is Kind.SIZE else f"{number:g}"
 
     def _convert(self, raw: object) -> object:
@@ -141,8 +138,13 @@ class Setting:
 
 
 def setting(default: object, doc: str, kind: Kind = Kind.TEXT, **details: Any) -> Any:
-    """A dataclass field that is a setting. `details` are fields of `Setting`; without a `key`, the key is the field's name, but
-    for the unit of sizes and durations, which a user writes with the number."""
+    """Return a dataclass field that is a setting. `details`: fields of `Setting`.
+
+    The key is the field's name by default, without the unit of sizes and durations, which users write with the number. A
+    default of None or () means none, unless `default_doc` says otherwise.
+    """
+    if default is None or default == ():
+        details.setdefault("default_doc", "none")
     return dataclasses.field(default=default, metadata={"setting": Setting(default=default, doc=doc, kind=kind, **details)})
 
 
@@ -158,14 +160,14 @@ table = partial(setting, kind=Kind.TABLE)
 
 
 def settings_of(component: type) -> tuple[Setting, ...]:
-    """The settings that a component's fields declare, in order."""
+    """Return the settings of a component's fields, in order."""
     return tuple(
         part.metadata["setting"].named(part.name) for part in dataclasses.fields(component) if "setting" in part.metadata
     )
 
 
 class Component:
-    """Base of the frozen configs: checks choices and ranges when one is made, whoever makes it."""
+    """Base of the frozen configs. Checks choices and ranges when one is made."""
 
     title: ClassVar[str] = ""
 
@@ -198,7 +200,7 @@ def _as_counts(raw: object) -> tuple[int, ...]:
 
 
 def _as_table(raw: object) -> dict[str, Any]:
-    """A table of TOML; outside of a file an inline one, as in `{weight = 2, name = "a"}`."""
+    """Return a table of TOML, or an inline one such as `{weight = 2, name = "a"}`."""
     if isinstance(raw, str):
         try:
             raw = tomllib.loads(f"table = {raw}")["table"]
@@ -210,6 +212,6 @@ def _as_table(raw: object) -> dict[str, Any]:
 
 
 def _toml_type(value: object) -> str:
-    """With its article; of all but text, which every setting takes or parses."""
+    """Return the type of a value that is not text, with its article."""
     names = {bool: "a boolean", int: "an integer", float: "a decimal number", list: "a list", dict: "a table"}
     return names.get(type(value), f"a {type(value).__name__}")  # of dates and times

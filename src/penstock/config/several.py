@@ -1,9 +1,6 @@
-"""The models of one server, a config each: of words of the command line, tables of the file and files of a folder.
-`cli` calls it.
+"""The configs of a server's models, from words of the command line, tables of the file and files of a folder.
 
-    what a table [[models]] says of one model  before  what flags, environment and file say of all
-
-Decides which models there are and in which order; reads nothing.
+A model's table [[models]] overrides what flags, environment and file say for all models.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ _OF_ONE_MODEL = (
     "split_share",
     "split_tenant",
 )
-"""Settings of one model, which several can't have in common."""
+"""Settings that several models can't share."""
 _ALONE = ("record",)
-"""Settings of a server that has one model."""
+"""Settings for a server of one model."""
 
 
 def configs_of(
@@ -40,11 +37,11 @@ def configs_of(
     tables: Sequence[Mapping[str, object]] = (),
     folder: Sequence[tuple[str, str]] = (),
 ) -> list[Config]:
-    """A config for each model, the first of them the default one; of nothing named, that of the default model.
+    """Return a config for each model, the default one first. If nothing is named: the config of the default model.
 
-    `values`: of all models, by the keys of settings. `words` name models, those first; a word that names a table by one of its
-    names, or by its `model`, stands for it. `folder`: (name, path) of models that are loaded when they are asked for, unless a
-    word has their name. Raises ConfigError for settings that several models can't have in common.
+    `values`: settings of all models by key. `words`: models of the command line, which come first. A word that equals a name
+    or the `model` of a table stands for that table. `folder`: (name, path) of models that requests load, unless a word names
+    them. Raises ConfigError for settings that several models can't share.
     """
     in_tables = {_place(table["model"]) for table in tables}
     found = [{"model": path, "served_model_name": (name,)} for name, path in folder if _place(path) not in in_tables]
@@ -57,17 +54,17 @@ def configs_of(
 
 
 def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
-    """The config of a model that is found in the folder later, as `configs_of` makes it of one that was there."""
+    """Return the config of a model that is found in the folder later."""
     return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 
 def _own(table: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a model's table. A policy that it names has the arguments that it gives, and not those of another."""
+    """Return the settings of a model's table. A policy that it names does not get arguments meant for another one."""
     return {**{f"{key}_args": None for key in table}, **table}
 
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
-    """The table that a word stands for, which is taken out of the rest; one of its own if there is none."""
+    """Remove the table that a word stands for from the rest and return it, or return a new one."""
     for table in rest:
         if word in _names(table) or _place(word) == _place(table["model"]):
             rest.remove(table)
@@ -81,9 +78,9 @@ def _names(table: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def _place(model: object) -> Path:
-    """The same for all ways to write a file's path; of a model that is no file, something of its own."""
+    """Return a value that is equal for all ways to write a file's path."""
     path = Path(str(model))
-    with suppress(RuntimeError):  # there is no such home folder, which is told when the model is looked up
+    with suppress(RuntimeError):  # an unknown home folder is an error when the model is looked up
         path = path.expanduser()
     return path.absolute()
 

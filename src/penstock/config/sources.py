@@ -1,7 +1,4 @@
-"""Where settings come from besides flags: a TOML file, to checked values, and the environment, for variables that are unknown.
-
-Read by the command line. Never knows the use of a setting.
-"""
+"""Sources of settings besides flags: a TOML file, which is parsed here, and the environment, checked for unknown variables."""
 
 from __future__ import annotations
 
@@ -29,32 +26,32 @@ _OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
 
 
 MODELS = "models"
-"""Key of the tables of a file that set what one of several models has for itself."""
+"""Key of a file's tables with settings of one model."""
 _OF_EACH_MODEL = (ModelConfig, KvConfig, LoraConfig, SchedulerConfig, AdmissionConfig, BackendConfig, SharingConfig)
 _OF_ALL_MODELS = ("cache", "threads", "pin_threads", "models_dir", "memory")
 
 
 def model_settings() -> tuple[Setting, ...]:
-    """The settings that each of several models may have for itself."""
+    """Return the settings that each of several models can have for itself."""
     return tuple(item for kind in _OF_EACH_MODEL for item in settings_of(kind) if item.key not in _OF_ALL_MODELS)
 
 
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting of every component, in order; their keys are unique."""
+    """Return every setting of every component, in order. Keys are unique."""
     return tuple(item for _, component in COMPONENTS for item in settings_of(component))
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The settings of a file, parsed, by their keys."""
+    """The parsed settings of a file, by key."""
 
     values: dict[str, object]
     models: tuple[dict[str, object], ...] = ()
-    """Its tables `[[models]]`: what is set of one model alone."""
+    """Its tables `[[models]]`."""
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Raises ConfigError naming file, key and cause."""
+    """Read a TOML file. Raises ConfigError naming file, key and cause."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,9 +85,9 @@ def _parse_model(raw: Mapping[str, object], place: str) -> dict[str, object]:
 
 
 def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, place: str = "") -> dict[str, object]:
-    """Setting key -> parsed value, of `raw` values in the notation of the file, or of their own type.
+    """Return the parsed values by key. `raw` values are written as in the file, or have their own type.
 
-    Raises ConfigError for a key that is none of `settings`, and for a wrong value; its message begins with `place`.
+    Raises ConfigError for an unknown key and for a wrong value, with `place` before the message.
     """
     known = {item.key: item for item in settings}
     values: dict[str, object] = {}
@@ -118,13 +115,13 @@ def _valid_keys(key: str, valid: Iterable[str]) -> str:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that begins with PENSTOCK_ and that nothing reads, with the name that was probably meant."""
+    """Return a warning for each unknown variable that begins with PENSTOCK_, with the name that was probably meant."""
     known = [*(item.env for item in all_settings()), *_OTHERS]
     return [_warning(name, known) for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
 
 
 def _warning(name: str, known: list[str]) -> str:
-    # Without the common beginning, which would make all of them alike.
+    # The common prefix would make all names similar.
     close = difflib.get_close_matches(name.removeprefix(PREFIX), [item.removeprefix(PREFIX) for item in known], n=1)
     guess = f" Did you mean {PREFIX}{close[0]}?" if close else ""
     return f"The environment variable {name} is unknown and has no effect.{guess}"

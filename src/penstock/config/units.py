@@ -1,4 +1,4 @@
-"""Human notations of numbers (counts, sizes, durations, shares), parsed for `setting`. Knows no setting.
+"""Notations of numbers that people write: counts, sizes, durations, shares.
 
 A count is `512`, `4k` (4,000) or `2Mi` (2,097,152). A size is in bytes: `4GiB`, `512MB`. A duration is in seconds:
 `250ms`, `30s`, `2m`, `1h`, or a bare number of seconds. A share is `1%` or `0.01`. Counts are a list such as `128,512,1k`.
@@ -52,7 +52,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def _split(text: str, factors: Mapping[str, float], expected: str) -> tuple[str, float]:
-    """The number as it is written, and the factor of its unit."""
+    """Return the number as it is written, and the factor of its unit."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not {expected}")
