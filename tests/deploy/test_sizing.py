@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.backends.cuda.memory import Usage
 from penstock.backends.native import footprint
 from penstock.config import BackendConfig, Config, KvConfig
+from penstock.deploy.forecast import Outline, forecast
 from penstock.deploy.resolve import decide, plan_on_cpu
 from penstock.deploy.sizing import (
     DEFAULT_CAP_BYTES,
@@ -26,11 +27,13 @@ from penstock.deploy.sizing import (
     check_address_space,
     plan_gpu_kv,
     plan_kv,
+    wanted_len,
 )
 from penstock.machine import AddressSpace
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
+from penstock.types.plan import Capacity
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -61,15 +64,20 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
     arguments: dict[str, Any] = {
         "block_bytes": footprint.block_bytes(spec, changes.pop("dtype", KvDtype.INT8), kv.block_size),
         "step_bytes": footprint.expert_bytes(spec, changes.get("max_step_tokens", 512)),
-        "max_model_len": None,
-        "max_num_seqs": 64,
-        "max_step_tokens": 512,
-        "window": 0,
         "num_weight_bytes": 100 << 20,
         "available_bytes": 64 * GIB,
         **changes,
     }
-    return plan_kv(spec, kv, **arguments)
+    wanted = wanted_capacity(spec, kv, {"max_num_seqs": 64, "max_step_tokens": 512} | arguments)
+    for name in ("max_model_len", "max_num_seqs", "max_step_tokens", "window"):
+        arguments.pop(name, None)
+    return plan_kv(wanted, kv, is_exact=changes.get("max_model_len") is not None, **arguments)
+
+
+def wanted_capacity(spec: ModelSpec, kv: KvConfig, sizes: dict[str, Any]) -> Capacity:
+    longest = wanted_len(spec, sizes.get("max_model_len"))
+    rows, tokens = sizes["max_num_seqs"], sizes["max_step_tokens"]
+    return Capacity(0, kv.block_size, rows, tokens, longest, spec.has_state, sizes.get("window", 0))
 
 
 def test_no_more_than_all_rows_together_can_use() -> None:
@@ -141,9 +149,10 @@ def test_the_window_is_the_largest_where_every_layer_has_one(backend: str, windo
 
 def test_a_gpu_keeps_the_blocks_behind_a_window() -> None:
     spec = make_spec().with_attention(lambda _, layer: replace(layer, window=6))
-    sizes: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, "max_step_tokens": 2048}
-    found = plan_gpu_kv(spec, KvConfig(), block_bytes=2 << 20, memory=Usage(80 * GIB, 79 * GIB, 20 * GIB), **sizes)
-    assert found.capacity.window == 0
+    outline = Outline(
+        name="", spec=spec, num_weight_bytes=0, num_disk_bytes=0, num_read_bytes=0, is_quantised=False, is_assumed=False
+    )
+    assert forecast(Config(), outline, is_gpu=True, memory_bytes=80 * GIB).capacity.window == 0
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -241,9 +250,10 @@ def test_what_is_planned_fits_the_machine_and_one_longest_request(
 def gpu_plan(
     kv: KvConfig | None = None, *, free: int = 79 * GIB, used: int = 20 * GIB, block: int = 2 << 20, **changes: Any
 ) -> KvPlan:
-    arguments: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, "max_step_tokens": 2048, **changes}
-    memory = Usage(80 * GIB, free, used)
-    return plan_gpu_kv(make_spec(8192), kv or KvConfig(), block_bytes=block, memory=memory, **arguments)
+    memory, kv, adapters = Usage(80 * GIB, free, used), kv or KvConfig(), changes.pop("adapters", AdapterRoom())
+    wanted = wanted_capacity(make_spec(8192), kv, {"max_num_seqs": 256, "max_step_tokens": 2048} | changes)
+    is_exact = "max_model_len" in changes
+    return plan_gpu_kv(wanted, kv, is_exact=is_exact, block_bytes=block, memory=memory, adapters=adapters)
 
 
 def test_a_gpu_gives_what_weights_and_the_largest_step_leave() -> None:

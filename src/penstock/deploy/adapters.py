@@ -292,8 +292,7 @@ class Adapters:
         """
         if not name or len(name) > _MAX_NAME or not name.isprintable():
             raise ConfigError(
-                f"{name[:_MAX_NAME]!r} can't be the name of an adapter.",
-                remedy=f"Use 1 to {_MAX_NAME} printable characters.",
+                f"{name[:_MAX_NAME]!r} can't be the name of an adapter.", remedy=f"Use 1 to {_MAX_NAME} printable characters."
             )
         with self._changed:
             self._check_free(name, may_replace=may_replace)

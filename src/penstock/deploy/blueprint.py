@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from penstock.config import Backend, BackendConfig, KvConfig, LoraConfig
+from penstock.config import Backend, BackendConfig, KvConfig, LoraConfig, ModelConfig
+from penstock.deploy.sizing import AdapterRoom, KvPlan, wanted_len
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.deploy.policies import PolicyRecipe
     from penstock.deploy.recorder import Recording
     from penstock.deploy.resources import MemoryShare
-    from penstock.deploy.sizing import AdapterRoom, KvPlan
     from penstock.machine import Cores
     from penstock.models.catalog import ModelSource
     from penstock.models.formats import Floats
     from penstock.models.weights import LoadedModel
-    from penstock.types.model_spec import Pooling
+    from penstock.types.model_spec import ModelSpec, Pooling
     from penstock.types.vocab import GgufVocab
 
 
@@ -51,6 +52,11 @@ class Compute:
     def is_native(self) -> bool:
         return self.options.backend == Backend.NATIVE
 
+    def wanted(self, spec: ModelSpec, max_model_len: int | None, window: int = 0) -> Capacity:
+        """Return the capacity of a model whose KV cache has no size yet. Raises ConfigError as `wanted_len`."""
+        longest = wanted_len(spec, max_model_len)
+        return Capacity(0, self.block_size, self.max_rows, self.max_step_tokens, longest, spec.has_state, window)
+
     @property
     def depth(self) -> int:
         """Steps in flight."""
@@ -71,14 +77,8 @@ class Loading:
     """How a model's files are read, at the start and at every restart."""
 
     source: ModelSource
+    settings: ModelConfig
     floats: Floats
-    served_len: int | None
-    """Longest prompt + output that the settings allow. None: the model's own limit."""
-    generation: str
-    """The setting `generation_config`."""
-    experts_on_disk: bool
-    task: str
-    pooling: Pooling | None
     merged_adapter: Path | None
     """An adapter that becomes part of the weights."""
 
@@ -91,11 +91,11 @@ class Loading:
             max_weight_bytes=max_weight_bytes,
             floats=self.floats,
             check_vocab=_check_vocab,
-            served_len=self.served_len,
-            generation=self.generation,
-            experts_on_disk=self.experts_on_disk,
-            task=self.task,
-            pooling=self.pooling,
+            served_len=self.settings.max_model_len,
+            generation=self.settings.generation_config,
+            experts_on_disk=self.settings.experts_on_disk,
+            task=self.settings.task,
+            pooling=cast("Pooling | None", self.settings.pooling),
         )
         if self.merged_adapter is None:
             return model
@@ -112,23 +112,12 @@ def _check_vocab(vocab: GgufVocab) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSettings:
-    """How chats, tool calls and reasoning are written."""
-
-    chat_template: str | None
-    """Name, file or text of a template. None: the model's own."""
-    tool_parser: str
-    reasoning_parser: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     names: tuple[str, ...]
     """Names that clients may use. Answers have the first."""
     aliases: tuple[str, ...]
     """Further names, which are not listed."""
     loading: Loading
-    text: TextSettings
     compute: Compute
     cores: Cores
     """The cores on which native kernels compute."""
@@ -157,6 +146,10 @@ class Blueprint:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def settings(self) -> ModelConfig:
+        return self.loading.settings
 
     @property
     def measured_plan(self) -> KvPlan:

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from penstock.config import ServerConfig
 from penstock.config.units import format_size
 from penstock.deploy import device
-from penstock.deploy.blueprint import Blueprint, TextSettings
+from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor, first_executor
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.recorder import open_recorder
@@ -31,9 +31,6 @@ from penstock.types.errors import counted
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.admission.tenants import Tenants
-    from penstock.backends.cuda.executor import CudaExecutor
-    from penstock.backends.native.executor import NativeExecutor
-    from penstock.backends.reference.executor import ReferenceExecutor
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
     from penstock.engine.core import EngineCore
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
     from penstock.kv.manager import KVManager
-    from penstock.models.adapter import AdapterFactors
+    from penstock.models.adapter import AdapterFactors, AdapterPacker
     from penstock.models.adapter_files import AdapterFiles
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
@@ -104,7 +101,7 @@ def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lastin
     _log_model(blueprint, model)
     # The vocabulary takes about as long as the weights, and both release the GIL for most of the time.
     with ThreadPoolExecutor(max_workers=1) as side, contextlib.ExitStack() as undone:
-        text = side.submit(_load_text, blueprint.text, model)
+        text = side.submit(_load_text, blueprint.settings.chat_template, model)
         blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))
         undone.callback(executor.close)
         if model.encoder is None:
@@ -319,7 +316,9 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             chat_template=chat_template,
             grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
             dialect=find_dialect(
-                template, tool_parser=blueprint.text.tool_parser, reasoning_parser=blueprint.text.reasoning_parser
+                template,
+                tool_parser=blueprint.settings.tool_call_parser,
+                reasoning_parser=blueprint.settings.reasoning_parser,
             ),
             admission=maker.admission,
             metrics=metrics,
@@ -342,7 +341,7 @@ def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Ex
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 
-    packer = cast("NativeExecutor | ReferenceExecutor | CudaExecutor", executor).adapter_packer
+    packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
     spec, program = model.spec, describe(model.spec)
 
     def read(path: Path, files: AdapterFiles) -> AdapterFactors:
@@ -363,7 +362,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
     return open_store(blueprint.tier_folder, cache.kv_disk_size_bytes, executor, fingerprint)
 
 
-def _load_text(settings: TextSettings, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
+def _load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     """Return the tokenizer and the chat template, which an encoder does not have."""
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
@@ -378,9 +377,9 @@ def _load_text(settings: TextSettings, model: LoadedModel) -> tuple[Tokenizer, C
     if model.encoder is not None:
         return tokenizer, None
     named = model.chat_templates
-    if settings.chat_template is None and set(named) - {"default"}:
+    if asked is None and set(named) - {"default"}:
         _log.info("chat templates of the model: %s; --chat-template takes another", ", ".join(sorted(named)[:MAX_NAMES]))
-    text = choose_chat_template(settings.chat_template, named)
+    text = choose_chat_template(asked, named)
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 
 
@@ -388,7 +387,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
     from penstock.deploy.running import ModelInfo
 
     blueprint, capacity = maker.blueprint, executor.capacity
-    source, text = blueprint.loading.source, blueprint.text
+    source, settings = blueprint.loading.source, blueprint.settings
     newest = max(model.path.iterdir(), key=lambda file: file.stat().st_mtime) if model.path.is_dir() else model.path
     return ModelInfo(
         served_names=blueprint.names,
@@ -400,7 +399,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
             executor,
             template,
             merged=blueprint.loading.merged_adapter,
-            parsers=(text.tool_parser, text.reasoning_parser),
+            parsers=(settings.tool_call_parser, settings.reasoning_parser),
         ),
         created_unix_s=int(newest.stat().st_mtime),
         max_model_len=capacity.max_model_len,

@@ -16,7 +16,7 @@ from penstock.config.units import format_size
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.device import memory_nodes, num_threads
 from penstock.deploy.experts import expert_file
-from penstock.deploy.sizing import KvPlan, plan_gpu_kv
+from penstock.deploy.sizing import plan_gpu_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
@@ -34,8 +34,6 @@ EXECUTORS: Mapping[str, str] = {
 }
 """Backend -> class."""
 
-MEASURED_BLOCKS = 2
-"""Blocks of a GPU's executor before its KV cache has been planned."""
 BAR_DELAY_S = 1.0
 CAPTURE_SECONDS = 10.0
 """Time for graphs at a start. The rest are captured when a step needs them."""
@@ -55,7 +53,14 @@ def first_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
     executor, usage = _profile(blueprint, model)
     plan = blueprint.plan
     try:
-        plan = plan or _plan_measured(blueprint, model, executor.block_bytes, usage)
+        plan = plan or plan_gpu_kv(
+            blueprint.compute.wanted(model.spec, blueprint.settings.max_model_len),
+            blueprint.cache,
+            is_exact=blueprint.settings.max_model_len is not None,
+            block_bytes=executor.block_bytes,
+            memory=usage,
+            adapters=blueprint.adapters,
+        )
         blueprint = replace(blueprint, plan=plan)
         _make_ready(executor, blueprint)
     except MemoryError as error:
@@ -76,7 +81,7 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
     """Return the executor of a blueprint with a memory plan, with the model's weights."""
     options, plan = blueprint.compute.options, blueprint.measured_plan
     if blueprint.compute.is_on_gpu:
-        executor = _make_for_gpu(blueprint, model, MEASURED_BLOCKS)
+        executor = _make_for_gpu(blueprint, model)
         try:
             _make_ready(executor, blueprint)
         except BaseException:
@@ -127,7 +132,7 @@ def _profile(blueprint: Blueprint, model: LoadedModel) -> tuple[CudaExecutor, Us
     compute, cache = blueprint.compute, blueprint.cache
     longest = _longest(blueprint, model)
     if blueprint.plan is None:
-        capacity = Capacity(MEASURED_BLOCKS, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
+        capacity = Capacity(2, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
     else:
         capacity = blueprint.plan.capacity
     moved = num_staged_blocks if cache.kv_host_size_bytes or cache.kv_disk_size_bytes else no_blocks
@@ -170,10 +175,11 @@ def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
     """
     if model.encoder is not None:
         return blueprint.measured_plan.max_model_len
-    return min(blueprint.loading.served_len or model.spec.max_model_len, model.spec.max_model_len)
+    return min(blueprint.settings.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
 
 
-def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int) -> CudaExecutor:
+def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int = 2) -> CudaExecutor:
+    """Make an executor whose KV cache is not planned yet."""
     compute = blueprint.compute
     block_size = blueprint.plan.block_size if blueprint.plan is not None else compute.block_size
     rows, step_tokens = compute.max_rows, compute.max_step_tokens
@@ -211,17 +217,3 @@ def _make(blueprint: Blueprint, model: LoadedModel, capacity: Capacity, **extras
         **extras,
     )
     return executor
-
-
-def _plan_measured(blueprint: Blueprint, model: LoadedModel, block_bytes: int, usage: Usage) -> KvPlan:
-    compute = blueprint.compute
-    return plan_gpu_kv(
-        model.spec,
-        blueprint.cache,
-        max_model_len=blueprint.loading.served_len,
-        max_num_seqs=compute.max_rows,
-        max_step_tokens=compute.max_step_tokens,
-        block_bytes=block_bytes,
-        memory=usage,
-        adapters=blueprint.adapters,
-    )

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from penstock.deploy.blueprint import Compute
     from penstock.models.weights import LoadedModel
 
-ASSUMED_DISK_BYTES_PER_S = 1e9
-"""Reading rate of a plain solid-state disk, for a figure that everyone can scale to theirs."""
-
 
 def check_experts(compute: Compute, model: LoadedModel) -> None:
     """Raise ConfigError if --experts-on-disk would change nothing."""
@@ -58,9 +55,9 @@ def disk_words(model: LoadedModel, room_bytes: int) -> str:
     words = f"experts of {format_size(model.num_expert_bytes)} on disk, of which a token reads {format_size(int(read_bytes))}"
     if held >= 1.0:
         return f"{words}; memory has room for all of them"
-    rate = ASSUMED_DISK_BYTES_PER_S / (read_bytes * (1.0 - held))
+    rate = 1e9 / (read_bytes * (1.0 - held))  # of a plain solid-state disk: a figure that everyone can scale to theirs
     return (
-        f"{words}; memory has room for {held:.0%}: a disk of {ASSUMED_DISK_BYTES_PER_S / 1e9:g} GB/s then allows about "
+        f"{words}; memory has room for {held:.0%}: a disk of 1 GB/s then allows about "
         f"{rate:.3g} tokens/s, or more where tokens choose some experts more often"
     )
 

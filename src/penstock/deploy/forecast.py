@@ -49,8 +49,6 @@ ASSUMED_GPU_STEP_BYTES = 2 << 30
 """Activations of the largest step, graphs, kernels and workspaces of libraries."""
 ASSUMED_SYSTEM_BYTES = 1 << 30
 """Memory of a machine from the table that its system and other processes take."""
-ASSUMED_BYTES_PER_PARAMETER = 2
-"""For a directory with a config.json and no weights: bf16."""
 DEFAULT_MAX_MODEL_LEN = 8192
 """Longest request of a simulation without a model: that of the default model."""
 
@@ -99,11 +97,9 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
 
         used_bytes = outline.num_weight_bytes + ASSUMED_GPU_STEP_BYTES
         kv = plan_gpu_kv(
-            outline.spec,
+            compute.wanted(outline.spec, config.model.max_model_len),
             config.kv,
-            max_model_len=config.model.max_model_len,
-            max_num_seqs=compute.max_rows,
-            max_step_tokens=compute.max_step_tokens,
+            is_exact=config.model.max_model_len is not None,
             block_bytes=footprint.block_bytes(outline.spec, compute.kv_dtype, compute.block_size),
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
@@ -180,9 +176,9 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
     from penstock.models.architectures import describe
     from penstock.models.checks import weight_shapes
 
-    sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(describe(spec)).items()}
-    num_bytes = ASSUMED_BYTES_PER_PARAMETER * sum(sizes.values())
-    embedding = 0 if spec.tie_word_embeddings else ASSUMED_BYTES_PER_PARAMETER * sizes["embed"]
+    sizes = {weight: 2 * rows * cols for weight, (rows, cols) in weight_shapes(describe(spec)).items()}  # in bf16
+    num_bytes = sum(sizes.values())
+    embedding = 0 if spec.tie_word_embeddings else sizes["embed"]
     return Outline(
         name=name,
         spec=spec,

@@ -1,15 +1,10 @@
-"""Work on requests: done on the event loop if it is small, else in a thread, so that other clients' tokens flow on.
+"""Work on requests: small work on the event loop, other work in threads, so that other clients' tokens flow on.
 
-The server calls it for texts, conversations and grammars that clients send. The work must not touch what belongs to the event
-loop. The threads are its own: ending the server, or asking how it is, never waits for them.
+    size        up to `INLINE_MAX_SIZE`    up to `LARGE_SIZE`    above
+    done by     the event loop             two threads           one thread
 
-size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
-done by     the event loop, at once        two threads            one thread
-
-Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Chat
-templates have one, which waits for the process that renders one conversation at a time. Both are `FairLine`s: tenants take
-turns, so that no tenant's grammars or conversations wait for all those of another. Conversations of one tenant are rendered in
-the order in which they came, large or small: the bound of their size keeps that wait short.
+Grammars have two more threads, and chat templates one, whatever their size: there tenants take turns (`FairLine`). The work
+must not touch what belongs to the event loop. Nothing waits for the threads when the server ends.
 """
 
 from __future__ import annotations
@@ -28,31 +23,29 @@ from penstock.types.errors import Rejected, RejectReason
 _Result = TypeVar("_Result")
 
 INLINE_MAX_SIZE = 4096
-"""Characters or bytes whose work (tokenising, templates, checks in Python) takes about a millisecond."""
+"""Characters or bytes that take about a millisecond (tokenising, templates, checks in Python)."""
 LARGE_SIZE = 1 << 16
-"""Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
+"""Larger work has its own line, so that it does not delay the prompts that people write."""
 MAX_JOBS = 1024
 MAX_GRAMMARS = 32
-"""Different grammars of one tenant that wait to be compiled. All tenants together are limited by the places at the door."""
+"""Different grammars of one tenant that wait. The door limits all tenants together."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Characters or bytes, in each line, and of each tenant's grammars and conversations: four of the largest bodies, a few seconds
-of tokenising each."""
+"""Characters or bytes in a line, and of one tenant's grammars or conversations: four of the largest bodies."""
 MAX_RENDER_S = 10.0
-"""Longest time until a conversation is a prompt, with those before it: a template may take seconds for each of them."""
+"""Longest time until a conversation is a prompt, including the conversations before it."""
 RETRY_AFTER_S = 5.0
 
 
 def give_way() -> None:
-    """Let other threads have the interpreter. To be called between pieces of long work, of a millisecond at most each.
+    """Let other threads run Python. Call this at least every millisecond of long work.
 
-    A thread that does not ask for this keeps the others from Python for up to 5 ms at a time, and for as long as a single
-    call of a library takes.
+    Otherwise a thread keeps the interpreter for up to 5 ms at a time.
     """
     time.sleep(0)
 
 
 class OffLoop:
-    """Bounded lines of work. Everything belongs to the event loop, but `close`, which any thread may call."""
+    """Bounded lines of work. For the event loop; any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
@@ -61,16 +54,16 @@ class OffLoop:
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
-        """The result of `work`, done in a thread if `size`, in characters or bytes, is above the limit.
+        """Return the result of `work`, done in a thread if `size`, in characters or bytes, is above the limit.
 
-        Raises `Rejected`: QUEUE_FULL if too much waits already, DRAINING once the server ends.
+        Raises `Rejected`: QUEUE_FULL if too much waits, DRAINING when the server ends.
         """
         if size <= limit:
             return work()
         return await self._enter(self._line(size), size, work, "long texts")
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for chat templates: never on the event loop, in turn with others, and QUEUE_FULL if it takes too long."""
+        """As `run`, for chat templates: always in a thread, in turn with other tenants. QUEUE_FULL if it takes too long."""
         try:
             async with asyncio.timeout(MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", tenant, size, work)
@@ -78,23 +71,23 @@ class OffLoop:
             raise self._full("conversations") from None
 
     async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
-        """As `run`, for grammars: never on the event loop, and in turn with other tenants. Calls with the same key wait for
-        the same work, which must not raise.
+        """As `run`, for grammars: always in a thread, in turn with other tenants.
+
+        Calls with the same key share the work, which must not raise.
         """
         return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for the end of a request that was let in: it is refused neither for others nor when the server ends."""
+        """As `run`, for the end of an admitted request, which is never refused."""
         if size > INLINE_MAX_SIZE:
-            with contextlib.suppress(_Closed):  # a server that drains wants this answer, and no others come
+            with contextlib.suppress(_Closed):  # a draining server has time for this answer
                 return await self._line(size).do(size, work)
         return work()
 
     def close(self) -> None:
-        """Do no more than has begun, and do not wait for it. Idempotent.
+        """Begin no more work, and do not wait. Idempotent.
 
-        Callers that wait for a grammar or a template are told at once, also if it has begun: that may take longer than the
-        server waits for its clients.
+        Callers that wait for a grammar or a template get an error at once, also if the work has begun.
         """
         for line in (*self._lines, self._templates, self._grammars):
             line.close()
@@ -131,12 +124,12 @@ class _Line:
     def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._lock = threading.Lock()
-        """Jobs end in threads and give back there what they held, also if nobody waits for them any more."""
+        """Guards the sums: jobs end in threads."""
         self._num_jobs = 0
         self._size = 0
 
     def is_full(self, size: int) -> bool:
-        """Work that is larger than the bound itself comes in alone."""
+        """A job that is larger than the bound itself is admitted alone."""
         return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
     async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
@@ -149,7 +142,7 @@ class _Line:
         try:
             return await _result_of(future)
         finally:
-            del future  # it has what the work raised, and that has this frame
+            del future  # breaks a cycle: it has the error, whose traceback has this frame
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -161,7 +154,7 @@ class _Line:
 
 
 async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Result:
-    """The result of a job. A caller that is cancelled cancels work that has not begun, unless others may wait for it."""
+    """Return a job's result. A cancelled caller cancels work that has not begun, unless the work `is_shared`."""
     try:
         waiter = asyncio.wrap_future(future)
         return await (asyncio.shield(waiter) if is_shared else waiter)
@@ -175,7 +168,7 @@ async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Re
 
 
 class _Closed(Rejected):
-    """The lines take no more work."""
+    """The lines are closed."""
 
 
 def _shutting_down() -> _Closed:
@@ -184,7 +177,7 @@ def _shutting_down() -> _Closed:
 
 
 class Job:
-    """Work that one or more requests wait for, perhaps of several tenants."""
+    """Work that one or more requests wait for, of one or more tenants."""
 
     __slots__ = ("done", "key", "size", "waiting", "work")
 
@@ -193,9 +186,9 @@ class Job:
         self.size = size
         self.work = work
         self.done: Future[Any] = Future()
-        """Cancelled if nobody will get the result: the work was given up before it began, or the line was closed."""
+        """Cancelled if no request wants the result, or if the line was closed."""
         self.waiting: Counter[str] = Counter()
-        """Number of requests that wait for it to begin, by tenant; empty once it has."""
+        """Requests that wait for it to begin, by tenant. Empty when it has begun."""
 
 
 class _Queue:
@@ -207,33 +200,32 @@ class _Queue:
         self.jobs: dict[Job, None] = {}
         """Jobs that have not begun, the oldest first."""
         self.at_work: Job | None = None
-        """The job that a thread does."""
 
 
 class FairLine:
-    """Jobs that a few threads do, one tenant's in turn with another's. Thread-safe; it never asks what the work is.
+    """Jobs that a few threads do, in turn between tenants. Thread-safe.
 
-    Each tenant has a queue, and one thread at most. When its job has ended, it goes to the end of the order of turns. So a
-    tenant that comes anew waits for nothing if fewer other tenants than threads have work, and at worst for one job of each.
+    Each tenant has a queue and at most one thread. After a job, it goes to the end of the order. So a new tenant waits for at
+    most one job of each other tenant.
     """
 
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int) -> None:
-        """`max_jobs` and `max_size` bound the jobs of each tenant that wait."""
+        """`max_jobs` and `max_size` limit the waiting jobs of each tenant."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._num_idle = num_threads
         self._max_jobs = max_jobs
         self._max_size = max_size
         self._lock = threading.Lock()
         self._queues: dict[str, _Queue] = {}
-        """Queues of tenants that wait or are at work, in the order of their turns."""
+        """Queues of tenants with work, in the order of their turns."""
         self._shared: dict[Hashable, Job] = {}
         """Jobs with a key that have not ended."""
         self._is_closed = False
 
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
-        """Wait in the tenant's queue: for the job with this key if there is one, of any tenant. None if the queue is full.
+        """Return a job in the tenant's queue, or the one with this key of any tenant. None if the queue is full.
 
-        A job that is larger than the bound itself comes in alone.
+        A job that is larger than the bound itself is admitted alone.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -256,7 +248,7 @@ class FairLine:
             return job
 
     def leave(self, tenant: str, job: Job) -> None:
-        """Have one request of the tenant wait no longer. A job that no request waits for is not done, unless it has begun."""
+        """Let one request of the tenant go. A job that no request waits for is dropped, unless it has begun."""
         with self._lock:
             if tenant not in job.waiting:
                 return
@@ -268,7 +260,7 @@ class FairLine:
                 self._shared.pop(job.key, None)
 
     def close(self) -> None:
-        """Cancel jobs that wait, and the results of those that have begun. Does not wait. Idempotent."""
+        """Cancel waiting jobs, and the results of those that have begun. Does not wait. Idempotent."""
         with self._lock:
             self._is_closed = True
             jobs = {job for queue in self._queues.values() for job in queue.jobs}
@@ -285,7 +277,7 @@ class FairLine:
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
-        """Begin as many jobs as there are threads for. With the lock."""
+        """Begin jobs while threads are idle. Call this with the lock."""
         while self._num_idle:
             turns = ((tenant, queue) for tenant, queue in self._queues.items() if queue.jobs and queue.at_work is None)
             tenant, queue = next(turns, ("", None))
@@ -299,7 +291,7 @@ class FairLine:
             self._pool.submit(self._do, tenant, job)
 
     def _take_out(self, tenant: str, job: Job) -> None:
-        """Take a job out of the tenant's queue. With the lock."""
+        """Remove a job from the tenant's queue. Call this with the lock."""
         del job.waiting[tenant]
         queue = self._queues[tenant]
         del queue.jobs[job]
@@ -317,12 +309,12 @@ class FairLine:
             queue = self._queues.pop(tenant)
             queue.at_work = None
             if queue.jobs:
-                self._queues[tenant] = queue  # behind those who wait already
+                self._queues[tenant] = queue  # behind the other tenants
             self._num_idle += 1
             self._begin()
-        with contextlib.suppress(InvalidStateError):  # cancelled: the line was closed meanwhile
+        with contextlib.suppress(InvalidStateError):  # the line was closed meanwhile
             if error is None:
                 job.done.set_result(result)
             else:
                 job.done.set_exception(error)
-        del job, error, result  # what was raised has this frame, which must not have it
+        del job, error, result  # breaks a cycle, as above

@@ -12,14 +12,14 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from penstock.backends import cuda, native
 from penstock.backends.native import footprint
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device, KvConfig
 from penstock.config.saved import settings_hash
 from penstock.config.setting import settings_of
-from penstock.deploy.blueprint import Blueprint, Compute, Loading, TextSettings
+from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.policies import admission_limits, choose_policies
@@ -46,14 +46,10 @@ from penstock.types.plan import Capacity
 if TYPE_CHECKING:
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
-    from penstock.types.model_spec import ModelSpec, Pooling
+    from penstock.types.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 
-_STEP_TIMEOUT_S = 120.0
-"""A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
-_FACTOR_BYTES = 2
-"""Bytes of one number of an adapter at most, except in the reference backend. Beside quantised weights it is half."""
 _ADAPTED = ("q", "k", "v", "o")
 """Ends of the names of weights that nearly every adapter changes."""
 
@@ -65,6 +61,8 @@ class _Defaults:
     kv_dtype: KvDtype
     max_rows: int
     max_step_tokens: int
+    step_timeout_s: float = 120.0
+    """A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
 
 _MAX_TEXTS = 256
@@ -123,11 +121,6 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         names=names,
         aliases=aliases(config, source),
         loading=loading,
-        text=TextSettings(
-            chat_template=config.model.chat_template,
-            tool_parser=config.model.tool_call_parser,
-            reasoning_parser=config.model.reasoning_parser,
-        ),
         compute=compute,
         cores=machine.cores,
         cpus=pinned_cpus(compute.options, machine.cores),
@@ -201,7 +194,7 @@ def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
     defaults = _CPU if why_cpu else _GPU
     timeout_s = chosen.step_timeout_s
     if timeout_s is None and chosen.backend != Backend.REFERENCE:
-        timeout_s = _STEP_TIMEOUT_S
+        timeout_s = defaults.step_timeout_s
     return Compute(
         options=chosen,
         kv_dtype=KvDtype(config.kv.kv_cache_dtype) if config.kv.kv_cache_dtype else defaults.kv_dtype,
@@ -405,12 +398,8 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
         )
     return Loading(
         source=source,
+        settings=config.model,
         floats=compute.floats,
-        served_len=config.model.max_model_len,
-        generation=config.model.generation_config,
-        experts_on_disk=config.model.experts_on_disk,
-        task=config.model.task,
-        pooling=cast("Pooling | None", config.model.pooling),
         merged_adapter=None if merged is None else Path(merged),
     )
 
@@ -441,7 +430,7 @@ def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
     shapes = sites(describe(model.spec))
     num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED)
     return AdapterRoom(
-        image_bytes=_FACTOR_BYTES * num_values,
+        image_bytes=2 * num_values,  # in 16 bits; the native backend takes 8 beside quantised weights
         read_bytes=READ_BYTES * num_values,
         num_in_pool=lora.max_loras,
         num_in_memory=lora.max_cpu_loras,
@@ -462,15 +451,12 @@ def plan_on_cpu(
     from penstock.models.architectures import describe
 
     return plan_kv(
-        spec,
+        compute.wanted(spec, config.model.max_model_len, describe(spec).window),
         config.kv,
         block_bytes=footprint.block_bytes(spec, compute.kv_dtype, compute.block_size),
         step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens),
-        max_model_len=config.model.max_model_len,
-        max_num_seqs=compute.max_rows,
-        max_step_tokens=compute.max_step_tokens,
+        is_exact=config.model.max_model_len is not None,
         num_weight_bytes=num_weight_bytes,
-        window=describe(spec).window,
         available_bytes=available_bytes,
         num_models=num_models,
         adapters=adapters,

@@ -1,4 +1,4 @@
-"""The size of the KV cache: a pure decision from numbers that are passed in. The factory asks; nothing is read here."""
+"""The size of the KV cache, decided from numbers alone."""
 
 from __future__ import annotations
 
@@ -17,31 +17,26 @@ if TYPE_CHECKING:
     from penstock.machine import AddressSpace
 
 DEFAULT_CAP_BYTES = 4 << 30
-"""Largest KV cache that is taken unasked: a server should not fill a workstation."""
+"""Largest KV cache without a set size: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
-"""Memory left for the process itself: the interpreter, activations, the vocabulary; while weights are loaded, the part of a
-matrix that is being converted."""
-LEAST_ROOM_BYTES = 64 << 20
-"""Room that a limit of the address space must leave for a KV cache of no set size. Half of it becomes the cache: some thousand
+"""Memory for the process itself: the interpreter, activations, the vocabulary, the part of a matrix that is converted."""
+LEAST_ROOM_BYTES = RESERVE_BYTES // 4
+"""Room that a limit of the address space must leave for a KV cache without a set size, which takes half of it: about a thousand
 tokens of a small model."""
-DEFAULT_GPU_UTILIZATION = 0.9
-"""Share of a GPU's memory. The driver has the rest, which is also room for what a profile can't see, such as fragments."""
 SLOT_BOOKS_BYTES = 450
-"""Memory for each slot of a tier below. While 300,000 were read at a start, each took 443 at the most, and 352 later
-(`benchmarks/disk_start.py`)."""
+"""Memory for the index entry of a slot in the tier below: at most 443 while 300,000 were read (`benchmarks/disk_start.py`)."""
 TYPICAL_REQUEST_TOKENS = 512
-"""Tokens of a prompt and its answer, before any request has come. First turns of ShareGPT have 467 in the mean
-(`benchmarks/kv_waste.py`)."""
+"""Tokens of a typical prompt with its answer: first turns of ShareGPT have 467 on average (`benchmarks/kv_waste.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRoom:
-    """The memory that adapters may take. They live in the KV cache while requests have them, and beside it to be ready."""
+    """The memory for adapters. Those in use are in the KV cache, and packed ones wait beside it."""
 
     image_bytes: int = 0
-    """Size of the largest that is counted on; larger ones are taken, and fewer of them."""
+    """Size of the largest expected adapter. Of larger ones, fewer fit."""
     read_bytes: int = 0
-    """Memory that reading it takes."""
+    """Memory for reading it."""
     num_in_pool: int = 0
     num_in_memory: int = 0
 
@@ -61,13 +56,13 @@ class KvPlan:
     is_shortened: bool
     """The model could take longer requests than the cache can hold."""
     num_step_bytes: int = 0
-    """Memory for a step beside it, where `RESERVE_BYTES` does not cover that: for the experts that its tokens go to."""
+    """Memory for the experts of a step, which `RESERVE_BYTES` does not cover."""
     num_adapter_bytes: int = 0
-    """Memory for adapters beside it, and for the reading of one."""
+    """Memory for adapters beside the cache, and for reading one."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks with the null block."""
+        """Blocks, including the null block."""
         return self.capacity.num_blocks
 
     @property
@@ -76,7 +71,7 @@ class KvPlan:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output that is admitted, in tokens."""
+        """Tokens of the longest prompt + output."""
         return self.capacity.max_model_len
 
     @property
@@ -85,37 +80,31 @@ class KvPlan:
         return (self.num_blocks - 1) * self.block_size
 
     def num_requests_of(self, num_tokens: int) -> int:
-        """Number of requests of so many tokens, prompt and answer, that the cache holds at once when all are complete."""
+        """Return how many complete requests of so many tokens the cache holds."""
         return (self.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
 
 
 def plan_kv(
-    spec: ModelSpec,
+    wanted: Capacity,
     kv: KvConfig,
     *,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_step_tokens: int,
+    is_exact: bool,
     block_bytes: int,
     step_bytes: int,
-    window: int,
     num_weight_bytes: int,
     available_bytes: int,
     num_models: int = 1,
     adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
-    """Blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
+    """Return blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
 
-    `window`: that of `Capacity`. `num_models`: those that share the bytes; unasked, each takes as little as if all had its
-    weights. Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError
-    if the model can not do it.
+    `is_exact`: the longest request is a setting, and is not shortened. `step_bytes`: for the experts of a step. `num_models`:
+    models that share the bytes; a cache without a set size leaves room for as many equal ones. Raises NotEnoughMemory.
     """
-    longest = wanted_len(spec, max_model_len)
-    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, longest, spec.has_state, window)
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
         raise NotEnoughMemory(
-            f"Weights of {format_size(num_weight_bytes)} and the experts of a step's {max_step_tokens} tokens, "
+            f"Weights of {format_size(num_weight_bytes)} and the experts of a step's {wanted.max_step_tokens} tokens, "
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
@@ -139,27 +128,24 @@ def plan_kv(
             f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
-    found = _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None)
+    found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
     return replace(found, num_step_bytes=step_bytes, num_adapter_bytes=adapter_bytes)
 
 
 def plan_gpu_kv(
-    spec: ModelSpec,
+    wanted: Capacity,
     kv: KvConfig,
     *,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_step_tokens: int,
+    is_exact: bool,
     block_bytes: int,
     memory: Usage,
     adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
-    """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does.
+    """Return blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv`.
 
-    Adapters that are in memory lie in the machine's.
+    Packed adapters are in the machine's memory.
     """
-    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, wanted_len(spec, max_model_len), spec.has_state)
-    share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
+    share = kv.gpu_memory_utilization or 0.9  # the rest is for the driver, and for what a profile misses, such as fragments
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
     if limit_bytes > memory.free_bytes:
         raise ConfigError(
@@ -187,12 +173,12 @@ def plan_gpu_kv(
             remedy="Raise --gpu-memory-utilization, lower --max-num-batched-tokens, or take a smaller model.",
         )
     growth = "--kv-cache-memory" if kv.kv_cache_memory_bytes else "--gpu-memory-utilization"
-    found = _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None, growth=growth)
+    found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact, growth=growth)
     return replace(found, num_adapter_bytes=adapters.num_bytes)
 
 
 def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
-    """Before a GPU's model is loaded: its adapters wait in the machine's memory. Raises NotEnoughMemory."""
+    """Raise NotEnoughMemory if the adapters of a GPU's model do not fit the machine's memory."""
     free_bytes = available_bytes - RESERVE_BYTES
     if adapters.num_bytes > max(0, free_bytes):
         raise NotEnoughMemory(
@@ -204,7 +190,7 @@ def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
 
 
 def check_address_space(space: AddressSpace, planned_bytes: int) -> None:
-    """Check that the planned memory fits beside the program, before anything is loaded. Raises ConfigError."""
+    """Raise ConfigError if the planned memory does not fit beside the program."""
     needed_bytes = space.program_bytes + planned_bytes
     if needed_bytes > space.limit_bytes:
         needed_kib = math.ceil(needed_bytes / 1024)
@@ -216,7 +202,7 @@ def check_address_space(space: AddressSpace, planned_bytes: int) -> None:
 
 
 def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> int:
-    """Blocks that the tier in host memory holds, `available_bytes` of it being free. Raises ConfigError if it is too small."""
+    """Return how many blocks the tier in host memory holds. Raises ConfigError if it does not fit or is too small."""
     free_bytes = available_bytes - RESERVE_BYTES
     asked_bytes = kv.kv_host_size_bytes
     needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
@@ -235,7 +221,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
 
 
 def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Return the longest request that is asked for. None: the model's own. Raises ConfigError."""
+    """Return the longest request: the setting, or the model's own. Raises ConfigError if the model is shorter."""
     if max_model_len is not None and max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is longer than the model's own {spec.max_model_len} positions.",
@@ -245,14 +231,14 @@ def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 def _useful_bytes(wanted: Capacity, block_bytes: int) -> int:
-    """Bytes of KV cache that all rows together can use."""
+    """Return the bytes of KV cache that all rows together can use."""
     return (wanted.max_rows * wanted.most_blocks(wanted.max_model_len) + 1) * block_bytes
 
 
 def _plan(
     wanted: Capacity, block_bytes: int, budget_bytes: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
 ) -> KvPlan:
-    """`is_exact`: the length was asked for, and is not shortened. `growth`: the flag that makes the cache larger."""
+    """`is_exact`: the length is a setting and is not shortened. `growth`: the flag that makes the cache larger."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
         raise NotEnoughMemory(
@@ -274,7 +260,7 @@ def _plan(
 
 
 def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:
-    """Bytes of memory for the books of the tier below. Raises NotEnoughMemory if they are too large."""
+    """Return the bytes of the index of the tier below. Raises NotEnoughMemory if they are too many."""
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:
