@@ -419,7 +419,7 @@ def test_loading_by_name_tells_what_is_wrong(disk: Disk, tmp_path: Path) -> None
         assert adapters.find("new") is other
         assert adapters.find("bad") is None
         for name in ("", "x" * 201, "two\nlines"):
-            with pytest.raises(ConfigError, match="no name of an adapter"):
+            with pytest.raises(ConfigError, match="can't be the name of an adapter"):
                 load(adapters, name, path)
 
 

@@ -45,10 +45,8 @@ MAX_ASKED = 64
 _MAX_NAME = 200
 _FAILURE_NS = 10_000_000_000
 """Time until a failed adapter is read again: a client can't have a damaged file read all the time."""
-_MAX_FAILURE = 1000
 _MAX_BEFORE = 256
 """Loads that are counted one by one to estimate a wait."""
-_READ_TIMEOUT_S = 30.0
 _STUCK_NS = 5_000_000_000
 """A thread that reads one adapter for longer may hang at its disk. Another thread then reads what is wanted next, and the end
 of a model does not wait for it."""
@@ -612,7 +610,7 @@ class Adapters:
         from penstock.models.adapter_files import AdapterFiles
 
         take = partial(self._take, adapter.path, reading)
-        files = AdapterFiles(roots=None if adapter.is_free else self._roots, timeout_s=_READ_TIMEOUT_S, take=take)
+        files = AdapterFiles(roots=None if adapter.is_free else self._roots, timeout_s=30.0, take=take)
         try:
             packed = pack(read(adapter.path, files))
             if packed.num_bytes > self._max_bytes:
@@ -623,7 +621,7 @@ class Adapters:
             is_of_disk = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
             reason = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
             reason = error.reason if isinstance(error, Rejected) else reason
-            return _Outcome(failure=error.without_folders()[:_MAX_FAILURE], reason=reason)
+            return _Outcome(failure=error.without_folders()[:1000], reason=reason)
         except MemoryError:
             _log.exception("%s: there is no memory for the adapter", adapter.path)
             return _Outcome(failure=f"{adapter.path.name}: there is no memory for the adapter.")

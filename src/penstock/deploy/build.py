@@ -23,7 +23,7 @@ from penstock.deploy.executor import SeatOf, build_executor, first_executor
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.recorder import open_recorder
 from penstock.deploy.resources import MemoryShare, Resources
-from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
+from penstock.deploy.sizing import RESERVE_BYTES, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import counted
@@ -455,7 +455,8 @@ def _log_kv(blueprint: Blueprint, model: LoadedModel) -> None:
         counted(kv.num_tokens, "token"),
         kv.max_model_len,
     )
-    typical = min(TYPICAL_REQUEST_TOKENS, kv.max_model_len)
+    # First turns of ShareGPT have 467 tokens on average, with their answers (`benchmarks/kv_waste.py`).
+    typical = min(512, kv.max_model_len)
     num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(kv.max_model_len)
     _log.info(
         "KV cache holds %s of %s (prompt and answer) at once%s; at most %d run at once",

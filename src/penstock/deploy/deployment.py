@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 
 RETRY_NS = 10_000_000_000
 """Time after a failed load in which requests for the model are refused."""
-CLOSE_TIMEOUT_S = 10.0
-"""Time for the end of an engine without requests: it may still write to its disk tier."""
 TEND_AGAIN_NS = 1_000_000_000
 """Time until the keeper tries again after a fault."""
 
@@ -495,7 +493,7 @@ class Deployment:
         assert served.running is not None
         running = served.running
         try:
-            running.close(0.0 if running.num_users else CLOSE_TIMEOUT_S)
+            running.close(0.0 if running.num_users else 10.0)  # without requests, it may still write to its disk tier
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)
         served.metrics.disconnect()

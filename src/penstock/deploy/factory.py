@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MAX_MORE_AT_ONCE = 2
-"""Models loaded by requests that are likely to be in memory at once, beside those loaded at the start."""
-
 
 def locate(config: Config) -> ModelSource:
     """Return the source of the config's model. Fetch it if it is not here and can be fetched. Raises PenstockError."""
@@ -90,10 +87,13 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 
 
 def _num_at_once(configs: Sequence[Config]) -> int:
-    """Return how many models the memory should have room for, which limits KV caches without a set size."""
+    """Return how many models the memory should have room for, which limits KV caches without a set size.
+
+    Of the models that requests load, two are likely to be in memory at once.
+    """
     num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
-    num_more = len(configs) - num_at_start if configs[0].sharing.models_dir is None else MAX_MORE_AT_ONCE
-    return num_at_start + min(num_more, MAX_MORE_AT_ONCE)
+    num_more = 2 if configs[0].sharing.models_dir is not None else len(configs) - num_at_start
+    return num_at_start + min(num_more, 2)
 
 
 def _folder(config: Config) -> Path | None:

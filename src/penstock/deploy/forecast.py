@@ -49,8 +49,6 @@ ASSUMED_GPU_STEP_BYTES = 2 << 30
 """Activations of the largest step, graphs, kernels and workspaces of libraries."""
 ASSUMED_SYSTEM_BYTES = 1 << 30
 """Memory of a machine from the table that its system and other processes take."""
-DEFAULT_MAX_MODEL_LEN = 8192
-"""Longest request of a simulation without a model: that of the default model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +376,8 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
         )
     if num_blocks < 1:
         raise ConfigError(f"--blocks is {num_blocks}, and a KV cache has one at least.")
-    longest = min(config.model.max_model_len or DEFAULT_MAX_MODEL_LEN, num_blocks * compute.block_size)
+    asked = config.model.max_model_len or 8192  # as of the default model
+    longest = min(asked, num_blocks * compute.block_size)
     return Capacity(1 + num_blocks, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
 
 

@@ -65,8 +65,6 @@ class _Defaults:
     """A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
 
-_MAX_TEXTS = 256
-"""Rows of a model that only reads texts, which need memory for their tokens only."""
 _CPU = _Defaults(KvDtype.INT8, max_rows=64, max_step_tokens=512)
 _GPU = _Defaults(KvDtype.BF16, max_rows=256, max_step_tokens=2048)
 """More rows share a GPU's bandwidth, and a chunk of 2,048 tokens keeps its multipliers busy."""
@@ -478,7 +476,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     _check_text_settings(config, model)
     asked = config.model.max_model_len
     longest = model.encoder.max_tokens if asked is None else wanted_len(model.spec, asked)
-    rows = config.scheduler.max_num_seqs or _MAX_TEXTS
+    rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
     step_tokens = config.scheduler.max_num_batched_tokens or max(compute.max_step_tokens, longest)
     if step_tokens < longest:
         raise ConfigError(

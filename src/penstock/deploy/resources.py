@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CONTESTED_NS = 1_000_000_000
-"""Time for which a machine counts as contested after another model had or wanted it."""
-SHARED_STEP_NS = 20_000_000
-"""Longest step of a model on a contested machine, if it can be so short."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
@@ -236,12 +231,14 @@ class Resources:
             return seat
 
     def most_step_ns(self, name: str) -> int:
-        """Return how long a step of the model should take at most. 0: no limit, since no other model wants the machine.
+        """Return how long a step of the model should take at most. 0: no limit.
 
-        Only the native backend takes turns.
+        The limit of 20 ms holds for a second after another model had or wanted the machine. Only the native backend takes
+        turns.
         """
         seat = self._seats.get(name)
-        return SHARED_STEP_NS if seat is not None and seat[0].is_contested(seat[1], CONTESTED_NS) else 0
+        is_contested = seat is not None and seat[0].is_contested(seat[1], 1_000_000_000)
+        return 20_000_000 if is_contested else 0
 
     def machine_ns(self, name: str) -> int:
         """Return for how long the model had its present team, in nanoseconds."""

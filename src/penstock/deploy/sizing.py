@@ -25,8 +25,6 @@ LEAST_ROOM_BYTES = RESERVE_BYTES // 4
 tokens of a small model."""
 SLOT_BOOKS_BYTES = 450
 """Memory for the index entry of a slot in the tier below: at most 443 while 300,000 were read (`benchmarks/disk_start.py`)."""
-TYPICAL_REQUEST_TOKENS = 512
-"""Tokens of a typical prompt with its answer: first turns of ShareGPT have 467 on average (`benchmarks/kv_waste.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
