@@ -22,7 +22,7 @@ from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor, first_executor
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.recorder import open_recorder
-from penstock.deploy.resources import MemoryShare, Resources
+from penstock.deploy.resources import Resources
 from penstock.deploy.sizing import RESERVE_BYTES, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import give_back_free_memory
@@ -354,7 +354,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
     cache, name = blueprint.cache, blueprint.name
     if cache.kv_host_size_bytes:
         store = open_host_memory(cache, executor, available_bytes=resources.memory.available_bytes(name))
-        resources.memory.take(name, MemoryShare(num_tier_bytes=cache.kv_host_size_bytes))  # only GPUs have this tier
+        resources.memory.take(name, replace(blueprint.share, num_tier_bytes=cache.kv_host_size_bytes))
         return store
     if not cache.kv_disk_size_bytes:
         return None

@@ -275,6 +275,22 @@ def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path, mon
         assert runtime.close(30.0)
 
 
+def test_a_share_of_the_machines_memory_has_the_tier_and_the_adapters(gguf: Path) -> None:
+    machine = resources.Resources(resources.MemoryBudget(lambda: 4 * GIB))
+    config = Config(
+        backend=BackendConfig(device="cuda", deterministic=True),
+        kv=KvConfig(kv_cache_dtype="bf16", kv_cache_memory_bytes=1 << 20, kv_host_size_bytes=1 << 20),
+        lora=LoraConfig(lora_dir=str(gguf.parent), max_lora_rank=4),
+        scheduler=SMALL,
+    )
+    runtime = start_model(config, resolve(str(gguf), gguf.parent), machine)
+    share = machine.memory.share("tiny")
+    assert runtime.close(30.0)
+    assert share is not None
+    assert share.num_tier_bytes == 1 << 20
+    assert share.num_adapter_bytes > 0
+
+
 def test_an_executor_that_is_made_anew_stores_the_keys_of_the_one_before(tmp_path: Path) -> None:
     """A file of the disk tier outlives both, and what keys are stored without depends on the longest request."""
     path = write_gguf(tmp_path / "tiny.gguf", TinyLlama(num_layers=1, has_qkv_bias=True))
