@@ -316,9 +316,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             chat_template=chat_template,
             grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
             dialect=find_dialect(
-                template,
-                tool_parser=blueprint.settings.tool_call_parser,
-                reasoning_parser=blueprint.settings.reasoning_parser,
+                template, tool_parser=blueprint.settings.tool_call_parser, reasoning_parser=blueprint.settings.reasoning_parser
             ),
             admission=maker.admission,
             metrics=metrics,

@@ -14,21 +14,10 @@ from typing import TYPE_CHECKING
 
 from penstock.backends.native import footprint
 from penstock.config import Config, Device
+from penstock.deploy import resolve
 from penstock.deploy.blueprint import Compute
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.policies import admission_limits, choose_policies
-from penstock.deploy.resolve import (
-    check_block_size,
-    check_head_dim,
-    check_state,
-    check_weight_dtype,
-    decide,
-    expert_folder,
-    nanoseconds,
-    num_memory_bytes,
-    plan_on_cpu,
-    plan_texts,
-)
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv
 from penstock.machine import available_memory_bytes
 from penstock.types.errors import ConfigError, ModelError, PenstockError
@@ -88,8 +77,8 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
 
     Raises ConfigError as a start would.
     """
-    compute = decide(config, is_gpu=is_gpu)
-    check_block_size(compute)
+    compute = resolve.decide(config, is_gpu=is_gpu)
+    resolve.check_block_size(compute)
     if is_gpu:
         from penstock.backends.cuda.memory import Usage
 
@@ -102,7 +91,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:
-        kv = plan_on_cpu(
+        kv = resolve.plan_on_cpu(
             config,
             compute,
             outline.spec,
@@ -129,23 +118,22 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
         return _assumed_outline(source.name, read_hf_spec(source.path))
-    compute = decide(config, is_gpu=is_gpu)
+    compute = resolve.decide(config, is_gpu=is_gpu)
     model = load_model(source, floats=compute.floats)
     if config.model.experts_on_disk:
         check_experts(compute, model)
-    check_weight_dtype(compute, model)
-    return outline_of(config, model, is_gpu=is_gpu)
+    resolve.check_weight_dtype(compute, model)
+    return _outline_of(config, compute, model)
 
 
-def outline_of(config: Config, model: LoadedModel, *, is_gpu: bool) -> Outline:
-    """Return the outline of a loaded model. No weight is read."""
-    held = _held_bytes(decide(config, is_gpu=is_gpu), model)
+def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline:
+    held, is_gpu = _held_bytes(compute, model), compute.is_on_gpu
     read_bytes = sum(held.values()) - (0 if model.spec.tie_word_embeddings else held["embed"])
     return Outline(
         name=model.name,
         spec=model.spec,
         num_weight_bytes=sum(held.values()) if is_gpu else model.num_weight_bytes,
-        num_disk_bytes=0 if is_gpu else model.num_weight_bytes - num_memory_bytes(config, model),
+        num_disk_bytes=0 if is_gpu else model.num_weight_bytes - resolve.num_memory_bytes(config, model),
         num_read_bytes=read_bytes,
         is_quantised=_is_quantised(model),
         is_assumed=False,
@@ -242,21 +230,21 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     _check_text(config, source, facts, model, refusals)
     free_bytes = available_memory_bytes()
     if model is not None:
-        compute = decide(config, is_gpu=False)
+        compute = resolve.decide(config, is_gpu=False)
         with _check("sampling", refusals):
             model = obeying(model, config.model.generation_config)
         with _check("backend", refusals):
             _check_backend(compute, model)
-        outline = outline_of(config, model, is_gpu=False)
+        outline = _outline_of(config, compute, model)
         with _check("disk", refusals):
             if config.model.experts_on_disk:
                 check_experts(compute, model)
-                check_disk(expert_folder(config), model)
+                check_disk(resolve.expert_folder(config), model)
         with _check("memory", refusals):
             if model.encoder is None:
                 expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
             else:
-                plan_texts(config, compute, model)
+                resolve.plan_texts(config, compute, model)
     return Appraisal(
         facts=facts, refusals=tuple(refusals), model=model, outline=outline, forecast=expected, num_free_bytes=free_bytes
     )
@@ -308,9 +296,9 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
     from penstock.models.architectures import describe
 
     program = describe(model.spec)
-    check_block_size(compute)
-    check_head_dim(compute, model)
-    check_state(compute, model)
+    resolve.check_block_size(compute)
+    resolve.check_head_dim(compute, model)
+    resolve.check_state(compute, model)
     check_program(program)
 
 
@@ -331,7 +319,7 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
     ):
         if size_bytes:
             raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
-    compute = decide(config, is_gpu=config.backend.device == Device.CUDA)
+    compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     capacity = _capacity(config, compute, num_blocks)
     policies = choose_policies(config)
     policies.max_running(capacity)  # refuses what a server would refuse
@@ -342,17 +330,17 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
         limits=admission_limits(config.admission),
         enable_prefix_caching=config.kv.prefix_caching,
         isolates_tenants=config.kv.prefix_sharing == "tenant",
-        slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
-        request_timeout_ns=nanoseconds(config.server.request_timeout_s),
-        queue_timeout_ns=nanoseconds(config.server.queue_timeout_s),
-        first_token_timeout_ns=nanoseconds(config.server.first_token_timeout_s),
+        slo_itl_ns=resolve.nanoseconds(config.scheduler.slo_itl_s),
+        request_timeout_ns=resolve.nanoseconds(config.server.request_timeout_s),
+        queue_timeout_ns=resolve.nanoseconds(config.server.queue_timeout_s),
+        first_token_timeout_ns=resolve.nanoseconds(config.server.first_token_timeout_s),
         depth=compute.depth,
     )
 
 
 def kv_bytes_per_token(config: Config) -> int:
     """Return the bytes of a position in a KV block of the config's model, with its share of the block's state."""
-    compute = decide(config, is_gpu=config.backend.device == Device.CUDA)
+    compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     size = compute.block_size
     return -(-footprint.block_bytes(_load(config).spec, compute.kv_dtype, size) // size)
 
@@ -366,7 +354,7 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
         model = _load(config)
         if config.model.experts_on_disk:
             check_experts(compute, model)
-        outline = outline_of(config, model, is_gpu=False)
+        outline = _outline_of(config, compute, model)
         return forecast(config, outline, is_gpu=False, memory_bytes=available_memory_bytes()).capacity
     if config.kv.kv_cache_memory_bytes is not None:
         raise ConfigError("--blocks and --kv-cache-memory both say how large the KV cache is.", remedy="Leave one of them out.")

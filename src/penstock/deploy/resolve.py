@@ -19,23 +19,13 @@ from penstock.backends.native import footprint
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device, KvConfig
 from penstock.config.saved import settings_hash
 from penstock.config.setting import settings_of
+from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resources import Machine, MemoryShare
-from penstock.deploy.sizing import (
-    LEAST_ROOM_BYTES,
-    NO_ADAPTERS,
-    RESERVE_BYTES,
-    AdapterRoom,
-    KvPlan,
-    check_adapter_room,
-    check_address_space,
-    plan_kv,
-    wanted_len,
-)
 from penstock.deploy.tiers import tier_folder
 from penstock.machine import address_space
 from penstock.types.errors import ConfigError
@@ -83,10 +73,10 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     recording = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
     loading = _loading(config, source, compute)
     _check_address_space(config, compute, loading)
-    model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - RESERVE_BYTES))
+    model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
     check_head_dim(compute, model)
     check_weight_dtype(compute, model)
-    plan: KvPlan | None = None
+    plan: sizing.KvPlan | None = None
     if model.encoder is not None:
         compute, plan = plan_texts(config, compute, model)
     policies = choose_policies(config, is_one_pass=model.encoder is not None)
@@ -99,7 +89,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
             check_disk(expert_folder(config), model)
         available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
         if compute.is_on_gpu:
-            check_adapter_room(adapters, available_bytes)
+            sizing.check_adapter_room(adapters, available_bytes)
         else:
             plan = plan_on_cpu(
                 config,
@@ -383,8 +373,8 @@ def _check_address_space(config: Config, compute: Compute, loading: Loading) -> 
     space = address_space()
     if space is None or compute.is_on_gpu:
         return
-    kv_bytes = config.kv.kv_cache_memory_bytes or LEAST_ROOM_BYTES
-    check_address_space(space, num_memory_bytes(config, loading.load()) + kv_bytes + RESERVE_BYTES)
+    kv_bytes = config.kv.kv_cache_memory_bytes or sizing.LEAST_ROOM_BYTES
+    sizing.check_address_space(space, num_memory_bytes(config, loading.load()) + kv_bytes + sizing.RESERVE_BYTES)
 
 
 def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
@@ -395,10 +385,7 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
             remedy="Leave --merge-lora out, and ask for its adapter by name.",
         )
     return Loading(
-        source=source,
-        settings=config.model,
-        floats=compute.floats,
-        merged_adapter=None if merged is None else Path(merged),
+        source=source, settings=config.model, floats=compute.floats, merged_adapter=None if merged is None else Path(merged)
     )
 
 
@@ -410,12 +397,12 @@ def num_memory_bytes(config: Config, model: LoadedModel) -> int:
     return model.num_weight_bytes - (model.num_expert_bytes if config.model.experts_on_disk else 0)
 
 
-def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
+def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
     """Return the memory for as many adapters as the settings name, of the greatest rank and of the projections of attention,
     and for reading another one. Raises ConfigError for a model that can't have adapters."""
     lora = config.lora
     if not lora.is_on:
-        return NO_ADAPTERS
+        return sizing.NO_ADAPTERS
     if model.encoder is not None:
         raise ConfigError(
             f"lora_modules or lora_dir is set, and {model.name} only reads texts.",
@@ -427,7 +414,7 @@ def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
 
     shapes = sites(describe(model.spec))
     num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED)
-    return AdapterRoom(
+    return sizing.AdapterRoom(
         image_bytes=2 * num_values,  # in 16 bits; the native backend takes 8 beside quantised weights
         read_bytes=READ_BYTES * num_values,
         num_in_pool=lora.max_loras,
@@ -443,12 +430,12 @@ def plan_on_cpu(
     num_weight_bytes: int,
     available_bytes: int,
     num_models: int = 1,
-    adapters: AdapterRoom = NO_ADAPTERS,
-) -> KvPlan:
+    adapters: sizing.AdapterRoom = sizing.NO_ADAPTERS,
+) -> sizing.KvPlan:
     """Return the KV cache of a model on a CPU with so many free bytes. Raises ConfigError as `plan_kv`."""
     from penstock.models.architectures import describe
 
-    return plan_kv(
+    return sizing.plan_kv(
         compute.wanted(spec, config.model.max_model_len, describe(spec).window),
         config.kv,
         block_bytes=footprint.block_bytes(spec, compute.kv_dtype, compute.block_size),
@@ -467,7 +454,7 @@ _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
 """Settings of the KV cache that matter for texts: equal texts are computed once for all who share prefixes."""
 
 
-def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, KvPlan]:
+def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, sizing.KvPlan]:
     """Return the rows and tokens of a step that suit texts, and a plan in which a block is a text's place in a step.
 
     Raises ConfigError for settings that would change nothing, or leave no room for the longest text.
@@ -475,7 +462,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     assert model.encoder is not None
     _check_text_settings(config, model)
     asked = config.model.max_model_len
-    longest = model.encoder.max_tokens if asked is None else wanted_len(model.spec, asked)
+    longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
     rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
     step_tokens = config.scheduler.max_num_batched_tokens or max(compute.max_step_tokens, longest)
     if step_tokens < longest:
@@ -487,7 +474,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
     # Two steps may be in flight, and block 0 is the null block.
     block_size = -(-longest // native.KV_TILE) * native.KV_TILE
     capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
-    plan = KvPlan(capacity, num_bytes=0, is_shortened=False)
+    plan = sizing.KvPlan(capacity, num_bytes=0, is_shortened=False)
     return replace(compute, max_rows=rows, max_step_tokens=step_tokens), plan
 
 

@@ -131,13 +131,7 @@ def plan_kv(
 
 
 def plan_gpu_kv(
-    wanted: Capacity,
-    kv: KvConfig,
-    *,
-    is_exact: bool,
-    block_bytes: int,
-    memory: Usage,
-    adapters: AdapterRoom = NO_ADAPTERS,
+    wanted: Capacity, kv: KvConfig, *, is_exact: bool, block_bytes: int, memory: Usage, adapters: AdapterRoom = NO_ADAPTERS
 ) -> KvPlan:
     """Return blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv`.
 
