@@ -25,9 +25,8 @@ from pathlib import Path
 from workloads import AZURE_DIVISOR, AZURE_FILE, DEFAULT_TRACES
 
 from penstock.lab.arrivals import poisson
-from penstock.lab.cluster import Cluster
 from penstock.lab.figures import Samples, make_figures
-from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.simulation import Cluster, Outcome, Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.transforms import cap_lengths, divide_lengths
 from penstock.lab.workload import Job, Workload

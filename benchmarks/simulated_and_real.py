@@ -35,7 +35,6 @@ from workloads import read_tokenizer
 from penstock.config.components import config_from
 from penstock.deploy.forecast import server_settings
 from penstock.lab.client import send
-from penstock.lab.cluster import Cluster
 from penstock.lab.cost_model import CostModel, Residuals, cold_share
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
@@ -43,6 +42,7 @@ from penstock.lab.pacing import Pace
 from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.recording import StepDone, open_recording
 from penstock.lab.records import Record
+from penstock.lab.simulation import Cluster
 from penstock.lab.steps import steps_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload

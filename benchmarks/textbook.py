@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.lab import plots
-from penstock.lab.cluster import Cluster
 from penstock.lab.cost_files import load_cost
 from penstock.lab.cost_model import CostModel
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.plots import Axis, Panel, Series
+from penstock.lab.simulation import Cluster
 from penstock.lab.virtual_server import ServerSettings
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.sched.policies.presets import make_policies

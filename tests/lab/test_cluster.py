@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.admission.door import AdmissionLimits
-from penstock.lab.cluster import Cluster, Link
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
 from penstock.lab.routers import Arrival, LeastLoaded, PrefixAffine, RoundRobin, Router, find_router
-from penstock.lab.simulation import Simulation
+from penstock.lab.simulation import Cluster, Link, Simulation
 from penstock.lab.virtual_server import ServerSettings
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies

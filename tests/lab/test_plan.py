@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock.lab.arrivals import constant, mean_rate, poisson
-from penstock.lab.cluster import Cluster
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.figures import parse_slos
 from penstock.lab.hardware import Hardware
@@ -41,7 +40,7 @@ from penstock.lab.plan import (
     search,
 )
 from penstock.lab.plan_report import as_json, comparison, plots, report
-from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.simulation import Cluster, Outcome, Simulation
 from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies

@@ -114,7 +114,6 @@ def test_names_are_taken_as_they_are(name: str) -> None:
     one = draw(name, [Panel(name, Axis(name), Axis(name, ticks={1.0: name}), series, {f"limit {name}": 1.0})])
     assert one.png().startswith(PNG)
     assert one.svg()
-    assert plots.bars(name, Axis(name), {name: {name: 1.0}}).png().startswith(PNG)
 
 
 @needs_matplotlib
@@ -173,14 +172,6 @@ def test_an_unknown_style_is_a_mistake_of_the_caller() -> None:
 
 
 @needs_matplotlib
-def test_heatmaps_and_bars_are_drawn() -> None:
-    x, y = Axis("batch (rows)", ticks={1: "1", 2: "2"}), Axis("context (tokens)", ticks={10: "10", 20: "20", 30: "30"})
-    assert plots.heatmap("h", x, y, [[1, 2], [3, math.nan], [5, 6]], unit="ms").png().startswith(PNG)
-    groups = {"1 at a time": {"a": 3.0, "b": 4.0}, "8 at a time": {"a": 9.0}}
-    assert plots.bars("b", Axis("output tokens/s"), groups).svg().startswith(b"<?xml")
-
-
-@needs_matplotlib
 def test_a_plot_is_written_by_its_ending(tmp_path: Path) -> None:
     one = draw("a", [panel(Series("a", [(1, 1)]))])
     one.save(tmp_path / "a.png")
@@ -196,6 +187,6 @@ def test_a_plot_is_written_by_its_ending(tmp_path: Path) -> None:
 def test_many_points_are_thinned_out() -> None:
     many = [(float(x), float(x)) for x in np.arange(50_000)]
     thin = plots._thinned(many)
-    assert len(thin) == plots.MAX_POINTS
+    assert len(thin) == 2000
     assert thin[0] == many[0]
     assert thin[-1] == many[-1]

@@ -13,7 +13,8 @@ import pytest
 from bench_records import random_records, record, result_of, run_of
 from penstock.lab.figures import COLUMNS, parse_slos
 from penstock.lab.records import End
-from penstock.lab.results import Load, Result, Target, read_result, this_machine, write_result
+from penstock.lab.result_files import read_result
+from penstock.lab.results import Load, Result, Target, this_machine, write_result
 from penstock.types.errors import ConfigError
 
 
@@ -86,31 +87,38 @@ def columns_of(top: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def add_to_a_group(top: dict[str, Any], **entries: int) -> None:
+    for name, value in entries.items():
+        top["runs"][0]["requests"]["gaps"]["groups"][0][name].append(value)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda top: top.update(penstock_bench=2), "version 2, from a newer Penstock"),
-        (lambda top: top.update(penstock_bench="1"), "penstock_bench is str, not int"),
-        (lambda top: top.pop("penstock_bench"), "no result of `penstock bench`"),
-        (lambda top: top.pop("runs"), "runs is missing"),
-        (lambda top: top.update(runs=[]), "runs has 0 entries"),
-        (lambda top: top.update(runs=[3]), r"runs\[0\] is no object"),
-        (lambda top: top["runs"][1].pop("workload"), r"runs\[1\]\.workload is missing"),
-        (lambda top: top["runs"][0].update(how="guessed"), r"runs\[0\]\.how is 'guessed'"),
-        (lambda top: top["runs"][0].update(slos=["ttft"]), r"runs\[0\]\.slos can't be used: The SLO 'ttft' has no limit"),
-        (lambda top: top["runs"][0]["load"].update(kind="weight"), r"runs\[0\]\.load\.kind is 'weight'"),
-        (lambda top: top["runs"][0]["load"].update(value=-1), r"runs\[0\]\.load\.value is -1"),
-        (lambda top: columns_of(top)["sent_ns"].pop(), r"columns\.sent_ns has 119 entries, and index has 120"),
-        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 1.5), r"columns\.sent_ns\[3\] is '1.5'"),
-        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, None), r"columns\.sent_ns\[3\] is 'None'"),
-        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 2**63), r"columns\.sent_ns\[3\]"),
-        (lambda top: columns_of(top)["ended_ns"].__setitem__(3, -1), r"columns\.ended_ns\[3\] is '-1'"),
-        (lambda top: columns_of(top)["end"].__setitem__(0, 4), r"columns\.end\[0\] is '4'"),
-        (lambda top: columns_of(top)["tenant"].__setitem__(0, 3), r"columns\.tenant\[0\] is '3'"),
+        (lambda top: top.update(penstock_bench="1"), "penstock_bench: Input should be a valid integer"),
+        (lambda top: top.pop("penstock_bench"), "not a result of `penstock bench`: penstock_bench: Field required"),
+        (lambda top: top.pop("runs"), "runs: Field required"),
+        (lambda top: top.update(runs=[]), "runs: List should have at least 1 item"),
+        (lambda top: top.update(runs=[3]), r"runs\[0\]: "),
+        (lambda top: top["runs"][1].pop("workload"), r"runs\[1\]\.workload: Field required"),
+        (lambda top: top["runs"][0].update(how="guessed"), r"runs\[0\]\.how: Input should be 'http'"),
+        (lambda top: top["runs"][0].update(slos=["ttft"]), r"runs\[0\]: slos can't be used: The SLO 'ttft' has no limit"),
+        (lambda top: top["runs"][1]["load"].update(kind="weight"), r"runs\[1\]: the load is weight 8"),
+        (lambda top: top["runs"][1]["load"].update(value=-1), r"runs\[1\]: the load is concurrency -1"),
+        (lambda top: columns_of(top)["sent_ns"].pop(), "sent_ns has 119 entries, and index has 120"),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 1.5), r"columns\.sent_ns\[3\]: "),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, True), r"columns\.sent_ns\[3\]: "),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, None), "sent_ns has a null"),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 2**63), r"columns\.sent_ns\[3\]: "),
+        (lambda top: columns_of(top)["ended_ns"].__setitem__(3, -1), r"columns\.ended_ns\[3\]: .* greater than or equal to 0"),
+        (lambda top: columns_of(top).pop("ended_ns"), "ended_ns has 0 entries"),
+        (lambda top: columns_of(top)["end"].__setitem__(0, 4), "end has 4, and there are 4"),
+        (lambda top: columns_of(top)["tenant"].__setitem__(0, 3), "tenant has 3, and there are 3"),
         (lambda top: top["runs"][0]["requests"].update(ends=["ok"]), "this version knows"),
         (lambda top: top["runs"][0]["requests"]["gaps"]["buckets"].reverse(), "buckets do not ascend"),
-        (lambda top: top["runs"][0]["requests"]["gaps"]["groups"][0]["at"].append(10**6), r"at\[\d+\] is '1000000'"),
-        (lambda top: top["runs"][0]["requests"]["gaps"]["groups"][0]["counts"].append(1), "entries for"),
+        (lambda top: add_to_a_group(top, at=10**6, counts=1), "the bucket 1000000 of"),
+        (lambda top: add_to_a_group(top, counts=1), "entries for"),
         (lambda top: top["runs"][0]["requests"]["tenant_gaps"][0].update(tenant=9), "there are 3 tenants"),
     ],
 )
@@ -129,7 +137,12 @@ def test_a_broken_file_names_the_place(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "no JSON"), (b'{"penstock_be', "no JSON: line 1"), (b"[1]", "no result of"), (b"\xff", "no JSON")],
+    [
+        (b"", "Invalid JSON"),
+        (b'{"penstock_be', "Invalid JSON: .* at line 1"),
+        (b"[1]", "Input should be an object"),
+        (b"\xff", "Invalid JSON"),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "a.json"

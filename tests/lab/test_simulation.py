@@ -259,7 +259,7 @@ def test_after_a_refused_turn_the_conversation_is_over() -> None:
 def test_a_closed_loop_has_so_many_users() -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=4) for _ in range(6)]
     outcome = simulation().run(of(*jobs), pace=Pace(concurrency=2))
-    assert max(outcome.timelines["server"].num_running) == 2
+    assert max(outcome.timelines["replica 0"].num_running) == 2
     sent = [record.sent_ns for record in outcome.records]
     ends = [record.ended_ns for record in outcome.records]
     assert sent == [0, 0, *ends[:4]]
@@ -296,7 +296,7 @@ def test_the_timeline_is_exact_in_the_mean_and_bounded() -> None:
     job = Job(arrival_ns=10 * MS, num_prompt_tokens=32, num_output_tokens=2)
     outcome = simulation().run(of(job))
     busy_ns = cost((32, 0)) + cost((1, 32))
-    running, waiting, held = outcome.timelines["server"].means(outcome.duration_ns)
+    running, waiting, held = outcome.timelines["replica 0"].means(outcome.duration_ns)
     assert running == pytest.approx(busy_ns / outcome.duration_ns)
     assert waiting == 0
     assert held == pytest.approx((2 * cost((32, 0)) + 3 * cost((1, 32))) / 64 / outcome.duration_ns)

@@ -10,7 +10,7 @@ import click
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
 from penstock.lab.compare import Compared, compare_results
-from penstock.lab.results import Result, read_result
+from penstock.lab.results import Result
 from penstock.types.errors import ConfigError, PenstockError, counted
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -35,6 +35,8 @@ def compare(
     markdown: bool,
 ) -> None:
     """Say of each figure of AFTER whether it differs from BEFORE by more than noise. Both are files of `penstock bench`."""
+    from penstock.lab.result_files import read_result
+
     limit = None if fail_if_worse is None else _share(fail_if_worse)
     first, others = read_result(before), [read_result(path) for path in after]
     all_compared = compare_results(first, others, any_workload=any_workload)
@@ -69,6 +71,8 @@ def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked:
 )
 def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run: bool, markdown: bool) -> None:
     """Show a result of `penstock bench` again: as a table, as Markdown, as HTML or as plots."""
+    from penstock.lab.result_files import read_result
+
     result = read_result(file)
     sections = list(report.sections_of(result, every_run=every_run))
     click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))

@@ -22,9 +22,9 @@ from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.lab.cluster import Cluster
     from penstock.lab.cost_model import CostModel
     from penstock.lab.results import Json
+    from penstock.lab.simulation import Cluster
 
 _NO_EFFECT = (
     *(
@@ -193,8 +193,8 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster:
     from penstock.deploy.forecast import kv_bytes_per_token, server_settings
-    from penstock.lab.cluster import Cluster, Link
     from penstock.lab.routers import find_router
+    from penstock.lab.simulation import Cluster, Link
 
     config = config_from(asked)
     link = None

@@ -18,27 +18,22 @@ _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]+)?")
 _QUEUE_COMMENT = b": server-timing "
 _MAX_COUNT = 1 << 40
 _SENSELESS = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
-"""Errors that malformed bytes cause in the code that reads them."""
 
 
 class Answer:
     def __init__(self) -> None:
         self.status = 0
-        """0 before it has come."""
         self.queue_ns: int | None = None
-        """Time in the server's queue, if reported."""
         self.wait_ns: int | None = None
         """The wait that the server asks for, by `Retry-After-Ms` or `Retry-After`."""
         self.first_ns: int | None = None
         """The first event with text, else the first with a choice. None for an answer that is not a stream."""
         self.gaps_ns = array("q")
-        """Times between events with text."""
         self.texts: list[str] = []
         self.num_events = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens: int | None = None
-        """The server's own count, or None."""
         self.is_whole = False
         """Whether the server said that this is the end."""
         self.error = ""
@@ -46,14 +41,10 @@ class Answer:
         self._is_stream: bool | None = None
         self._first_choice_ns: int | None = None
         self._last_ns = 0
-        """When the last event with text came."""
         self._body: list[bytes] = []
-        """Pieces of an answer that is not a stream."""
         self._rest = b""
-        """The beginning of an unfinished event."""
 
     def header(self, name: bytes, value: bytes) -> None:
-        """`name` is in lower case."""
         if name == b"content-type":
             self._is_stream = b"text/event-stream" in value.lower() or None
         elif name == b"server-timing":
@@ -77,7 +68,6 @@ class Answer:
             self._take(event, now_ns)
 
     def end(self) -> None:
-        """Read what can only be read as a whole."""
         if self._is_stream and self.status == 200:
             if _data_of(self._rest) == _DONE:  # some servers leave out the blank line
                 self.is_whole = True
@@ -177,19 +167,16 @@ def _error_message(body: Any) -> str:
 
 
 def _delta_text(delta: dict[str, Any]) -> Any:
-    """Return the text of a delta. Thoughts of reasoning models count; servers name them in two ways."""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
 
 
 def _text(found: Any) -> str:
-    """Return the text, empty for None. Raises TypeError."""
     if found is not None and not isinstance(found, str):
         raise TypeError(f"a {type(found).__name__} where the text should be")
     return found or ""
 
 
 def _count(found: Any) -> int:
-    """Return a number of tokens. Raises ValueError."""
     if type(found) is not int or not 0 <= found <= _MAX_COUNT:
         raise ValueError(f"{str(found)[:40]!r} is no number of tokens")
     return found

@@ -12,10 +12,8 @@ from dataclasses import replace
 from itertools import accumulate, cycle, islice
 from random import Random
 
-from penstock.lab.workload import Workload
+from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError
-
-NS_PER_S = 1_000_000_000
 
 
 def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
@@ -40,12 +38,10 @@ def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Worklo
 
 
 def num_arrivals(workload: Workload) -> int:
-    """Return the number of jobs that arrive by themselves, not after another one."""
     return sum(job.after is None for job in workload.jobs)
 
 
 def mean_rate(workload: Workload) -> float | None:
-    """Return the arrivals per second from the first to the last, or None if all come at once."""
     instants = [job.arrival_ns for job in workload.jobs if job.after is None]
     span_ns = max(instants) - min(instants) if instants else 0
     return (len(instants) - 1) * NS_PER_S / span_ns if span_ns else None
@@ -57,13 +53,11 @@ def closed(count: int) -> list[int]:
 
 
 def constant(count: int, rate: float) -> list[int]:
-    """Return one instant every 1 / `rate` seconds, the first at 0."""
     _check_rate(rate)
     return [round(idx * NS_PER_S / rate) for idx in range(count)]
 
 
 def poisson(rng: Random, count: int, rate: float) -> list[int]:
-    """Return `count` independent instants, `rate` per second."""
     return gamma(rng, count, rate, cv=1.0)
 
 
@@ -124,7 +118,6 @@ def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> l
 
 
 def _unit_instants(rng: Random, count: int) -> Iterator[float]:
-    """Yield arrivals of rate 1."""
     return islice(accumulate(iter(lambda: rng.expovariate(1.0), None)), count)
 
 

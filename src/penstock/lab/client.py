@@ -23,7 +23,7 @@ from penstock.lab.driving import drive
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.records import End, Record, Sent
 from penstock.lab.target import Address, Endpoint, Prompt, Target
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import PenstockError, counted
 
 _STALE_NS = 100_000_000
@@ -31,12 +31,10 @@ _STALE_NS = 100_000_000
 again."""
 SILENCE_S = 600.0
 MAX_ANSWER_BYTES = 256 << 20
-"""An answer with more bytes, headers included, fails."""
 MIN_WAIT_NS = 1_000_000_000
 """A refused client does not come back sooner, even if the server says so."""
 MAX_WAIT_NS = 3600 * 1_000_000_000
 """A refused client that should wait longer does not come back, or a server could make a run last forever."""
-_NS_PER_S = 1_000_000_000
 _NOT_NOW = (429, 503)
 _ROLES = ("user", "assistant")
 _TENANT_CHARS = "._:@/-"
@@ -46,13 +44,11 @@ _TENANT_CHARS = "._:@/-"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
     silence_s: float = SILENCE_S
-    """An answer fails if no byte comes for this long."""
     max_s: float | None = None
     """The run ends after this many seconds with what there is; None waits for every answer."""
     max_returns: int = 0
     """How often a client that is refused with `Retry-After` comes back. Its latency includes those waits."""
     keeps_text: bool = False
-    """Whether records keep the answers' texts."""
 
 
 def send(
@@ -122,17 +118,14 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer = Answer()
         self._done: asyncio.Future[None] | None = None
-        """The request under way."""
         self._silence: asyncio.Timeout
         self._silence_s = 0.0
         self._num_bytes = 0
-        """Received for this request."""
         self._max_events: int | None = None
         self._ends_with_connection = False
         self.lost = asyncio.Event()
         self.is_reusable = True
         self.ended_ns = 0
-        """When the last byte came, or the failure was seen."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -238,7 +231,6 @@ class _Client:
         self._num_uncounted = 0
 
     def check(self, job: Job) -> None:
-        """Raise PenstockError if this endpoint does not take the job's prompt."""
         endpoint = self._target.endpoint
         if job.texts and endpoint is not Endpoint.EMBEDDINGS:
             raise PenstockError("A job has a list of texts.", remedy="Send it to the endpoint of embeddings.")
@@ -252,7 +244,6 @@ class _Client:
             raise PenstockError("A prompt of token ids is no message of a chat.", remedy="Use the endpoint of completions.")
 
     async def close(self) -> None:
-        """Close all connections and wait until their sockets are closed."""
         for connection in tuple(self._open):
             connection.close()
             await connection.lost.wait()
@@ -266,7 +257,6 @@ class _Client:
         )
 
     async def ask(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
-        """As `driving.Ask`."""
         body = self._target.body(self._prompt(job, texts), job.num_output_tokens)
         waits_ns: list[int] = []
         record.waits_ns = waits_ns
@@ -286,7 +276,7 @@ class _Client:
             if is_last or wait_ns is None or wait_ns > MAX_WAIT_NS:
                 break
             waits_ns.append(max(MIN_WAIT_NS, wait_ns))
-            await asyncio.sleep(waits_ns[-1] / _NS_PER_S)
+            await asyncio.sleep(waits_ns[-1] / NS_PER_S)
         record.end, record.error = self._judged(answer, job, error)
         if record.end is End.OK and answer.num_output_tokens is None:
             self._num_uncounted += 1
@@ -300,7 +290,6 @@ class _Client:
         return "".join(texts)
 
     async def _exchange(self, job: Job, body: bytes, answer: Answer, record: Record, now_ns: Callable[[], int]) -> None:
-        """Raises OSError if there is no connection, and _BrokenAnswer."""
         while True:
             while self._idle and not self._idle[-1].is_reusable:
                 self._idle.pop()

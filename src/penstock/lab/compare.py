@@ -40,8 +40,6 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One figure of both sides."""
-
     figure: str
     """`ttft p99`, `output_tokens_per_s`"""
     is_rate: bool
@@ -62,7 +60,6 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """`faster by 12 % [9, 15]`"""
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
         verbs = ("higher", "lower") if self.is_rate else ("slower", "faster")
@@ -79,8 +76,6 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two results at one load."""
-
     load: Load | None
     num_runs: tuple[int, int]
     differences: Sequence[Difference]
@@ -88,15 +83,11 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Two results at every load that both have."""
-
     comparisons: Sequence[Comparison]
     notes: Sequence[str]
-    """What to know before believing the figures."""
 
     @property
     def has_tested(self) -> bool:
-        """Whether both sides had enough requests to compare any figure."""
         return any(difference.change is not None for one in self.comparisons for difference in one.differences)
 
     def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
@@ -120,7 +111,6 @@ def compare_results(before: Result, afters: Sequence[Result], *, any_workload: b
 
 
 def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
-    """Compare without the correction."""
     sides = (_by_load(before), _by_load(after))
     common = [load for load in sides[0] if load in sides[1]]
     if not common:
@@ -200,7 +190,6 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
 
 
 def _values_of(run: Run) -> dict[str, Estimate]:
-    """Return the compared figures by name. Rates are those of the steady part if there is one."""
     figures = run.figures
     found: dict[str, Estimate] = {}
     for name, latency in figures.latencies.items():
@@ -233,7 +222,6 @@ def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
 
 
 def _is_paired(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return whether both sides ran the same jobs, run by run."""
     if len(before) != len(after):
         return False
     return all(
@@ -279,7 +267,6 @@ def _paired_spreads(before: Run, after: Run) -> Mapping[str, Spread]:
 
 
 def _mean_spread(spreads: Sequence[Spread]) -> Spread:
-    """Return the spread of the mean over runs."""
     error = math.sqrt(math.fsum(one.error**2 for one in spreads)) / len(spreads)
     return Spread(error, math.fsum(one.degrees for one in spreads))
 
@@ -293,7 +280,6 @@ def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
 
 
 def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Decide which of all tested differences are more than noise."""
     tested = sorted(
         (difference.chance, i, j)
         for i, one in enumerate(comparisons)

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from penstock.lab.cost_model import CostModel, Fitted, Residuals
+from penstock.lab.cost_model import CostModel
 from penstock.lab.fitting import Errors, fit
 from penstock.lab.steps import MeasuredStep
 from penstock.types.errors import PenstockError
@@ -26,7 +26,6 @@ FORMAT = "penstock-cost-model"
 VERSION = 3
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
-"""In a step of a table."""
 _STEP_COLUMNS = ("rows", "tokens", "context", "ms")
 _COST_COLUMNS = ("cost", "ns")
 _PLAIN_COSTS = tuple(part.name for part in fields(CostModel) if part.name.endswith("_ns"))
@@ -38,8 +37,6 @@ class CostFileError(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCost:
-    """A cost model with its origin."""
-
     cost: CostModel
     source: str
     """`profile`, `recording` or `table`."""
@@ -48,7 +45,6 @@ class SavedCost:
     model: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     date: str = ""
-    """ISO 8601."""
     penstock: str = ""
     num_steps: int = 0
     errors: Mapping[str, Errors] = field(default_factory=dict)
@@ -57,7 +53,6 @@ class SavedCost:
 
     @property
     def words(self) -> str:
-        """The origin in one line."""
         kind = "estimated, not measured" if self.is_estimated else f"from a {self.source}"
         missed = self.errors.get("execute")
         parts = [self.model, str(self.machine.get("cpu", "")), kind, self.date]
@@ -67,7 +62,6 @@ class SavedCost:
 
 
 def save_cost(path: Path, saved: SavedCost) -> None:
-    """Raises CostFileError if the file can't be written."""
     written = {"format": FORMAT, "version": VERSION, **asdict(saved)}
     try:
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
@@ -91,7 +85,6 @@ def load_cost(path: Path) -> SavedCost:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Read a text. Raises OSError, or ValueError for a longer one or wrong UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -100,45 +93,29 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def _from_json(path: Path, text: str) -> SavedCost:
+    from pydantic import TypeAdapter, ValidationError
+
     remedy = "Make one with `penstock profile --fit FILE`."
     try:
         written = json.loads(text)
-        if written.pop("format") != FORMAT:
-            raise ValueError("it has another format")
-        version = written.pop("version")
+        kind, version = written.pop("format"), written.pop("version")
     except (ValueError, KeyError) as error:
-        raise CostFileError(f"{path} is no cost model: {error}.", remedy=remedy) from None
-    if version != VERSION:
-        raise CostFileError(f"{path} is a cost model of version {version}; this Penstock reads {VERSION}.", remedy=remedy)
+        raise CostFileError(f"{path} is not a cost model: {error}.", remedy=remedy) from None
+    if kind != FORMAT or version != VERSION:
+        cause = f"{path} is {kind!r} of version {version}; this Penstock reads {FORMAT!r} of version {VERSION}."
+        raise CostFileError(cause, remedy=remedy)
     try:
-        cost = written.pop("cost")
-        fitted = cost.pop("fitted")
-        brackets = tuple((int(up_to), float(token_ns)) for up_to, token_ns in cost.pop("token_brackets"))
-        residuals = tuple([Residuals(float(up_to_ns), tuple(map(float, ratios))) for up_to_ns, ratios in cost.pop("residuals")])
-        host_residuals = tuple(map(float, cost.pop("host_residuals")))
-        costs: dict[str, Any] = {name: float(value) for name, value in cost.items()}
-        model = CostModel(
-            **costs,
-            token_brackets=brackets,
-            residuals=residuals,
-            host_residuals=host_residuals,
-            fitted=None if fitted is None else Fitted(**fitted),
-        )
-        errors = {part: Errors(**values) for part, values in written.pop("errors").items()}
-        saved = SavedCost(cost=model, errors=errors, **written)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CostFileError(f"{path} is a damaged cost model: {error!r}.", remedy=remedy) from None
-    _check(path, model)
-    return saved
-
-
-def _check(path: Path, cost: CostModel) -> None:
+        saved = TypeAdapter(SavedCost).validate_python(written)
+    except ValidationError as error:
+        raise CostFileError(f"{path} is a damaged cost model: {error}.", remedy=remedy) from None
+    cost = saved.cost
     values = [getattr(cost, name) for name in _PLAIN_COSTS]
     values += [*cost.host_residuals, *(value for bracket in cost.token_brackets for value in bracket)]
     values += [value for up_to_ns, ratios in cost.residuals for value in (up_to_ns, *ratios)]
     is_empty = any(not one.ratios for one in cost.residuals)
     if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
-        raise CostFileError(f"{path} has costs that are below nothing, or no numbers.")
+        raise CostFileError(f"{path} has costs that are negative, or not numbers.", remedy=remedy)
+    return saved
 
 
 def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
@@ -154,7 +131,7 @@ def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
     header = tuple(cell.strip() for cell in next(csv.reader([numbered[0][1]]))) if numbered else ()
     if header not in (_STEP_COLUMNS, _COST_COLUMNS):
         remedy = f"Give it a header: {','.join(_STEP_COLUMNS)}; or {','.join(_COST_COLUMNS)}."
-        raise CostFileError(f"{path} is no cost model and no table of steps.", remedy=remedy)
+        raise CostFileError(f"{path} is neither a cost model nor a table of steps.", remedy=remedy)
     rows: list[tuple[int, list[str]]] = []
     for number, line in numbered[1:]:
         cells = [cell.strip() for cell in next(csv.reader([line]))]

@@ -17,8 +17,6 @@ from penstock.types.plan import RowPlan, StepShape
 
 
 class Counts(NamedTuple):
-    """The work in a step, as a cost model counts it."""
-
     num_tokens: int
     """Positions computed, of all rows."""
     num_decodes: int
@@ -28,11 +26,8 @@ class Counts(NamedTuple):
     num_decode_reads: int
     """KV positions that rows of one token read."""
     num_prefill_reads: int
-    """KV positions that each token of a longer row reads."""
     num_prefill_context: int
-    """KV positions before longer rows."""
     num_samples: int
-    """Sampled tokens."""
     num_rows: int
     max_context_len: int
     """Positions before and in the longest row."""
@@ -40,15 +35,12 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The largest steps that a cost model was fitted to."""
-
     max_rows: int
     max_decodes: int
     max_prefill_tokens: int
     max_context_len: int
 
     def exceeded_by(self, counts: Counts) -> tuple[str, ...]:
-        """Return the limits that a step exceeds, in words: `80 rows > 64`."""
         pairs = (
             ("rows", counts.num_rows, self.max_rows),
             ("decodes", counts.num_decodes, self.max_decodes),
@@ -72,13 +64,10 @@ def coldness_after(coldness: float, duration_ns: float) -> float:
 
 
 def cold_share(coldness: float, num_tokens: int) -> float:
-    """Return the share of `CostModel.cold_ns` that a step of `num_tokens` pays."""
     return coldness * min(1.0, COLD_TOKENS / num_tokens)
 
 
 class Residuals(NamedTuple):
-    """Noise of steps of similar length: a stall of a millisecond doubles a short step and does not matter to a long one."""
-
     up_to_ns: float
     """Modelled time of the longest of them."""
     ratios: tuple[float, ...]
@@ -125,9 +114,7 @@ class CostModel:
     residual_correlation: float = 0.0
     """Rank correlation of successive steps, [0, 1): a machine is slow for a while, not for one step."""
     host_residuals: tuple[float, ...] = ()
-    """`Residuals.ratios` of the host's time, which has no correlation."""
     fitted: Fitted | None = None
-    """None if unknown."""
 
     def counts(self, shape: StepShape) -> Counts:
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
@@ -154,7 +141,6 @@ class CostModel:
         )
 
     def parts_ns(self, shape: StepShape) -> Mapping[str, int]:
-        """Return the executor's time by part."""
         counts = self.counts(shape)
         parts = {
             "step": self.step_ns,
@@ -176,7 +162,6 @@ class CostModel:
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
-        """As `duration_ns`, for counts."""
         return round(
             self.step_ns
             + self.decode_row_ns * counts.num_decodes
@@ -189,19 +174,15 @@ class CostModel:
         )
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
-        """Return the engine's own time after a step, without noise."""
         return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
 
     def noise(self, rng: Random) -> Noise:
-        """Return factors for `duration_ns`."""
         return Noise(self.residuals, self.residual_correlation, rng)
 
     def host_noise(self, rng: Random) -> Noise:
-        """Return factors for `host_ns`."""
         return Noise((Residuals(math.inf, self.host_residuals),) if self.host_residuals else (), 0.0, rng)
 
     def outside(self, counts: Counts) -> tuple[str, ...]:
-        """Return the limits of the fitted range that a step exceeds, in words."""
         return () if self.fitted is None else self.fitted.exceeded_by(counts)
 
     def _sample_ns(self, num_samples: int) -> float:
@@ -219,10 +200,7 @@ class CostModel:
 
 
 class Noise:
-    """Seeded draws from residuals, one after the other."""
-
     def __init__(self, residuals: Sequence[Residuals], correlation: float, rng: Random) -> None:
-        """Without residuals each draw is 1."""
         self._edges = [one.up_to_ns for one in residuals[:-1]]
         self._ratios = [one.ratios for one in residuals]
         # Of the normal deviates behind ranks (Pearson, 1907).
@@ -232,7 +210,6 @@ class Noise:
         self._deviate = rng.gauss() if residuals else 0.0
 
     def draw(self, modelled_ns: float) -> float:
-        """Return the next factor, for a step of this modelled time."""
         if not self._ratios:
             return 1.0
         self._deviate = self._share * self._deviate + self._own_share * self._rng.gauss()

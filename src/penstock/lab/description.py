@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.lab.arrivals import NS_PER_S, mean_rate
-from penstock.lab.workload import Workload
+from penstock.lab.arrivals import mean_rate
+from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import counted
 
 MAX_TENANTS_SHOWN = 8
@@ -18,8 +18,6 @@ MAX_TENANTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and quantiles of numbers of tokens."""
-
     mean: float
     p50: int
     p90: int
@@ -32,16 +30,12 @@ class Description:
     name: str
     num_requests: int
     num_conversations: int
-    """With at least two turns."""
     num_follow_ups: int
-    """Requests that continue a conversation, and so have no arrival of their own."""
     prompt_tokens: Spread
-    """With all that was said before."""
     output_tokens: Spread
     total_prompt_tokens: int
     total_output_tokens: int
     duration_s: float
-    """From the begin of the run to the last arrival."""
     rate: float | None
     """Arrivals per second from the first to the last, or None if all come at once."""
     gap_cv: float | None
@@ -51,7 +45,6 @@ class Description:
     num_cancelled: int
     requests_by_tenant: Mapping[str, int]
     tokens_by_tenant: Mapping[str, int]
-    """Prompts and answers."""
 
     def text(self) -> str:
         lines = [
@@ -93,7 +86,6 @@ class Description:
 
 
 def describe(workload: Workload) -> Description:
-    """Raises ValueError for a workload without jobs."""
     jobs = workload.jobs
     if not jobs:
         raise ValueError(f"{workload.name} has no jobs")

@@ -12,10 +12,8 @@ from typing import Protocol
 
 from penstock.lab.pacing import Pace, Pacer, WarmUp
 from penstock.lab.records import End, Record, Sent
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import PenstockError
-
-_NS_PER_S = 1_000_000_000
 
 
 class Ask(Protocol):
@@ -54,8 +52,6 @@ async def drive(
 
 
 class _Driving:
-    """A run under way. Instants are nanoseconds from its begin."""
-
     def __init__(
         self, workload: Workload, ask: Ask, pace: Pace, warm_up: WarmUp, on_end: Callable[[], object], keeps_text: bool
     ) -> None:
@@ -66,7 +62,6 @@ class _Driving:
         self._keeps_text = keeps_text
         self._pacer = Pacer(workload, pace)
         self._records: list[Record] = []
-        """Ended requests in any order, without the warm-up."""
         self._unfinished: list[Record] = []
         self._num_warm_up = 0
         self._last_ns = 0
@@ -91,7 +86,7 @@ class _Driving:
             next_ns = self._pacer.next_ns()
             timer = None
             if next_ns is not None:
-                timer = loop.call_later(max(0, next_ns - self.now_ns()) / _NS_PER_S, self._has_changed.set)
+                timer = loop.call_later(max(0, next_ns - self.now_ns()) / NS_PER_S, self._has_changed.set)
             await self._has_changed.wait()
             self._has_changed.clear()
             if timer is not None:
@@ -121,7 +116,7 @@ class _Driving:
                 left_ns = intended_ns + job.cancelled_ns - job.arrival_ns - self.now_ns()
                 if left_ns <= 0:
                     raise TimeoutError
-                async with asyncio.timeout(left_ns / _NS_PER_S):
+                async with asyncio.timeout(left_ns / NS_PER_S):
                     await self._ask(job, texts, record, self.now_ns)
         except TimeoutError:
             record.ended_ns, record.end = 0, End.CANCELLED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 
 import numpy as np
@@ -28,9 +28,10 @@ from penstock.lab.intervals import (
     share_estimate,
 )
 from penstock.lab.records import End, Record
+from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import ConfigError
 
-NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
+NS_PER_MS = 1_000_000
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue")
 SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -38,7 +39,6 @@ ENDS = tuple(End)
 UNKNOWN = -1
 """In a column of instants or times: there was none."""
 MAX_TENANTS = 50
-"""The largest tenants have figures of their own."""
 MAX_REASONS = 20
 MAX_REASON_CHARS = 160
 NUM_GAP_GROUPS = 32
@@ -96,13 +96,10 @@ class GapHistogram:
     buckets: Ints
     """[n]: numbers of buckets, ascending."""
     counts: Ints
-    """[groups, n]: gaps in each."""
     sum_ns: Ints
-    """[groups]"""
 
     @classmethod
     def of(cls, gaps_by_group: Sequence[Ints]) -> GapHistogram:
-        """`gaps_by_group`: nanoseconds."""
         everything = [_bucket_of(gaps) for gaps in gaps_by_group]
         buckets = np.unique(np.concatenate([*everything, np.zeros(0, np.int64)]))
         counts = np.zeros((len(everything), len(buckets)), np.int64)
@@ -142,13 +139,9 @@ class Samples:
     longest_gap_ns: Ints
     queue_ns: Ints
     end: Ints
-    """Position in `ENDS`."""
     reason: Ints
-    """Position in `reasons`."""
     tenant: Ints
-    """Position in `tenants`."""
     reasons: tuple[str, ...]
-    """Reasons of refusals and failures; the first one is empty."""
     tenants: tuple[str, ...]
     gaps: GapHistogram
     tenant_gaps: Mapping[int, GapHistogram] = field(default_factory=dict)
@@ -156,7 +149,6 @@ class Samples:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Samples:
-        """`records` in any order. Raises ConfigError without any."""
         if not records:
             raise ConfigError("There is no record of any request.", remedy="Ask for at least one request.")
         records = sorted(records, key=lambda record: (record.intended_ns, record.index))
@@ -172,20 +164,17 @@ class Samples:
         for record in records:
             if record.tenant in of_tenant:
                 of_tenant[record.tenant].append(record)
+        columns = {
+            name: [getattr(record, name) for record in records] for name in COLUMNS if name not in ("longest_gap_ns", "reason")
+        }
+        columns |= {
+            "longest_gap_ns": [max(record.gaps_ns, default=None) for record in records],
+            "end": [ENDS.index(record.end) for record in records],
+            "reason": [known.get(reason, len(reasons) - 1) for reason in told],
+            "tenant": [positions[record.tenant] for record in records],
+        }
         return cls(
-            index=_ints(record.index for record in records),
-            intended_ns=_ints(record.intended_ns for record in records),
-            sent_ns=_ints(record.sent_ns for record in records),
-            first_ns=_ints(UNKNOWN if record.first_ns is None else record.first_ns for record in records),
-            ended_ns=_ints(record.ended_ns for record in records),
-            num_prompt_tokens=_ints(record.num_prompt_tokens for record in records),
-            num_cached_tokens=_ints(record.num_cached_tokens for record in records),
-            num_output_tokens=_ints(record.num_output_tokens for record in records),
-            longest_gap_ns=_ints(max(record.gaps_ns, default=UNKNOWN) for record in records),
-            queue_ns=_ints(UNKNOWN if record.queue_ns is None else record.queue_ns for record in records),
-            end=_ints(ENDS.index(record.end) for record in records),
-            reason=_ints(known.get(reason, len(reasons) - 1) for reason in told),
-            tenant=_ints(positions[record.tenant] for record in records),
+            **{name: _ints(UNKNOWN if value is None else value for value in columns[name]) for name in COLUMNS},
             reasons=reasons,
             tenants=tenants,
             gaps=_gaps_of(records),
@@ -215,7 +204,6 @@ class Samples:
         return np.where(known & self.is_ok, values, UNKNOWN)
 
     def holds(self, slo: Slo) -> Bools:
-        """Return [n]: whether each request ended well and holds the SLO."""
         if slo.metric == "itl":
             return self.is_ok & (self.longest_gap_ns <= slo.limit_ns)
         values = self.latency_ns(slo.metric)
@@ -223,31 +211,15 @@ class Samples:
         return self.is_ok & (has_none | ((values >= 0) & (values <= slo.limit_ns)))
 
     def holds_all(self, slos: Sequence[Slo]) -> Bools:
-        """Return [n]: whether each request ended well and holds every SLO."""
         found: Bools = np.logical_and.reduce([self.is_ok, *(self.holds(slo) for slo in slos)])
         return found
 
     def rows(self, chosen: Bools, gaps: GapHistogram) -> Samples:
-        """Return some of the requests, with other gaps."""
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return Samples(**columns, reasons=self.reasons, tenants=self.tenants, gaps=gaps)
 
 
-COLUMNS = (
-    "index",
-    "intended_ns",
-    "sent_ns",
-    "first_ns",
-    "ended_ns",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_output_tokens",
-    "longest_gap_ns",
-    "queue_ns",
-    "end",
-    "reason",
-    "tenant",
-)
+COLUMNS = tuple(one.name for one in fields(Samples) if one.type == "Ints")
 
 
 def _ints(values: Iterable[int]) -> Ints:
@@ -255,7 +227,6 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _gaps_of(records: Sequence[Record]) -> GapHistogram:
-    """`records` in the order in which they were due; only those that ended well count."""
     some = [record for record in records if record.end is End.OK and record.gaps_ns]
     num_groups = min(NUM_GAP_GROUPS, len(some))
     groups = [some[len(some) * i // num_groups : len(some) * (i + 1) // num_groups] for i in range(num_groups)]
@@ -322,19 +293,14 @@ def steady_window(samples: Samples) -> Window | None:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A latency over `count` requests, or gaps, in milliseconds."""
-
     count: int
     mean: Estimate
     quantiles: Mapping[str, Estimate]
-    """By the names in `QUANTILES`."""
     max_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Throughput of the requests that ended well."""
-
     requests_per_s: Estimate
     output_tokens_per_s: Estimate
     total_tokens_per_s: Estimate
@@ -344,16 +310,12 @@ class Rates:
 class Goodput:
     slos: tuple[Slo, ...]
     attainment: Estimate
-    """Share of requests that hold all."""
     attainment_by_slo: Mapping[str, Estimate]
     requests_per_s: Estimate
-    """Of those that hold all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """In the currency of the price."""
-
     price_per_hour: float
     per_million_output_tokens: Estimate
     per_million_total_tokens: Estimate
@@ -371,20 +333,14 @@ class Fairness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """A run, or one tenant's part of it."""
-
     window: Window
     num_requests: int
-    """Due in the window."""
     num_by_end: Mapping[str, int]
     reasons: Mapping[str, int]
-    """Refusals and failures by what was said."""
     latencies: Mapping[str, Distribution]
-    """By the names of `LATENCIES`, if some request has it."""
     rates: Rates
     num_prompt_tokens: int
     num_output_tokens: int
-    """Both of requests that ended well."""
     prefix_cache_share: float | None
     """Prompt tokens from the server's cache over all prompt tokens, or None without any."""
     goodput: Goodput | None
@@ -395,7 +351,6 @@ class Figures:
     """The rates without warm-up and drain, if enough is left."""
     fairness: Fairness | None
     tenants: Mapping[str, Figures]
-    """The largest `MAX_TENANTS`, if there are several."""
     num_tenants: int
     warnings: tuple[str, ...]
 
@@ -403,7 +358,6 @@ class Figures:
 def make_figures(
     samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: float | None = None, window: Window | None = None
 ) -> Figures:
-    """Return the figures of a run, or of a window of it."""
     window = window or whole_window(samples)
     figures = _figures_of(samples, window, slos, price_per_hour)
     num_tenants = len(np.unique(samples.tenant))
@@ -449,7 +403,6 @@ def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per
 
 
 def _distribution(values_ns: Ints) -> Distribution | None:
-    """`values_ns` in the order of time, `UNKNOWN` where there is none."""
     series = values_ns[values_ns >= 0] / NS_PER_MS
     if not len(series):
         return None
@@ -555,7 +508,6 @@ def _fairness(samples: Samples, window: Window) -> Fairness:
 
 
 def jain(shares: Sequence[float]) -> float:
-    """(sum x)^2 / (n sum x^2); 1 if nobody has anything."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 

@@ -21,11 +21,9 @@ from penstock.lab.steps import MeasuredStep
 Floats = NDArray[np.float64]
 
 BRACKETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
-"""Tokens of a step from which on a further token may cost another price."""
 NUM_RATIOS = 100
 """The most ratios of noise kept for similar steps."""
 MIN_RATIOS = 50
-"""Fewer steps of similar length share their noise with the next length."""
 LEAST_SHARE = 0.1
 """A part counts in the errors if it takes this share of the step."""
 HUBER = 1.5
@@ -63,7 +61,6 @@ class Errors:
     p90: float
     largest: float
     signed_mean: float
-    """Mean of (model - measured) / measured."""
     num: int
 
 
@@ -71,7 +68,6 @@ class Errors:
 class Fit:
     cost: CostModel
     errors: Mapping[str, Errors]
-    """By part, of the model that has seen all steps."""
     left_out: Mapping[str, Errors]
     """By part, of models that have not seen the step's group."""
     num_steps: int
@@ -115,18 +111,14 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
 
 
 _Cost = Mapping[str, Mapping[str, float]]
-"""Part -> cost -> nanoseconds."""
 
 
 class _Table:
-    """Steps as columns of numbers."""
-
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         counter = CostModel()
         self.counts = [counter.counts(step.shape) for step in steps]
         self.groups = np.array([step.group for step in steps])
         self.is_step = np.array([not step.is_for_host for step in steps])
-        """Steps whose executor's time counts."""
         units = {name: np.array([unit(one) for one in self.counts], dtype=float) for name, unit in _UNITS.items()}
         num_tokens = np.array([one.num_tokens for one in self.counts], dtype=float)
         self._edges = _edges(num_tokens)
@@ -152,7 +144,6 @@ class _Table:
         self.measured[HOST] = np.array([np.nan if step.host_ns is None else float(step.host_ns) for step in steps])
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
-        """Return costs by part, from the steps in use."""
         # Errors count in shares of the whole step: a part that takes no time needs no good model.
         is_fitted = is_used & self.is_step
         whole = self.measured[TOTAL][is_fitted]
@@ -184,7 +175,6 @@ class _Table:
         return predicted
 
     def model(self, cost: _Cost) -> CostModel:
-        """Return the sum of the parts, without noise and range."""
         totals: dict[str, float] = {}
         for part in cost.values():
             for name, cost_ns in part.items():
@@ -195,7 +185,6 @@ class _Table:
         return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
 
     def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
-        """Return errors of medians of similar steps (rows, prompt tokens) in each group, where the part is large enough."""
         cells: dict[tuple[int, int, int], list[int]] = {}
         for idx, (group, counts) in enumerate(zip(self.groups.tolist(), self.counts, strict=True)):
             cells.setdefault((group, counts.num_rows, counts.num_prefill_tokens), []).append(idx)
@@ -218,7 +207,6 @@ class _Table:
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:
-    """Return ends of brackets that have some step each; the last is the largest step."""
     most, begin, edges = float(num_tokens.max()), 1.0, []
     for edge in BRACKETS:
         if edge < most and ((num_tokens > begin) & (num_tokens <= edge)).any():
@@ -253,7 +241,6 @@ def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
 
 
 def nonnegative(matrix: Floats, target: Floats) -> Floats:
-    """Return the x >= 0 that minimises |matrix x - target|, by Lawson and Hanson's active sets."""
     norms = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(norms > 0, norms, 1.0)
     num = scaled.shape[1]
@@ -303,7 +290,6 @@ def _means(values: Floats) -> tuple[float, ...]:
 
 
 def _correlation(values: Floats) -> float:
-    """Return the rank correlation of neighbours, 0 if it is unknown or negative."""
     if len(values) < 100:
         return 0.0
     ranks = np.argsort(np.argsort(values)).astype(float)

@@ -9,28 +9,24 @@ from penstock.lab import plots
 from penstock.lab.plots import Axis, Panel, Series
 from penstock.lab.report import Cell, Section, Table
 from penstock.lab.simulation import Outcome
+from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
 MAX_TIMELINES = 8
-NS_PER_S = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
     name: str
-    """Empty if there is only one."""
     outcome: Outcome
     wall_s: float
-    """CPU time that it took."""
 
     @property
     def speed(self) -> float:
-        """Simulated time over CPU time."""
         return self.outcome.duration_ns / NS_PER_S / max(self.wall_s, 1e-9)
 
 
 def section_of(simulated: Sequence[Foretold]) -> Section:
-    """Return a table with a row for each server of each simulation, and a warning for each that extrapolates."""
     rows = [_row(one, server) for one in simulated for server in one.outcome.timelines]
     head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
     return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])

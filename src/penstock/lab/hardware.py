@@ -21,7 +21,6 @@ THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.4
 """Shares of the peaks that steps reached on two AVX-512 cores (docs/performance.md, "One step"): 81 to 86 % of the bandwidth
 for one row on an EPYC (2026-11-21), 32 to 39 % of the multiply-adds for 32 rows and prompts on a Xeon (2026-11-22)."""
 THIS_STEP_NS = 200_000
-"""Time of a step beside products and reads: planning, sampling, texts."""
 _COLUMNS = (
     "name",
     "kind",
@@ -43,15 +42,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One machine, or one GPU in a machine."""
-
     name: str
     description: str
     is_gpu: bool
     memory_bytes: int
-    """For weights and KV cache."""
     read_bytes_per_s: float
-    """Peak of reads from that memory."""
     int8_ops_per_s: float
     """Peak of int8 multiply-adds, each two operations; 0 if products of quantised weights run in bf16."""
     bf16_ops_per_s: float
@@ -59,10 +54,8 @@ class Hardware:
     """Estimated share of `read_bytes_per_s` that a step reaches; `basis` says where it comes from."""
     compute_share: float
     step_ns: int
-    """Time of each step beside products and reads."""
     basis: str
     price_per_hour: float | None = None
-    """In US dollars."""
     price_source: str = ""
     price_date: str = ""
     spec_source: str = ""
@@ -119,7 +112,6 @@ def known_hardware() -> dict[str, Hardware]:
 
 
 def read_table(path: Path) -> dict[str, Hardware]:
-    """Read a user's table, by name. Raises ConfigError with the line."""
     try:
         text = read_text(path, MAX_TABLE_BYTES)
     except (OSError, ValueError) as error:

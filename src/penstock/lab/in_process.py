@@ -22,13 +22,10 @@ from penstock.types.errors import PenstockError, counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """An answer as far as it has come."""
-
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     new_text: str
-    """Since the progress before."""
 
 
 class Ask(Protocol):
@@ -49,7 +46,6 @@ async def drive(
     on_end: Callable[[], object] | None = None,
     keeps_text: bool = False,
 ) -> Sent:
-    """Ask for every job and wait until the last has ended; see `driving.drive`."""
     return await driving.drive(
         workload,
         partial(_ask, ask),
@@ -61,7 +57,6 @@ async def drive(
 
 
 async def _ask(ask: Ask, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
-    """As `driving.Ask`."""
     prompt = texts or job.prompt_token_ids
     if not prompt:
         raise PenstockError("A job has neither a text nor token ids.", remedy="Make texts with `lab.prompts.write_prompts`.")

@@ -20,7 +20,6 @@ Bools = NDArray[np.bool_]
 
 LEVEL = 0.95
 MIN_DRAWS = 6.0
-"""Fewer independent values give no interval."""
 MAX_BATCHES = 20
 """More batches gain little, and neighbours would depend on each other more."""
 _SOKAL_FACTOR = 5.0
@@ -38,7 +37,6 @@ class Estimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is an interval."""
         return self.low is not None and self.high is not None
 
     def scaled(self, factor: float) -> Estimate:
@@ -88,7 +86,6 @@ class Draws:
 
     count: float
     degrees: float
-    """Degrees of freedom of a variance that is estimated with it."""
 
     @property
     def is_enough(self) -> bool:
@@ -113,7 +110,6 @@ def effective_draws(series: Floats) -> Draws:
 
 
 def mean_estimate(series: Floats) -> Estimate:
-    """Return the mean of a non-empty series in the order of time, by Student's t."""
     mean, draws = float(series.mean()), effective_draws(series)
     if not draws.is_enough:
         return Estimate(mean)
@@ -136,7 +132,6 @@ def quantile_estimate(series: Floats, share: float) -> Estimate:
 
 
 def _shrink(degrees: float) -> float:
-    """Return the share of draws to count if the variance has this many degrees of freedom."""
     return (NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, degrees)) ** 2
 
 
@@ -186,7 +181,6 @@ def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
 
 
 def _bucket_at(totals: Ints, share: float) -> int:
-    """Return the first bucket up to which at least `share` of all values lie."""
     upto = np.cumsum(totals)
     return min(len(totals) - 1, int(np.searchsorted(upto, share * float(upto[-1]) - 1e-9, side="left")))
 

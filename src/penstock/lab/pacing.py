@@ -41,11 +41,9 @@ class Pacer:
         self._jobs = jobs
         self._pace = pace
         self._turns_after: defaultdict[int, list[int]] = defaultdict(list)
-        """Job -> the jobs that continue it."""
         self._conversation: dict[int, int] = {}
         """Job of a conversation of several turns -> its first job."""
         self._num_left: dict[int, int] = {}
-        """First job of such a conversation -> turns that have not ended."""
         for index, job in enumerate(jobs):
             if job.after is not None:
                 self._turns_after[job.after].append(index)
@@ -58,7 +56,6 @@ class Pacer:
         self._firsts = array("q", firsts)
         self._num_begun = 0
         self._turns: list[tuple[int, int]] = []
-        """A heap of (instant, job): turns whose user thinks, or waits for `max_concurrency`."""
         self._free_since: deque[int] = deque([0] * min(pace.concurrency or 0, len(firsts)))
         """For each idle user of a closed loop: since when."""
         self._num_running = 0
@@ -130,7 +127,6 @@ class Pacer:
         return self._jobs[self._firsts[self._num_begun]].arrival_ns
 
     def _leave(self, index: int, now_ns: int) -> None:
-        """Note that a turn is over. After the last one, the user of a closed loop is free."""
         first = self._conversation.pop(index, index)
         num_left = self._num_left.pop(first, 1) - 1
         if num_left:

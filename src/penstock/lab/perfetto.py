@@ -15,11 +15,9 @@ from penstock.types.errors import PenstockError
 
 PROCESS = 1
 EXECUTOR, HOST = 1, 2
-"""Threads of the trace."""
 
 
 def write_trace(recording: Recording, path: Path) -> int:
-    """Write the trace and return its number of events. Raises PenstockError if the file can't be written."""
     num_events = 0
     try:
         with path.open("w", encoding="utf-8") as file:
@@ -38,7 +36,6 @@ def _events(recording: Recording) -> Iterator[dict[str, object]]:
     for thread, name in ((EXECUTOR, "executor"), (HOST, "engine thread")):
         yield {"ph": "M", "pid": PROCESS, "tid": thread, "name": "thread_name", "args": {"name": name}}
     phases: dict[int, str] = {}
-    """Request -> what it does now."""
     for event in recording.events():
         match event:
             case Arrival() if not event.is_repeated:
@@ -89,7 +86,6 @@ def _step(step: StepDone) -> Iterator[dict[str, object]]:
 
 
 def _move(step: StepDone, phases: dict[int, str]) -> Iterator[dict[str, object]]:
-    """Yield the phases that begin with a step: prefill, or decode."""
     for row in step.rows:
         before = phases.get(row.id)
         if row.id == NOBODY or before is None:

@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.lab import queueing
-from penstock.lab.arrivals import NS_PER_S, arrive, constant, mean_rate, num_arrivals, poisson
-from penstock.lab.cluster import Cluster
+from penstock.lab.arrivals import arrive, constant, mean_rate, num_arrivals, poisson
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate, share_estimate
 from penstock.lab.records import End
 from penstock.lab.routers import find_router
-from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.simulation import Cluster, Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
     Lengths,
@@ -41,7 +40,7 @@ from penstock.lab.sizing import (
     with_more_compute,
 )
 from penstock.lab.transforms import at_instants, every, repeat
-from penstock.lab.workload import Workload
+from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError
 
 LEAST_SHARE = 0.01
@@ -70,7 +69,6 @@ class Resource(StrEnum):
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"
     MEMORY = "memory"
-    """Of keys and values."""
     ROWS = "rows"
     """Requests in one step (`--max-num-seqs`)."""
     QUEUE = "queue"
@@ -90,17 +88,13 @@ REMEDIES: Mapping[Resource, tuple[str, str]] = {
         "more cores or a faster machine, a smaller model, or shorter prompts",
     ),
 }
-"""What the search for what binds tries, and what helps. The cheapest first: settings, then patience, then machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A possible server, as the simulator runs it."""
-
     simulation: Simulation
     size: ModelSize
     rates: Speeds
-    """Those of the roofline."""
     is_fitted: bool
     """The simulation's cost model comes from a file, not from the roofline."""
     doubts: Sequence[str] = ()
@@ -129,8 +123,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a deployment must do."""
-
     slos: Sequence[Slo] = ()
     goal: float = 0.99
     """Share of the requests that must hold every SLO."""
@@ -139,11 +131,8 @@ class Requirements:
     headroom: float = 0.0
     """Share of the replicas' rate that stays free: they hold the SLOs at `rate` / (1 - headroom)."""
     router: str = "round-robin"
-    """Of several replicas, as `find_router` takes it."""
     price_per_hour: float | None = None
-    """Of one replica. None takes the hardware's."""
     seed: int = 0
-    """Of Poisson arrivals."""
     least_run_s: float = 30.0
     """A shorter workload is repeated until it lasts this long on a full server."""
 
@@ -152,19 +141,14 @@ class Requirements:
 
 
 class Trial(NamedTuple):
-    """One run at one rate."""
-
     rate: float
     """Arrivals per second; infinity means all at once."""
     num_requests: int
-    """Without those whose client went away."""
     num_good: int
-    """Requests that held every SLO."""
     goal: float
     stress: float
     """The factor by which the limits would have to be longer for the goal to be just met; below 1 there is room."""
     by_slo: Mapping[str, float]
-    """SLO -> the stress of this SLO alone."""
     duration_s: float
     mean_e2e_s: float
     kv_share: float
@@ -172,10 +156,8 @@ class Trial(NamedTuple):
     mean_running: float
     """Mean number of running requests over time, in all replicas together."""
     num_outside: int
-    """Steps outside of the range to which the cost model was fitted."""
     num_steps: int
     attainment: Estimate
-    """Share of the requests that held every SLO."""
 
     @property
     def holds(self) -> bool:
@@ -192,7 +174,6 @@ class Trial(NamedTuple):
 
 
 def make_trial(outcome: Outcome, rate: float, asked: Requirements) -> Trial:
-    """Return what the search needs of one run. Raises ConfigError if every client went away."""
     samples = Samples.of(outcome.records)
     counted = samples.end != list(End).index(End.CANCELLED)
     if not counted.any():
@@ -219,14 +200,12 @@ def make_trial(outcome: Outcome, rate: float, asked: Requirements) -> Trial:
 
 
 def _ratios(samples: Samples, slo: Slo) -> NDArray[np.float64]:
-    """Return latency over limit: infinity for a request that failed or lacks the latency, at most 1 where the SLO holds."""
     values = samples.longest_gap_ns if slo.metric == "itl" else samples.latency_ns(slo.metric)
     ratios = np.maximum(values, 0) / slo.limit_ns
     return np.where(samples.holds(slo), np.minimum(ratios, 1.0), np.where(values > slo.limit_ns, ratios, np.inf))
 
 
 def _quantile(values: NDArray[np.float64], share: float) -> float:
-    """Return the smallest value that at least this share of the values does not exceed."""
     return float(np.sort(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)])
 
 
@@ -259,10 +238,7 @@ def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The outcome of a bisection over the rate."""
-
     saturated_rate: float
-    """Requests per second of a server that always has enough of them."""
     trials: Sequence[Trial]
 
     @property
@@ -277,7 +253,6 @@ class Search:
 
     @property
     def rate(self) -> float:
-        """Requests per second; 0 if no rate holds."""
         return self.best.rate if self.best else 0.0
 
 
@@ -311,7 +286,6 @@ def saturated_rate(outcome: Outcome, workload: Workload) -> float:
 
 
 def search(candidate: Candidate, workload: Workload, asked: Requirements) -> Search:
-    """Find the highest rate at which the candidate holds the SLOs for enough of the workload's requests."""
 
     def attempt(rate: float) -> Trial:
         return make_trial(candidate.run(at_rate(workload, rate, asked.seed)), rate, asked)
@@ -356,7 +330,6 @@ class Binding:
 
     @property
     def resources(self) -> Sequence[Resource]:
-        """The resources that bind, the cheapest remedy first: the one with the highest gain, and those within a step of it."""
         top = max(self.gains.values(), key=lambda gain: (gain.most, gain.least))
         floor = 1.0 if self.before else 0.0
         bound = max(floor, top.least / STEP * (1 - 1e-9))
@@ -369,7 +342,6 @@ class Binding:
 
     @property
     def is_clear(self) -> bool:
-        """Whether one resource binds, and its gain is more than chance."""
         return len(self.resources) == 1 and self.gains[self.resources[0]].least > (1.0 if self.before else 0.0)
 
     @property
@@ -381,7 +353,6 @@ class Binding:
 
     @property
     def reason(self) -> str:
-        """A few sentences."""
         if not self.is_known:
             return "The requests are too few to tell: even 2.5 times the rate that the server keeps up with breaks no SLO."
         gains = [f"{words}: {self._gain_words(resource)}" for resource, (words, _) in REMEDIES.items()]
@@ -406,7 +377,6 @@ class Binding:
 
 
 def _is_top(multiple: float) -> bool:
-    """Return whether it is the last step, beyond which no rate is tried."""
     return multiple >= STEP ** (NUM_STEPS - 1) * (1 - 1e-9)
 
 
@@ -464,17 +434,13 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The fewest replicas that hold the SLOs at a rate."""
-
     rate: float
-    """Requests per second, of all replicas together."""
     num_groups: int
     """Equal groups of replicas that get requests in turn. One of them was simulated."""
     num_in_group: int
     load: float
     """`rate` over the rate that the replicas keep up with."""
     held: Trial | None
-    """One group, or None if the search for the highest rate of one replica answers it."""
     failed: Trial | None
     """One group with a replica less, or None if that was not tried: so few do not keep up, or it is one replica."""
 
@@ -576,14 +542,11 @@ class Bill:
     """The cost of tokens. Replicas are paid for whether they have work or not."""
 
     price_per_hour: float
-    """Of all replicas."""
     price_per_million_output_tokens: float
     price_per_million_tokens: float
-    """Of tokens of prompts and answers together."""
 
 
 def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hour: float) -> Bill:
-    """`rate`: requests per second, of all replicas together; `price_per_hour`: of one replica."""
     total = price_per_hour * num_replicas
     per_million = total / 3600 / rate * 1e6
     return Bill(
@@ -598,10 +561,7 @@ def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Waits by the formulas of `queueing`, at one utilisation."""
-
     utilisation: float
-    """Share of the rate of a full batch."""
     rate: float
     num_rows: int
     """Requests in the server on average, by Little's law."""
@@ -610,7 +570,6 @@ class Wait:
     """Mean wait for a row of the batch: M/G/k."""
     p99_row_s: float
     prompt_s: float
-    """Mean wait behind other prompts: M/G/1. Infinite if prompts come faster than they are computed one by one."""
 
 
 def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
@@ -642,7 +601,6 @@ def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
 
 
 def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator[str]:
-    """Yield what makes the answer uncertain, in sentences."""
     best = found.best
     if best is not None and best.num_outside:
         yield (
@@ -674,8 +632,6 @@ def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A deployment on one machine."""
-
     hardware: Hardware
     candidate: Candidate
     workload: Workload
@@ -684,9 +640,7 @@ class Sized:
     """None without SLOs, as are the next three."""
     binding: Binding | None = None
     fleet: Fleet | None = None
-    """None if no number of replicas holds the rate."""
     bill: Bill | None = None
-    """None without a fleet, or without a price."""
     warnings: Sequence[str] = ()
 
     @property

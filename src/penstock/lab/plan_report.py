@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from penstock.lab.arrivals import NS_PER_S, mean_rate
+from penstock.lab.arrivals import mean_rate
 from penstock.lab.hardware import Hardware
 from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, queue_table
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
 from penstock.lab.sizing import arithmetic, format_number, format_time
+from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
 
 def report(sized: Sized) -> str:
-    """Return everything about one machine."""
     hardware, lengths = sized.hardware, sized.lengths
     peak = format_number(hardware.ops_per_s(is_quantised=sized.candidate.size.is_quantised), "op/s")
     memory, reads = format_number(hardware.memory_bytes, "B"), format_number(hardware.read_bytes_per_s, "B/s")
@@ -127,7 +127,6 @@ def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
 
 
 def comparison(some: Sequence[Sized]) -> str:
-    """Return a line for each machine: the cheapest first, then those without a price, then those on which no rate holds."""
     rows = [["hardware", "requests/s", "binds", "replicas", "load", "USD an hour", "USD per 1M output tokens", "step times"]]
     for sized in sorted(some, key=_order):
         fleet, bill = sized.fleet, sized.bill
@@ -156,7 +155,6 @@ def _order(sized: Sized) -> tuple[bool, float, float]:
 
 
 def hardware_table(machines: Sequence[Hardware]) -> str:
-    """Return the machines that can be named, with the date of their prices."""
     rows = [["name", "memory", "reads", "operations", "USD an hour", "of", "description"]]
     for one in machines:
         price = "" if one.price_per_hour is None else f"{one.price_per_hour:.2f}"
@@ -167,7 +165,6 @@ def hardware_table(machines: Sequence[Hardware]) -> str:
 
 
 def trial_words(trial: Trial) -> str:
-    """Return one line: attainment with its interval, latency against the limit, occupancy."""
     share = trial.attainment
     interval = "" if share.low is None or share.high is None else f" [{share.low:.1%}, {share.high:.1%}]"
     stress = "beyond" if math.isinf(trial.stress) else f"{trial.stress:.2f} x"
@@ -179,7 +176,6 @@ def trial_words(trial: Trial) -> str:
 
 
 def plots(sized: Sized) -> Iterator[tuple[str, Plot]]:
-    """Yield drawings with names for their files. Raises ConfigError without matplotlib."""
     rows = Axis("requests in a batch", is_log=True)
     rates = [(point.num_rows, point.output_tokens_per_s) for point in sized.batches]
     times = [(point.num_rows, point.tpot_ns / 1e6) for point in sized.batches]
@@ -203,7 +199,6 @@ def plots(sized: Sized) -> Iterator[tuple[str, Plot]]:
 
 
 def as_json(some: Sequence[Sized]) -> dict[str, object]:
-    """Return the numbers of the plan, in seconds, bytes and tokens; infinities are null."""
     return {"penstock_plan": 2, "machines": [_machine(sized) for sized in some]}
 
 

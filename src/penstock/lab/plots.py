@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.lab.figures import NS_PER_MS, NS_PER_S, Samples, tokens_upto, whole_window
+from penstock.lab.figures import NS_PER_MS, Samples, tokens_upto, whole_window
 from penstock.lab.intervals import Estimate, Floats
 from penstock.lab.results import LOAD_UNITS, Result, Run
+from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,15 +35,10 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'penstock[lab]'"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-MAX_POINTS = 2000
-"""Longer series are thinned out evenly."""
 MAX_LABEL_CHARS, MAX_TICK_CHARS = 60, 16
 PER_ROW = 3
 MAX_LEGEND_ENTRIES = 12
 STYLES = ("line", "marks", "both", "steps", "dashed", "dotted")
-NUM_TIMELINE_POINTS = 400
-_PANEL_INCHES = (4.6, 3.6)
-_DOTS_PER_INCH = 110
 _SETTINGS = {
     "font.family": "DejaVu Sans",  # It comes with matplotlib.
     "font.size": 9.0,
@@ -57,7 +53,6 @@ _SETTINGS = {
 @dataclass(frozen=True, slots=True)
 class Axis:
     label: str
-    """With the unit: `TTFT (ms)`."""
     is_log: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
     """Positions and labels; empty for matplotlib's choice."""
@@ -67,8 +62,6 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (x, y). Series of one name share a colour and a legend entry, also across panels."""
-
     name: str
     """Empty: black, and not in the legend."""
     points: Sequence[tuple[float, float]]
@@ -89,9 +82,7 @@ class Panel:
     y: Axis
     series: Sequence[Series]
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Name -> y of a horizontal line, such as an SLO."""
     note: str = ""
-    """Below the title."""
 
 
 class Plot:
@@ -106,7 +97,6 @@ class Plot:
         return self._written("svg")
 
     def save(self, path: Path) -> None:
-        """Write a .png or an .svg. Raises ConfigError for another ending, or a file that can't be written."""
         kinds = {".png": self.png, ".svg": self.svg}
         if path.suffix.lower() not in kinds:
             raise ConfigError(f"A plot is written as .png or .svg, not as {path.name!r}.")
@@ -121,7 +111,7 @@ class Plot:
         # Neither names its maker's site nor the date, so the same plot has the same bytes.
         metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None, "Format": None, "Type": None}
         with _drawing():
-            self._figure.savefig(into, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
+            self._figure.savefig(into, format=kind, dpi=110, metadata=metadata)
         return into.getvalue()
 
 
@@ -155,41 +145,9 @@ def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
     ]
 
 
-def heatmap(title: str, x: Axis, y: Axis, cells: Sequence[Sequence[float]], *, unit: str) -> Plot:
-    figure, (ax,) = _begin(title, 1)
-    with _drawing():
-        image = ax.imshow(np.array(cells, np.float64), aspect="auto", origin="lower", cmap="cividis")
-        figure.colorbar(image, ax=ax, label=_label(unit))
-        for axis, ticks in ((ax.xaxis, x.ticks), (ax.yaxis, y.ticks)):
-            axis.set_ticks(range(len(ticks)), [_label(text, MAX_TICK_CHARS) for text in ticks.values()])
-        ax.set_xlabel(_label(x.label))
-        ax.set_ylabel(_label(y.label))
-    return Plot(figure, title)
-
-
-def bars(title: str, y: Axis, groups: Mapping[str, Mapping[str, float]]) -> Plot:
-    figure, (ax,) = _begin(title, 1, wide=max(1.0, len(groups) / 3))
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    width = 0.8 / max(1, len(names))
-    with _drawing():
-        for i, name in enumerate(names):
-            at = [j - 0.4 + (i + 0.5) * width for j, group in enumerate(groups.values()) if name in group]
-            drawn = ax.bar(at, [group[name] for group in groups.values() if name in group], width * 0.92, color=COLOURS[i % 8])
-            ax.bar_label(drawn, fmt="%.3g", fontsize=7)
-            drawn.set_label(_label(name))
-        ax.set_xticks(range(len(groups)), [_label(name) for name in groups])
-        ax.set_ylabel(_label(y.label))
-        ax.legend(fontsize=8)
-    return Plot(figure, title)
-
-
 def roofline(
     title: str, *, peak_gops: float, read_gbs: float, measured: Mapping[str, Sequence[tuple[float, float]]], ops: str = "GOP/s"
 ) -> Panel:
-    """Return the roof min(peak, intensity x bandwidth), and what was measured (Williams, Waterman, Patterson, 2009).
-
-    `measured`: name -> (operations per byte, speed in `ops`).
-    """
     knee = peak_gops / read_gbs
     intensities = [x for points in measured.values() for x, _ in points]
     low, high = min([knee / 8, *intensities]) / 1.5, max([knee * 8, *intensities]) * 1.5
@@ -199,7 +157,6 @@ def roofline(
 
 
 def plots_of(result: Result) -> Iterator[Plot]:
-    """Yield the plots of a result: latency and throughput by load if it has several, and those of its runs."""
     loads = [run for run in result.runs if run.load is not None]
     kinds = dict.fromkeys(run.load.kind for run in loads if run.load is not None)
     for kind in kinds:
@@ -215,7 +172,6 @@ def plots_of(result: Result) -> Iterator[Plot]:
 
 
 def latency_distributions(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield the share of requests, or gaps, up to each latency, with a line for each of up to eight runs."""
     for name in ("ttft", "tpot", "itl", "e2e"):
         series = []
         for position, run in enumerate(runs[: len(COLOURS)]):
@@ -230,7 +186,6 @@ def latency_distributions(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield the median and p99 of TTFT, TPOT and e2e, with their intervals and SLOs."""
     for name in ("ttft", "tpot", "e2e"):
         series = [
             _over_load(
@@ -247,7 +202,6 @@ def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield output tokens and requests per second with goodput, and for a rate the line on which all are served."""
     tokens = _over_load(runs, "output tokens/s", [run.figures.rates.output_tokens_per_s for run in runs])
     yield Panel("Output tokens", _load_axis(runs), Axis("output tokens/s", low=0.0), [tokens])
     series = [_over_load(runs, "requests/s", [run.figures.rates.requests_per_s for run in runs])]
@@ -265,9 +219,8 @@ def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def timeline(samples: Samples) -> Iterator[Panel]:
-    """Yield requests in flight, and the rates of arrivals, ends and output tokens, over the time of the run."""
     window = whole_window(samples)
-    at_ns = np.linspace(window.begin_ns, window.end_ns, NUM_TIMELINE_POINTS + 1)
+    at_ns = np.linspace(window.begin_ns, window.end_ns, 401)
     seconds = (at_ns - window.begin_ns) / NS_PER_S
     sent, ended = np.sort(samples.sent_ns), np.sort(samples.ended_ns)
     in_flight = np.searchsorted(sent, at_ns, side="right") - np.searchsorted(ended, at_ns, side="right")
@@ -318,7 +271,6 @@ def _gap_shares(samples: Samples) -> list[tuple[float, float]]:
 
 
 def _over_load(runs: Sequence[Run], name: str, values: Sequence[Estimate | None]) -> Series:
-    """Return a point for each run; repeats have several at one load."""
     found = sorted(
         (run.load.value, value.value, value.low, value.high)
         for run, value in zip(runs, values, strict=True)
@@ -333,17 +285,14 @@ def _load_axis(runs: Sequence[Run]) -> Axis:
     return Axis(f"{kind} ({LOAD_UNITS[kind]})" if kind in LOAD_UNITS else kind)
 
 
-def _begin(title: str, num_panels: int, *, wide: float = 1.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a title and empty axes, by parts of matplotlib that need no display and no global state."""
+def _begin(title: str, num_panels: int) -> tuple[Figure, list[Axes]]:
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     num_rows, num_columns = -(-num_panels // PER_ROW), min(PER_ROW, max(1, num_panels))
     with _drawing():
-        figure = Figure(
-            figsize=(_PANEL_INCHES[0] * num_columns * wide, _PANEL_INCHES[1] * max(1, num_rows) + 0.4), layout="constrained"
-        )
+        figure = Figure(figsize=(4.6 * num_columns, 3.6 * max(1, num_rows) + 0.4), layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(_label(title), fontweight="bold")
         axes = [figure.add_subplot(max(1, num_rows), num_columns, i + 1) for i in range(num_panels)]
@@ -372,7 +321,6 @@ def _drawing() -> Iterator[None]:
 
 
 def _strokes(series: Series, mark: str) -> dict[str, Any]:
-    """Return a style as arguments of matplotlib's lines."""
     if series.style not in STYLES:
         raise ValueError(f"there is no style {series.style!r}")
     return {
@@ -383,7 +331,6 @@ def _strokes(series: Series, mark: str) -> dict[str, Any]:
 
 
 def _draw_legend(figure: Figure, looks: Mapping[str, tuple[str, str]], kinds: Mapping[str, Series], num_columns: int) -> None:
-    """Draw the colour of each name, then the look of each kind, below all panels."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=colour, linewidth=5) for colour, _ in looks.values()]
@@ -464,13 +411,11 @@ def short_number(value: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    if len(points) <= MAX_POINTS:
-        return points
-    return [points[i] for i in np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int).tolist()]
+    chosen = np.linspace(0, len(points) - 1, min(len(points), 2000)).round().astype(int)
+    return [points[i] for i in chosen.tolist()]
 
 
 def _fits(point: tuple[float, float], panel: Panel) -> bool:
-    """Return whether the axes have a place for a point: a logarithmic one has none for 0."""
     return all(
         math.isfinite(value) and (value > 0 or not axis.is_log) for value, axis in zip(point, (panel.x, panel.y), strict=True)
     )

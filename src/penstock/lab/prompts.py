@@ -45,7 +45,6 @@ WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
 """Most of them are one token of most vocabularies."""
 _ANCHOR = "the"
 _MAX_MENDS = 8
-"""Attempts to reach the wanted length by adding or dropping words."""
 
 
 class Tokenizer(Protocol):
@@ -76,8 +75,6 @@ def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int 
 
 
 class _Writer:
-    """Texts of wanted lengths."""
-
     def __init__(self, tokenizer: Tokenizer | None, prefix_block_tokens: int, *, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._prefix_block_tokens = prefix_block_tokens
@@ -150,7 +147,6 @@ def cut(tokenizer: Tokenizer, token_ids: Sequence[int], max_tokens: int) -> tupl
 
 
 def _cheapest_words(tokenizer: Tokenizer) -> tuple[list[str], int]:
-    """Return the words that take the fewest tokens, both after another word and at the beginning, and that number."""
 
     def num_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

@@ -20,14 +20,12 @@ def erlang_b(num_servers: int, load: float) -> float:
 
 
 def erlang_c(num_servers: int, load: float) -> float:
-    """Return the share of arrivals of M/M/k that wait. Raises ValueError unless 0 <= load < num_servers."""
     _check(num_servers, load)
     blocked = erlang_b(num_servers, load)
     return blocked / (1 - load / num_servers * (1 - blocked))
 
 
 def mean_wait(num_servers: int, rate: float, service_s: float, cv: float) -> float:
-    """Return the mean time in the queue of M/G/k. Raises ValueError if the servers can't keep up."""
     load = rate * service_s
     waits = erlang_c(num_servers, load)
     return waits * service_s / (num_servers - load) * (1 + cv**2) / 2

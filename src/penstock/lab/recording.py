@@ -48,27 +48,19 @@ class BlockId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Facts of the server that made a recording."""
-
     recording: str
-    """A random name that all parts share."""
     part: int
     """Above 0 if earlier parts are lost."""
     began: str
-    """Date and time of instant 0, ISO 8601."""
     block_size: int
-    """Tokens of a block that has an id."""
     capacity: Capacity
     depth: int
     model: str
     machine: Mapping[str, Any]
-    """`cpu`, `cpus`."""
     config: str
-    """A hash of model and settings."""
     settings: Mapping[str, Any]
     """Settings of KV cache, scheduling and compute that were not the defaults."""
     about: Mapping[str, Any]
-    """The whole header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +74,10 @@ class Arrival:
     """When the engine took it, or None if it was refused."""
     num_prompt_tokens: int
     max_tokens: int
-    """The client's limit; 0 if it was refused."""
     tenant: str
     priority: int
     deadline_ns: int | None
     beam_width: int
-    """0 means no beam search."""
     blocks: tuple[BlockId, ...]
     """The prompt, with its last incomplete piece. Empty if unknown."""
     is_repeated: bool
@@ -114,10 +104,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a plan."""
-
     id: int
-    """Number of the request; `NOBODY` for padding."""
     query_len: int
     context_len: int
     samples: int
@@ -128,7 +115,6 @@ class StepDone:
     step_id: int
     planned_ns: int
     ended_ns: int
-    """When the engine had its tokens."""
     rows: tuple[Row, ...]
     parts_ns: Mapping[str, int]
     """`execute`, the executor's own shares of it, and the engine's `schedule`, `commit`, `output`."""
@@ -137,9 +123,7 @@ class StepDone:
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_held: int | None = None
-    """While it was computed; None in old recordings."""
     waited_ns: int = 0
-    """Time that the machine belonged to another model meanwhile."""
 
     @property
     def shape(self) -> StepShape:
@@ -165,15 +149,11 @@ Event = Arrival | Departure | StepDone | Lost | Restart
 class RecordedRequest:
     arrival: Arrival
     departure: Departure | None = None
-    """None if it had not ended."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """A recording on disk. Only the header is in memory; each call of `events` reads the files again."""
-
     paths: Sequence[Path]
-    """The oldest first."""
     header: Header
 
     def events(self) -> Iterator[Event]:
@@ -185,7 +165,6 @@ class Recording:
         return (event for event in self.events() if isinstance(event, StepDone))
 
     def requests(self) -> list[RecordedRequest]:
-        """Return all that arrived, in the order in which the engine took them."""
         requests: dict[int, RecordedRequest] = {}
         for event in self.events():
             if isinstance(event, Arrival):
@@ -204,7 +183,6 @@ def _is_number(value: object) -> bool:
 
 
 def _may_be_negative(name: str) -> bool:
-    """Instants count from the begin of the recording, and a request may have come before it."""
     return name in ("id", "priority") or name.endswith("_ns")
 
 
@@ -218,7 +196,6 @@ _RULES: Mapping[str, Callable[[Any], bool]] = {
     "tuple[BlockId, ...]": lambda value: all(map(_checked, value)),
     "tuple[Row, ...]": lambda value: all(map(_checked, value)),
 }
-"""Annotation of a field -> whether a value has that type."""
 
 
 @cache

@@ -22,23 +22,19 @@ class Record:
     """One request. Instants are nanoseconds from the begin of the run. Nobody writes to a finished one."""
 
     index: int
-    """Of its job in the workload."""
     intended_ns: int
     """When it was due. Latencies count from here, so that a client that falls behind does not hide it."""
     sent_ns: int
     """When its first byte left."""
     first_ns: int | None = None
-    """When its first token came."""
     ended_ns: int = 0
     """When its last byte came, or the failure was seen."""
     num_prompt_tokens: int = 0
-    """As the server counted them."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     gaps_ns: Sequence[int] = ()
     """Times between events with text, which may have several tokens. Often an `array("q")`, to save memory."""
     queue_ns: int | None = None
-    """Time in the server's queue, if reported (`Server-Timing`)."""
     end: End = End.OK
     http_status: int = 0
     """0 in process, or without an answer."""
@@ -47,23 +43,16 @@ class Record:
     waits_ns: Sequence[int] = ()
     """The wait after each refusal that the client came back from; `sent_ns` is the last sending."""
     text: str = ""
-    """The answer, if it is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The outcome of sending a workload once."""
-
     records: list[Record]
-    """In the order of their jobs, without the warm-up."""
     duration_ns: int
     """From the first request to the last byte, warm-up included."""
     client_cpu_s: float = 0.0
     """CPU time of the thread that sent and received; 0 in process, where the model shares it."""
     num_warm_up: int = 0
     unfinished: list[Record] = field(default_factory=list)
-    """Requests under way when the run was interrupted or its time was over."""
     num_unsent: int = 0
-    """Jobs that were not sent by then."""
     notes: tuple[str, ...] = ()
-    """Sentences that a reader of the figures must know."""

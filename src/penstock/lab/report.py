@@ -48,7 +48,6 @@ img { max-width: 100% }
 class Cell:
     text: str
     below: str = ""
-    """Its interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ class Table:
     rows: Sequence[tuple[Cell, ...]]
     """The first column is words, the others are numbers."""
     words_last: bool = False
-    """Whether the last column is words, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ class Section:
 
 
 def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
-    """Yield one section for the whole and one for each run; without `every_run` only for a single run."""
     first, several = result.runs[0], len(result.runs) > 1
     workloads = list(dict.fromkeys(run.workload for run in result.runs))
     notes = [f"Workload: {workload}." for workload in workloads[:MAX_WORKLOADS]]
@@ -98,7 +95,6 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
 
 
 def sections_of_compared(compared: Compared, before: str, after: str) -> Iterator[Section]:
-    """`before` and `after` are the names of the two results."""
     num_tested = sum(one.change is not None for each in compared.comparisons for one in each.differences)
     notes = [f"Before: {before}. After: {after}."]
     if num_tested:
@@ -117,7 +113,6 @@ def sections_of_compared(compared: Compared, before: str, after: str) -> Iterato
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Return text of at most `MAX_COLUMNS` columns."""
     lines: list[str] = []
     for section in sections:
         lines += ["", *textwrap.wrap(_printable(section.title), MAX_COLUMNS), "-" * min(MAX_COLUMNS, len(section.title))]
@@ -131,7 +126,6 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_markdown(sections: Sequence[Section]) -> str:
-    """Return Markdown with headings of level 3, which fit into a page of the docs."""
     parts: list[str] = []
     for section in sections:
         parts.append(f"### {_markdown(section.title)}")
@@ -247,7 +241,6 @@ def _latency_table(figures: Figures) -> Table:
 
 
 def _latency_row(name: str, found: Distribution) -> tuple[Cell, ...]:
-    """Return a latency in ms, or in seconds if the longest has ten or more."""
     is_long = found.max_ms >= 10_000
     factor = 1e-3 if is_long else 1.0
     cells = [_estimate(one.scaled(factor)) for one in (found.mean, *found.quantiles.values())]
@@ -305,7 +298,6 @@ def _figure_name(figure: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter, without an exponent: 0.0123, 1.23, 12.3, 123, 12300."""
     if not math.isfinite(value):
         return "infinite"
     if value == 0:
@@ -348,7 +340,6 @@ def _text_table(table: Table) -> Iterator[str]:
 
 
 def _markdown(text: str) -> str:
-    """Escape Markdown and HTML."""
     shown = _clipped(_printable(text), 20 * MAX_CELL_CHARS)
     return "".join(f"\\{char}" if char in "\\`*_[]<>|#!&" else char for char in shown)
 

@@ -12,7 +12,6 @@ from penstock.types.errors import ConfigError
 from penstock.types.stats import EngineLoad
 
 MAX_REMEMBERED = 1 << 20
-"""Blocks of prompts whose place the prefix router remembers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,6 @@ class Arrival:
     """A request that is about to be sent to a replica, as a router sees it."""
 
     index: int
-    """Of its job in the workload."""
     now_ns: int
     num_prompt_tokens: int
     tenant: str
@@ -33,9 +31,7 @@ class Arrival:
 class Router(Protocol):
     """One for each run. It may keep state; time is passed in."""
 
-    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
-        """Return the number of the replica that gets the request. `loads` are the replicas' present loads."""
-        ...
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int: ...
 
 
 class RoundRobin:
@@ -50,8 +46,6 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest requests in flight, then the fewest prompt tokens, then the first."""
-
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         del arrival
         return min(range(len(loads)), key=lambda number: (_num_requests(loads[number]), loads[number].num_prompt_tokens))
@@ -69,7 +63,6 @@ class PrefixAffine:
             raise ConfigError(f"bound {bound:g} is less than 1: no replica could take its share.", remedy="Raise it.")
         self._bound = bound
         self._places: OrderedDict[int, int] = OrderedDict()
-        """Hash of a prompt's beginning up to each block -> the replica that it was last sent to."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         limit = self._bound * (sum(map(_num_requests, loads)) + 1) / len(loads)

@@ -19,7 +19,6 @@ from penstock.types.result import StepResult, StepTiming
 EOS_TOKEN_ID = 0
 """Ends an output. Requests must have it among their `stop_token_ids`."""
 TOKEN_ID = 1
-"""Any other token."""
 
 _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
@@ -27,18 +26,12 @@ _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 class StepTimes(Protocol):
     """How long steps take. Called once for each, in the order in which they begin."""
 
-    def step_ns(self, counts: Counts) -> int:
-        """Return the executor's time for the step."""
-        ...
+    def step_ns(self, counts: Counts) -> int: ...
 
-    def host_ns(self, counts: Counts) -> int:
-        """Return the engine's own time between this step and the next."""
-        ...
+    def host_ns(self, counts: Counts) -> int: ...
 
 
 class ModelledTimes:
-    """The times of a cost model, with its noise. Counts the steps outside of the range that it was fitted to."""
-
     def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
         self.num_steps = 0
         self.num_outside = 0
@@ -74,19 +67,15 @@ class SimulatedExecutor(NoAdapters):
     """`submit` returns at once, and its ticket says when the step is done."""
 
     def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
-        """`output_lens`: request_id -> tokens of its output, >= 1; read when a request is admitted."""
         self.depth = depth
         self._capacity = capacity
         self._times = times
         self._output_lens = output_lens
         self._last_positions: dict[str, int] = {}
-        """Position of the last token of each known request, prompt included."""
         self._results: dict[int, tuple[StepResult, int]] = {}
         """Results of the steps in flight, each with the host's time after it."""
         self._ready_ns = 0
-        """When the last step is done."""
         self._host_until_ns = 0
-        """When the host is done with the last step that was collected."""
 
     @property
     def capacity(self) -> Capacity:

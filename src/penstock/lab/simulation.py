@@ -1,7 +1,9 @@
-"""The simulation: the clients of a workload and virtual servers on one virtual clock.
+"""The simulation: the clients of a workload and one or several virtual servers on one virtual clock.
 
-At each instant a step ends, then requests come, then the next step is planned. So a plan sees everything that has happened by
-then, as in the engine.
+At each instant a step ends, then requests come, then the next step is planned, as in the engine. Several replicas have a router
+before them. In a split, a prefill replica computes the prompt and the first token; the prompt's KV then takes the replica's
+link into the prefix cache of the least loaded decode replica, where an ordinary request for the other tokens finds it. KV that
+finds no room, or is evicted while its request waits, is computed again.
 """
 
 from __future__ import annotations
@@ -10,17 +12,27 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from penstock.clock import VirtualClock
 from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
-from penstock.lab.traffic import Agenda, Call, Traffic
+from penstock.lab.routers import Arrival, LeastLoaded, RoundRobin, Router
+from penstock.lab.simulated_executor import TOKEN_ID
+from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import NEVER_NS, ServerSettings, Timeline, VirtualServer
-from penstock.lab.workload import Workload
+from penstock.lab.workload import NS_PER_S, Workload
+from penstock.sched import progress
+from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.events import TokenEvent
 from penstock.types.plan import StepPlan
+from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
+
+FIRST_CONVERSATION = 1 << 60
+"""Names of conversations begin here, above those of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +42,11 @@ class Outcome:
     ended: Sequence[RequestStats]
     """The engine's stats of each request that reached it, in the order of the jobs."""
     duration_ns: int
-    """From instant 0 until the last job had ended."""
     num_steps: int
     settings: ServerSettings
-    """Of the servers."""
     timelines: Mapping[str, Timeline]
-    """Name of a server -> how full it was."""
     num_outside: int = 0
-    """Steps outside of the range that the cost model was fitted to."""
     outside: Mapping[str, int] = field(default_factory=dict)
-    """An exceeded limit -> steps that exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,48 +68,115 @@ class Simulation(ServerSettings):
         predictions: Mapping[int, int] | None = None,
         on_plan: Callable[[StepPlan], None] | None = None,
     ) -> Outcome:
+        """Serve the jobs until all have ended; see `Cluster.run`."""
+        cluster = Cluster(settings=self, max_tokens=self.max_tokens, max_returns=self.max_returns, seed=self.seed)
+        return cluster.run(workload, pace=pace, predictions=predictions, on_plan=on_plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    bytes_per_token: int
+    bytes_per_s: float
+    latency_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_token < 1 or not self.bytes_per_s > 0 or self.latency_ns < 0:
+            raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
+
+    def busy_ns(self, num_tokens: int) -> int:
+        return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Settings of equal replicas. Each run starts them anew."""
+
+    settings: ServerSettings
+    num_replicas: int = 1
+    num_prefill_replicas: int = 0
+    link: Link | None = None
+    make_router: Callable[[], Router] = RoundRobin
+    max_tokens: int | None = None
+    """As of `Simulation`, like the next two."""
+    max_returns: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1 or self.num_prefill_replicas < 0:
+            raise ConfigError("A cluster has at least one replica, and no fewer than no prefill replicas.")
+        if self.num_prefill_replicas and self.link is None:
+            raise ConfigError("Prefill replicas need a link to the others.")
+        if self.num_prefill_replicas and not self.settings.enable_prefix_caching:
+            raise ConfigError(
+                "KV that comes from another replica arrives in the prefix cache, which is off.",
+                remedy="Leave out --no-prefix-caching.",
+            )
+
+    def run(
+        self,
+        workload: Workload,
+        *,
+        pace: Pace | None = None,
+        predictions: Mapping[int, int] | None = None,
+        on_plan: Callable[[StepPlan], None] | None = None,
+    ) -> Outcome:
         """Serve the jobs until all have ended. A job's request id is its index.
 
-        `predictions`: index -> predicted output length; the policies' predictor handles the others.
+        `predictions`: index -> predicted output length; the policies' predictor handles the others. `on_plan` gets the plans of
+        all replicas. Raises RuntimeError if requests are left and nothing will ever wake a server.
         """
         clock = VirtualClock()
         traffic = Traffic(
-            workload, clock, self, pace=pace, max_tokens=self.max_tokens, max_returns=self.max_returns, predictions=predictions
+            workload,
+            clock,
+            self.settings,
+            pace=pace,
+            max_tokens=self.max_tokens,
+            max_returns=self.max_returns,
+            predictions=predictions,
         )
-        house = _House(self, clock, traffic, seed=self.seed)
-        traffic.begin(house)
-        play(clock, traffic.agenda, [house.server], on_plan)
-        return outcome_of(traffic, clock, {"server": house.server}, house.server.ended)
+        fleet = _Fleet(self, workload, clock, traffic)
+        traffic.begin(fleet)
+        _play(clock, traffic, list(fleet.servers.values()), on_plan)
+        servers = fleet.servers.values()
+        return Outcome(
+            records=sorted(traffic.records, key=lambda record: record.index),
+            ended=[stats for _, stats in sorted(fleet.ended.items(), key=lambda item: int(item[0]))],
+            duration_ns=clock.now_ns(),
+            num_steps=sum(server.num_steps for server in servers),
+            settings=self.settings,
+            timelines={name: server.timeline for name, server in fleet.servers.items()},
+            num_outside=sum(server.times.num_outside for server in servers),
+            outside=sum((Counter(server.times.outside) for server in servers), Counter[str]()),
+        )
+
+    def capacity_per_s(self, workload: Workload) -> float:
+        """Return the requests per second if all come at once and none is refused, late or cancelled.
+
+        The first prompts and the last few rows have their part, so this is less than `plan.saturated_rate`.
+        """
+        jobs = [
+            replace(
+                job,
+                arrival_ns=0 if job.after is None else job.arrival_ns,
+                deadline_ns=None,
+                cancelled_ns=None,
+                cancelled_after_tokens=None,
+            )
+            for job in workload.jobs
+        ]
+        settings = replace(
+            self.settings, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None
+        )
+        outcome = replace(self, settings=settings).run(replace(workload, jobs=jobs))
+        return len(jobs) / (outcome.duration_ns / NS_PER_S)
 
 
-class _House:
-    """One server that gets every request."""
-
-    def __init__(self, settings: ServerSettings, clock: VirtualClock, traffic: Traffic, *, seed: int) -> None:
-        self.server = VirtualServer(settings, clock, tell=self._tell, seed=seed)
-        self._traffic = traffic
-
-    def submit(self, call: Call) -> None:
-        self.server.submit(call.request, call.job.num_output_tokens, call.ask)
-
-    def abort(self, call: Call) -> None:
-        self.server.abort(call.request.request_id)
-
-    def _tell(self, events: list[TokenEvent], now_ns: int) -> None:
-        traffic, ended = self._traffic, self.server.ended
-        traffic.tell(events, now_ns)
-        for event in events:
-            if event.finish_reason is not None:
-                traffic.end(event, ended[event.request_id])
-
-
-def play(
-    clock: VirtualClock, agenda: Agenda, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None = None
+def _play(
+    clock: VirtualClock, traffic: Traffic, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None
 ) -> None:
-    """Let everything happen in the order of time. Of servers whose turns are due at once the first goes first.
-
-    Raises RuntimeError if requests are left and nothing will ever wake a server.
-    """
+    """Let everything happen in the order of time. Of servers whose turns are due at once the first goes first."""
+    agenda = traffic.agenda
     with _without_collector():
         while True:
             server = servers[0] if len(servers) == 1 else min(servers, key=lambda one: one.player.next_ns)
@@ -131,19 +205,159 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def outcome_of(
-    traffic: Traffic, clock: VirtualClock, servers: Mapping[str, VirtualServer], ended: Mapping[str, RequestStats]
-) -> Outcome:
-    outside: Counter[str] = Counter()
-    for server in servers.values():
-        outside.update(server.times.outside)
-    return Outcome(
-        records=sorted(traffic.records, key=lambda record: record.index),
-        ended=[stats for _, stats in sorted(ended.items(), key=lambda item: int(item[0]))],
-        duration_ns=clock.now_ns(),
-        num_steps=sum(server.num_steps for server in servers.values()),
-        settings=next(iter(servers.values())).settings,
-        timelines={name: server.timeline for name, server in servers.items()},
-        num_outside=sum(server.times.num_outside for server in servers.values()),
-        outside=outside,
+class _Fleet:
+    def __init__(self, cluster: Cluster, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
+        self.ended: dict[str, RequestStats] = {}
+        self._traffic, self._clock, self._link = traffic, clock, cluster.link
+        kinds = {"prefill": cluster.num_prefill_replicas, "decode": cluster.num_replicas}
+        if not cluster.num_prefill_replicas:
+            kinds = {"replica": cluster.num_replicas}
+        self.servers: dict[str, VirtualServer] = {}
+        for kind, count in kinds.items():
+            settings = cluster.settings if kind != "decode" else replace(cluster.settings, limits=None)
+            for number in range(count):
+                tell = partial(self._tell, f"{kind} {number}")
+                seed = cluster.seed + len(self.servers)
+                self.servers[f"{kind} {number}"] = VirtualServer(settings, clock, tell=tell, seed=seed)
+        self._router, self._decode_router = cluster.make_router(), LeastLoaded()
+        self._names = [name for name in self.servers if not name.startswith("decode")]
+        self._decode_names = [name for name in self.servers if name.startswith("decode")]
+        self._free_ns = dict.fromkeys(self._names, 0)
+        self._places: dict[str, str] = {}
+        """Call under way -> its replica; while its KV is moved, the one it comes from."""
+        self._prefilled: dict[str, RequestStats] = {}
+        """Calls that have left their prefill replica -> its stats of them."""
+        self._moving: set[str] = set()
+        self._roots: dict[int, int] = {}
+        """Job of a conversation -> its first job."""
+        for index, job in enumerate(workload.jobs):
+            if job.after is not None:
+                self._roots[index] = self._roots.setdefault(job.after, job.after)
+
+    # A call comes, and goes on.
+
+    def submit(self, call: Call) -> None:
+        name = self._names[self._choose(self._router, call, self._names)]
+        request = call.request
+        if self._decode_names:  # the first token, and its KV goes on
+            request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
+        self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
+        self._places[request.request_id] = name
+
+    def abort(self, call: Call) -> None:
+        request_id = call.request.request_id
+        if request_id not in self._moving:
+            self.servers[self._places[request_id]].abort(request_id)
+            return
+        self._moving.discard(request_id)
+        event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
+        self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
+
+    def _choose(self, router: Router, call: Call, names: list[str]) -> int:
+        if len(names) == 1:
+            return 0
+        index = call.record.index
+        arrival = Arrival(
+            index=index,
+            now_ns=self._clock.now_ns(),
+            num_prompt_tokens=call.request.num_prompt_tokens,
+            tenant=call.job.tenant,
+            priority=call.job.priority,
+            blocks=call.job.prefix or ((FIRST_CONVERSATION + self._roots[index],) if index in self._roots else ()),
+        )
+        try:
+            chosen = router.choose(arrival, [self.servers[name].load() for name in names])
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise PenstockError(f"The router {type(router).__name__} failed in choose: {cause}") from error
+        if type(chosen) is not int or not 0 <= chosen < len(names):
+            raise PenstockError(
+                f"The router {type(router).__name__} chose replica {chosen!r}; there are {len(names)}.",
+                remedy="Its choose(arrival, loads) must return a number from 0 on that is less than len(loads).",
+            )
+        return chosen
+
+    # What replicas say.
+
+    def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+        self._traffic.tell(events, now_ns)
+        ended = self.servers[name].ended
+        for event in events:
+            if event.finish_reason is None:
+                continue
+            request_id = event.request_id
+            stats = ended.pop(request_id)
+            if name in self._decode_names:
+                self._end(event, _joined(self._prefilled[request_id], stats))
+            elif self._decode_names and self._goes_on(event):
+                self._prefilled[request_id] = stats
+                self._move(name, request_id)
+            else:
+                self._end(event, stats)
+
+    def _goes_on(self, event: TokenEvent) -> bool:
+        call = self._traffic.calls[event.request_id]
+        return event.finish_reason is FinishReason.LENGTH and call.request.sampling.max_tokens > 1
+
+    def _end(self, event: TokenEvent, stats: RequestStats) -> None:
+        self._places.pop(event.request_id, None)  # a call that the engine refuses has its place after its end
+        self._prefilled.pop(event.request_id, None)
+        self.ended[event.request_id] = stats
+        self._traffic.end(event, stats)
+
+    # KV goes from a prefill replica to one that decodes.
+
+    def _move(self, name: str, request_id: str) -> None:
+        assert self._link is not None, "a split has a link"
+        call = self._traffic.calls[request_id]
+        start_ns = max(self._clock.now_ns(), self._free_ns[name])
+        self._free_ns[name] = start_ns + self._link.busy_ns(call.request.num_prompt_tokens)
+        self._moving.add(request_id)
+        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call))
+
+    def _land(self, call: Call) -> None:
+        request_id = call.request.request_id
+        if request_id not in self._moving:
+            return  # its client has left
+        self._moving.discard(request_id)
+        name = self._decode_names[self._choose(self._decode_router, call, self._decode_names)]
+        self._places[request_id] = name
+        request = _anew(
+            call.request,
+            prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
+            sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
+            arrival_ns=self._clock.now_ns(),
+        )
+        place_kv(self.servers[name], request)
+        self.servers[name].submit(request, call.job.num_output_tokens - 1)
+
+
+def place_kv(server: VirtualServer, request: Request) -> bool:
+    """Put the KV of all tokens of a request but the last into a server's prefix cache. Return whether there was room."""
+    kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
+    bearer = _anew(request, request_id=f"{request.request_id} KV")
+    hit = kv.lookup_prefix(bearer)
+    num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
+    has_room = num_needed <= kv.pool.num_available
+    if has_room:
+        kv.allocate(bearer, hit, num_tokens)
+        progress.fork(bearer, num_tokens)
+        kv.publish(bearer)
+        kv.publish_tail(bearer)
+    kv.free(bearer.request_id)
+    return has_room
+
+
+def _anew(request: Request, **changes: Any) -> Request:
+    return replace(request, output_token_ids=[], **changes)
+
+
+def _joined(first: RequestStats, last: RequestStats) -> RequestStats:
+    return replace(
+        first,
+        ended_ns=last.ended_ns,
+        num_generated_tokens=first.num_generated_tokens + last.num_generated_tokens,
+        num_preemptions=first.num_preemptions + last.num_preemptions,
+        finish_reason=last.finish_reason,
+        reject_reason=last.reject_reason,
     )

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from penstock.lab.arrivals import NS_PER_S
 from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
-from penstock.lab.workload import Job
+from penstock.lab.workload import NS_PER_S, Job
 from penstock.models.checks import weight_shapes
 from penstock.models.program import Attention, Experts, Linear, Logits, Program
 from penstock.types.kv_dtype import KvDtype, state_bytes
@@ -25,8 +24,6 @@ from penstock.types.plan import Capacity, StepShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A model in numbers. Products are multiply-adds."""
-
     name: str
     num_parameters: int
     num_weight_bytes: int
@@ -35,7 +32,6 @@ class ModelSize:
     num_token_products: int
     """Products of one token with weights, without logits. Only the experts that compute the token count."""
     num_logit_products: int
-    """Products for the logits of one row."""
     num_attention_products: int
     """Products of one token with the key and the value of one position, over all layers."""
     num_layers: int
@@ -45,9 +41,7 @@ class ModelSize:
     kv_bytes_per_token: int
     """Keys and values of one position, with scales, over all layers."""
     is_quantised: bool
-    """Whether most products are with weights of 8 bits or less."""
     state_bytes_per_block: int = 0
-    """Recurrent state of a KV block, beside keys and values."""
     expert_share: float = 0.0
     """Share of `num_read_bytes` that are the matrices of experts."""
     routed_share: float = 1.0
@@ -93,7 +87,6 @@ def size_of(
 
 
 def token_ops(size: ModelSize, context_tokens: float = 0.0) -> float:
-    """Return the operations of one prompt token that attends to this many positions."""
     return 2 * (size.num_token_products + size.num_attention_products * context_tokens)
 
 
@@ -127,7 +120,6 @@ class Speeds:
 
 
 def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
-    """Return the peaks for this model's weights, times the shares that `hardware` says are reached."""
     return Speeds(
         ops_per_s=hardware.ops_per_s(is_quantised=size.is_quantised) * hardware.compute_share,
         read_bytes_per_s=hardware.read_bytes_per_s * hardware.read_share,
@@ -201,16 +193,13 @@ class Bounds(NamedTuple):
 
     prompt_tokens_per_s: float
     one_row_tokens_per_s: float
-    """Output of one conversation."""
     many_rows_tokens_per_s: float
-    """Output of `BOUND_ROWS` conversations together."""
 
 
 BOUND_ROWS = 32
 
 
 def bounds(size: ModelSize, hardware: Hardware) -> Bounds:
-    """Return the bounds: the longer of reading and multiplying, each at its peak, as if all else were free."""
     ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
 
     def decoded(num_rows: int) -> float:
@@ -221,18 +210,15 @@ def bounds(size: ModelSize, hardware: Hardware) -> Bounds:
 
 
 def knee_rows(size: ModelSize, rates: Speeds) -> float:
-    """Return the rows whose products take as long as reading the weights. Below, one more row is nearly free."""
     row_ops = 2 * (size.num_token_products + size.num_logit_products)
     return _knee(size, row_ops / rates.ops_per_s * rates.read_bytes_per_s)
 
 
 def decode_shape(num_rows: int, context_tokens: float) -> StepShape:
-    """Return a step in which each row generates one token after this many positions."""
     return StepShape(((1, round(context_tokens)),) * num_rows, num_rows)
 
 
 def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: int) -> int:
-    """Return the time of a prompt that has the server for itself: the best possible TTFT, without HTTP and text."""
     total_ns = 0
     for begin in range(0, num_prompt_tokens, max_step_tokens):
         end = min(num_prompt_tokens, begin + max_step_tokens)
@@ -245,8 +231,6 @@ def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Prompts and answers of a workload, in tokens."""
-
     num_jobs: int
     mean_prompt: float
     prompt_cv: float
@@ -258,7 +242,6 @@ class Lengths:
     mean_context: float
     """Positions before a generated token, on average over all of them."""
     totals: tuple[int, ...]
-    """Prompt and answer of each request."""
 
     @property
     def longest(self) -> int:
@@ -266,7 +249,6 @@ class Lengths:
 
 
 def lengths_of(jobs: Sequence[Job]) -> Lengths:
-    """Return the lengths of at least one request."""
     outputs = [job.num_output_tokens for job in jobs]
     prompts = sorted(job.num_prompt_tokens for job in jobs)
     context = sum(job.num_output_tokens * (job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs)
@@ -284,11 +266,8 @@ def lengths_of(jobs: Sequence[Job]) -> Lengths:
 
 
 class Fit(NamedTuple):
-    """Complete requests that the KV cache holds at once, and the share of their memory that stays empty."""
-
     num_paged: int
     paged_tokens: float
-    """Positions of the blocks of one request, on average."""
     paged_waste: float
     num_preallocated: int
     """If each had memory for the longest request that is admitted."""
@@ -296,7 +275,6 @@ class Fit(NamedTuple):
 
 
 def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
-    """Compare paged blocks with one preallocated rectangle per request."""
     block = capacity.block_size
     num_tokens = (capacity.num_blocks - 1) * block
     totals = [min(total, capacity.max_model_len) for total in lengths.totals]
@@ -316,20 +294,14 @@ def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPoint:
-    """A server that always has `num_rows` requests: when one ends, the next begins. Prompts share steps with decodes."""
-
     num_rows: int
     decode_ns: int
-    """A step without prompts."""
     prompt_ns: float
-    """Time that a prompt of the mean length adds to the steps that it shares."""
     tpot_ns: float
     """Time per token of a request, the prompts of others included."""
     rate: float
-    """Requests per second."""
     output_tokens_per_s: float
     kv_share: float
-    """Share of the KV cache that they hold on average."""
 
 
 def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
@@ -354,12 +326,10 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
 
 
 def _mean_blocks(lengths: Lengths, capacity: Capacity) -> float:
-    """Return the blocks that a request of the mean context holds."""
     return -(-min(lengths.mean_context, capacity.window or lengths.mean_context) // capacity.block_size)
 
 
 def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequence[BatchPoint]:
-    """Return batches of powers of two up to the rows of a step, and of that number itself."""
     numbers = [1 << i for i in range(capacity.max_rows.bit_length()) if 1 << i < capacity.max_rows]
     return [batch_point(rows, cost, lengths, capacity) for rows in (*numbers, capacity.max_rows)]
 
@@ -384,7 +354,6 @@ def fullest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Batc
 
 
 def format_number(value: float, unit: str = "", *, digits: int = 3) -> str:
-    """`134.5 M`, `12.1 kB`: decimal prefixes, `digits` digits."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{_rounded(value / factor, digits)} {prefix}{unit}"
@@ -400,7 +369,6 @@ def format_time(ns: float) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """Format without an exponent, and with all digits before the point."""
     whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     return f"{value:.{max(0, digits - whole)}f}" if whole else f"{value:.{digits}g}"
 

@@ -22,13 +22,9 @@ TABLE_TOKENS = (32, 128, 512)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """The peaks of a machine, as just probed."""
-
     ops_per_s: float
-    """Multiply-adds of the kind that the model's products are, each two operations."""
     read_bytes_per_s: float
     words: str
-    """The kind, and on what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +35,12 @@ class StepFigures:
     duration_ns: float
     parts_ns: Mapping[str, float]
     num_ops: float
-    """Products with weights and attention; a multiply-add is two."""
     num_bytes: float
-    """Weights and KV that have to be read."""
     compute_share: float | None
-    """Time of the operations at the peak over the step's time, or None if the peak is unknown."""
     read_share: float | None
-    """The same for the reads."""
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
         return self.num_ops / self.num_bytes
 
     @property
@@ -60,7 +51,6 @@ class StepFigures:
 
 
 def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | None) -> list[StepFigures]:
-    """Return the figures of each shape, in the order of the groups."""
     groups: dict[int, list[MeasuredStep]] = {}
     for step in steps:
         groups.setdefault(step.group, []).append(step)
@@ -96,7 +86,6 @@ def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
 
 
 def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
-    """Yield a table of steps: time by part, arithmetic intensity, and what bounds them."""
     parts = [part for part in ("linear", "attention", "sampling", "rows") if all(part in one.parts_ns for one in figures)]
     if peaks is not None:
         words = f"{peaks.ops_per_s / 1e9:.0f} GOP/s, {peaks.read_bytes_per_s / 1e9:.1f} GB/s"

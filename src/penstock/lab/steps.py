@@ -34,23 +34,18 @@ DECODE_CONTEXTS = (32, 500, 1800)
 CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHUNK_CONTEXTS = (0, 1000)
 NUM_MIXES = 24
-"""Steps of decodes and chunks with random contexts."""
 REFERENCE = StepShape(((1, 128),), 1)
 """The step between measured ones. It shows how much of the machine others use."""
 NUM_TO_WARM = 10
 """Reference steps in a row; the last tells how fast the machine is."""
 STRETCH = 100
-"""Steps in a row that are taken of a long recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step. Times are nanoseconds."""
-
     shape: StepShape
     execute_ns: int
     parts_ns: Mapping[str, int] = field(default_factory=dict)
-    """Shares of it by the executor's own names, if reported."""
     host_ns: int | None = None
     """The engine's own time between this step and the next, or None if unknown."""
     is_for_host: bool = False
@@ -78,7 +73,6 @@ def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
 
 
 def _mix(capacity: Capacity, rng: Random) -> StepShape:
-    """Return decodes and chunks of prompts in one step, which may need more blocks than there are."""
     num_chunks = rng.choice((1, 1, 2, 4))
     num_decodes = min(rng.choice((1, 2, 4, 8, 16, 24, 32, 48)), capacity.max_rows - num_chunks)
     most_tokens = max(2, min(256, (capacity.max_step_tokens - num_decodes) // num_chunks))
@@ -100,8 +94,6 @@ def fits(shape: StepShape, capacity: Capacity) -> bool:
 
 
 class StepRunner:
-    """Runs steps of fresh rows, whose context is what `fill` left in their blocks."""
-
     def __init__(self, executor: Executor, vocab_size: int) -> None:
         self._executor = executor
         self._vocab_size = vocab_size
@@ -120,7 +112,6 @@ class StepRunner:
         self._executor.copy_blocks(pairs)
 
     def run(self, shape: StepShape) -> tuple[int, Mapping[str, int]]:
-        """Compute one step. Return the executor's nanoseconds, and its parts."""
         step_id, executor = next(self._ids), self._executor
         names = [f"{step_id}-{row}" for row in range(len(shape.rows))]
         samples = [1] * shape.num_samples + [0] * (len(shape.rows) - shape.num_samples)
@@ -164,12 +155,10 @@ def measure(
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Measured:
-    """Compute each shape once in each round, after a warm-up round. `progress` gets the rounds done, and of how many."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     of_shapes: list[MeasuredStep] = []
     after_them: list[MeasuredStep] = []
     references_ns: list[int] = []
-    """With the weights in the caches: before each shape, and after the last."""
     coldness = 0.0
 
     def run(shape: StepShape, group: int) -> MeasuredStep:
@@ -304,7 +293,6 @@ def _measured(step: StepDone, after: StepDone | None, coldness: float, group: in
 
 
 ENGINE_PARTS = frozenset({"execute", "schedule", "commit", "grammar", "output"})
-"""Parts of a step that are not the executor's own."""
 
 
 def _num_blocks(row: tuple[int, int], block_size: int) -> int:

@@ -13,7 +13,6 @@ from penstock.lab.workload import Job, Workload
 from penstock.types.errors import ConfigError
 
 MAX_TOKENS = 10_000_000
-"""The longest prompt, and the longest answer."""
 _LENGTHS = re.compile(r"(?P<mean>\d{1,8})(?:-(?P<high>\d{1,8})|~(?P<cv>\d{1,3}(?:\.\d{1,6})?))?")
 
 
@@ -29,7 +28,6 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError."""
         found = _LENGTHS.fullmatch(text.strip())
         if found is not None:
             low, high, cv = int(found["mean"]), int(found["high"] or found["mean"]), float(found["cv"] or 0)
@@ -49,7 +47,6 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Before rounding."""
         return (self.low + self.high) / 2
 
 
@@ -64,7 +61,6 @@ NAMED: Mapping[str, tuple[str, str]] = {
 
 
 def synthetic(name: str, count: int, *, prompt: Lengths, output: Lengths, seed: int) -> Workload:
-    """Return `count` requests that are all due at once."""
     rng = Random(f"lengths {seed}")  # noqa: S311  # repeatable on purpose
     jobs = [Job(arrival_ns=0, num_prompt_tokens=prompt.draw(rng), num_output_tokens=output.draw(rng)) for _ in range(count)]
     return Workload(name=f"{name}, {prompt.text} tokens in, {output.text} out", jobs=jobs)

@@ -25,7 +25,6 @@ MAX_TOKENIZE_S = 0.005
 """A server that takes longer on average to count a text is too far away to count all prompts."""
 _PROBES = ("a", "the word", "some words", "four or five words")
 _MAX_KNOWN_CHARS = 40
-"""Tokens of single words are kept; those of prompts are not."""
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
 """Fields that are left out if a server refuses them."""
 
@@ -38,11 +37,9 @@ class Address:
     port: int
     host_header: str
     path: str
-    """Before `/v1`."""
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether the server is on this machine, as far as the name says."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -66,7 +63,6 @@ class Address:
         return cls(url, parts.scheme, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
     def unreachable(self, error: Exception) -> PenstockError:
-        """Return the error that the server can't be reached, with the system's reason."""
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = "Is a server running there? `penstock serve` starts one, --url names another, and --in-process needs none."
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -75,7 +71,6 @@ class Address:
 
 
 Prompt = str | Sequence[int] | Sequence[str]
-"""A text, or token ids; for embeddings also a list of texts."""
 
 
 class Endpoint(StrEnum):
@@ -90,24 +85,19 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server, and how to ask it."""
-
     url: str
     """`http://HOST:PORT` or `https://...`, with or without `/v1`. A path before it is kept."""
     model: str = ""
-    """As the server calls it."""
     endpoint: Endpoint = Endpoint.COMPLETIONS
     stream: bool = True
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, object] = field(default_factory=dict)
     """Fields that are added to each request or replace ours; None removes a field."""
     limit_field: str = "max_tokens"
-    """The field with the number of wanted tokens."""
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
     """For https; None trusts the system's authorities."""
 
     def __post_init__(self) -> None:
-        """Raises PenstockError for a key that no header can carry."""
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise PenstockError(
                 "The API key has a character that no header can have.", remedy="Give it without a line end, and in ASCII."
@@ -115,7 +105,6 @@ class Target:
 
     @property
     def asks_to_ignore_eos(self) -> bool:
-        """Whether each answer must have exactly the wanted tokens."""
         return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
 
     def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
@@ -135,8 +124,6 @@ class Target:
 
 
 class Questions:
-    """Single questions to a server over one connection. A context manager."""
-
     def __init__(self, target: Target) -> None:
         self._address = address = Address.of(target.url)
         where = address.host, address.port
@@ -184,7 +171,6 @@ class Questions:
         return None
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text of tokens, or None if the server has no such route. Raises PenstockError."""
         for body in ({"model": self._target.model, "tokens": token_ids}, {"tokens": token_ids}):
             found = self._got("/detokenize", body)
             text = found.get("prompt", found.get("content"))
@@ -193,7 +179,6 @@ class Questions:
         return None
 
     def _got(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
-        """Return the object of an answer, empty if the server does not understand."""
         status, answer = self._ask("GET", path) if body is None else self._ask("POST", path, orjson.dumps(body))
         try:
             found = orjson.loads(answer) if status == 200 else {}
@@ -278,7 +263,6 @@ class ServerTokenizer:
         return tokenizer if time.perf_counter() - begin_s <= MAX_TOKENIZE_S * len(_PROBES) else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises PenstockError if the server fails."""
         assert not add_special_tokens, "the server would add its own"
         if (known := self._known.get(text)) is not None:
             return known
@@ -290,7 +274,6 @@ class ServerTokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Raises PenstockError if the server fails."""
         del skip_special_tokens  # no server asks
         text = self._questions.detokenize(token_ids)
         if text is None:

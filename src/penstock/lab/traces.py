@@ -23,10 +23,8 @@ from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason
 
 CountTokens = Callable[[str], int]
-"""A text -> its length in tokens."""
 
 CHARS_PER_TOKEN = 4
-"""An estimate for English prose, without a tokenizer."""
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_OUTPUT_TOKENS = 128
 """Of a prompt whose file names no length of the answer."""
@@ -43,21 +41,14 @@ _MODELS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that is read of one file."""
-
     max_lines: int = 2_000_000
     max_line_bytes: int = 8 << 20
     max_array_bytes: int = 256 << 20
-    """A JSON array can't be read line by line."""
     max_tokens: int = 10_000_000
-    """The longest prompt, and the longest answer."""
     max_seconds: int = 10 * 366 * 24 * 3600
-    """The latest instant of a trace."""
 
 
 class Lines:
-    """The lines of a text file, within limits."""
-
     def __init__(self, path: Path, limits: Limits) -> None:
         self.limits = limits
         self.number = 0
@@ -67,12 +58,10 @@ class Lines:
 
     @property
     def is_array(self) -> bool:
-        """Whether the file begins as a JSON array. Raises PenstockError if it can't be read."""
         with self._open() as file:
             return file.read(_PEEK_BYTES).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
     def __iter__(self) -> Iterator[str]:
-        """Yield lines that are not empty, without their ends. Raises PenstockError."""
         self.number = 0
         with self._open() as file:
             while line := file.readline(self.limits.max_line_bytes + 1):
@@ -89,7 +78,6 @@ class Lines:
                     yield text
 
     def read_array(self) -> Iterator[object]:
-        """Yield the entries of a file that is one JSON array. Raises PenstockError."""
         self._noun, self.number = "entry", 0
         if (num_bytes := self._path.stat().st_size) > self.limits.max_array_bytes:
             raise self.error(
@@ -155,7 +143,6 @@ def read_workload(
 
 
 def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompts", "recording", "sharegpt"]:
-    """Find the format in the first line. Raises PenstockError."""
     if lines.is_array:
         return "sharegpt"
     if is_recording(path):
@@ -251,7 +238,6 @@ def _mooncake(lines: Lines) -> Iterator[Job]:
 
 
 def _milliseconds(lines: Lines, value: object) -> int:
-    """Return the nanoseconds of a number of milliseconds."""
     largest = lines.limits.max_seconds * 1_000
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
         raise lines.error(
@@ -276,7 +262,6 @@ def _blocks(lines: Lines, value: object, num_prompt_tokens: int) -> tuple[int, .
 
 
 def _turns_of(row: Mapping[str, object]) -> list[object] | None:
-    """Return the messages of a conversation, under the name of ShareGPT or of OpenAI."""
     turns = row.get("conversations", row.get("messages"))
     return turns if isinstance(turns, list) else None
 
@@ -399,7 +384,6 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
 
 
 def _trace(path: Path, name: str, rows: Iterable[Job], *, prefix_block_tokens: int = 0) -> Workload:
-    """Return rows in the order of their instants, the first at 0."""
     jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
     begin_ns = jobs[0].arrival_ns
     jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in jobs]
@@ -433,6 +417,5 @@ def _length(lines: Lines, name: str, value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return the beginning of a value, for an error."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -19,21 +19,18 @@ from penstock.lab.pacing import Pace, Pacer
 from penstock.lab.records import End, Record
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
 from penstock.lab.virtual_server import NEVER_NS, ServerSettings
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import RequestStats
 
-_NS_PER_S = 1_000_000_000
 _FIRST_TOKEN_ID = 2
 """The least token of a prompt; lower ones are of outputs."""
 
 
 class Agenda:
-    """Actions and when they are due; of one instant in the order in which they were noted."""
-
     def __init__(self) -> None:
         self.due_ns = NEVER_NS
         self._entries: list[tuple[int, int, Callable[[], None]]] = []
@@ -45,7 +42,6 @@ class Agenda:
         self.due_ns = self._entries[0][0]
 
     def act(self) -> None:
-        """Do what is due next."""
         _, _, action = heappop(self._entries)
         self.due_ns = self._entries[0][0] if self._entries else NEVER_NS
         action()
@@ -58,7 +54,6 @@ class Prompts:
         self._jobs = workload.jobs
         self._block_tokens = workload.prefix_block_tokens
         self._block_numbers: dict[int, int] = {}
-        """Id of a prefix block -> its number, in the order of appearance."""
         self._said: dict[int, tuple[int, ...]] = {}
         """Job that will be continued -> its prompt and its answer."""
 
@@ -76,7 +71,6 @@ class Prompts:
         return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
 
     def keep(self, index: int, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
-        """Keep a turn's tokens for the next turn."""
         self._said[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
 
     def _blocks(self, prefix: Sequence[int]) -> tuple[int, ...]:
@@ -88,38 +82,25 @@ class Prompts:
 
 
 class Service(Protocol):
-    """Takes requests: a server, or several behind a router."""
+    def submit(self, call: Call) -> None: ...
 
-    def submit(self, call: Call) -> None:
-        """Raises `Rejected` if the call may not come in now."""
-        ...
-
-    def abort(self, call: Call) -> None:
-        """Its client has gone away now."""
-        ...
+    def abort(self, call: Call) -> None: ...
 
 
 @dataclass(slots=True)
 class Call:
-    """One request under way."""
-
     job: Job
     request: Request
     ask: Ask
     record: Record
     gaps_ns: array[int]
     last_ns: int = 0
-    """When its last token came, or 0."""
     is_gone: bool = False
-    """Its client has left."""
     is_away: bool = False
-    """It was refused, and its client will come back."""
     num_returns: int = 0
 
 
 class Traffic:
-    """An open or a closed loop of clients before a service."""
-
     def __init__(
         self,
         workload: Workload,
@@ -139,7 +120,6 @@ class Traffic:
         """
         self.agenda = Agenda()
         self.records: list[Record] = []
-        """Ended requests, in the order of their ends."""
         self.calls: dict[str, Call] = {}
         """Requests under way, by request id, which is the index of the job."""
         self._workload = workload
@@ -154,7 +134,6 @@ class Traffic:
         self._max_returns = max_returns
         self._service: Service | None = None
         self._begin_ns = NEVER_NS
-        """When the next request is due, as far as noted."""
 
     def begin(self, service: Service) -> None:
         """Send everything to this service from now on."""
@@ -162,7 +141,6 @@ class Traffic:
         self._note_next()
 
     def tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """Note events of a server. Ends come with `end`."""
         del now_ns
         calls = self.calls
         for event in events:
@@ -177,7 +155,6 @@ class Traffic:
                     self.agenda.note(at_ns, partial(self._leave, call))
 
     def end(self, event: TokenEvent, stats: RequestStats) -> None:
-        """Note that a request has ended, or that the engine refused it."""
         call = self.calls.pop(event.request_id)
         record = call.record
         record.ended_ns = event.at_ns
@@ -282,7 +259,7 @@ class Traffic:
             del self.calls[request.request_id]
             if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
                 call.is_away = True
-                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * _NS_PER_S  # as the header says it
+                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # as the header says it
                 self.agenda.note(again_ns, lambda: self._return(call))
             else:
                 self._refuse(call.record, rejected.reason)
@@ -296,7 +273,6 @@ class Traffic:
         self._knock(call)
 
     def _leave(self, call: Call) -> None:
-        """The client goes away, unless it has its answer."""
         assert self._service is not None, "the traffic has begun"
         call.is_gone = True
         if self.calls.get(call.request.request_id) is call:
@@ -306,7 +282,6 @@ class Traffic:
             self._finish_turn(call)
 
     def _refuse(self, record: Record, reason: RejectReason) -> None:
-        """Record a refusal. The error is the reason alone, so that equal ones are counted together."""
         record.http_status = status = _STATUSES.get(reason, 408 if reason.is_deadline else 429)
         record.end = End.REFUSED if status in (429, 503) else End.FAILED
         record.error = str(reason)
@@ -314,7 +289,6 @@ class Traffic:
         self._finish(record, is_answered=False)
 
     def _finish_turn(self, call: Call) -> None:
-        """The client has all, a part or nothing of the answer, and goes on with that."""
         record = call.record
         if self._pacer.continues(record.index):
             self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
@@ -349,7 +323,6 @@ _STATUSES = {
 
 
 def _lost(index: int, job: Job, at_ns: int) -> Record:
-    """Return the record of a turn that was never sent, as the turn before it had no answer."""
     record = Record(index=index, intended_ns=at_ns, sent_ns=at_ns, ended_ns=at_ns, tenant=job.tenant, end=End.FAILED)
     record.error = "The turn before it had no answer."
     return record

@@ -14,17 +14,13 @@ from itertools import accumulate, pairwise
 from operator import add
 from random import Random
 
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import ConfigError, counted
-
-_NS_PER_S = 1_000_000_000
-
 
 # Fewer jobs, or more
 
 
 def first(workload: Workload, count: int) -> Workload:
-    """Return the first jobs; the last conversation may lose its last turns."""
     _check_at_least_one("The number of requests", count)
     if count >= len(workload.jobs):
         return workload
@@ -50,7 +46,7 @@ def evenly(workload: Workload, count: int) -> Workload:
 
 def between(workload: Workload, from_s: float, until_s: float) -> Workload:
     """Return the roots that come in these seconds, with their turns. Time counts from the begin of the slice."""
-    begin_ns, end_ns = round(from_s * _NS_PER_S), round(until_s * _NS_PER_S)
+    begin_ns, end_ns = round(from_s * NS_PER_S), round(until_s * NS_PER_S)
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
         raise ConfigError(f"{workload.name} has no request from {from_s:g} s to {until_s:g} s.", remedy="Choose another slice.")
@@ -86,7 +82,6 @@ def repeat(workload: Workload, times: int) -> Workload:
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}
-    """Block -> the conversation's first job; -1 if several conversations have it."""
     roots: list[int] = []
     for idx, job in enumerate(workload.jobs):
         roots.append(idx if job.after is None else roots[job.after])
@@ -173,12 +168,11 @@ def speed(workload: Workload, factor: float) -> Workload:
 
 
 def think(workload: Workload, mean_s: float, seed: int) -> Workload:
-    """Set exponential think times with this mean."""
     if not (mean_s >= 0 and math.isfinite(mean_s)):
         raise ConfigError(f"The think time is {mean_s} s.", remedy="Set it to 0 or more.")
     rng = _rng("think", seed)
     jobs = [
-        replace(job, arrival_ns=round(rng.expovariate(1.0) * mean_s * _NS_PER_S)) if job.after is not None else job
+        replace(job, arrival_ns=round(rng.expovariate(1.0) * mean_s * NS_PER_S)) if job.after is not None else job
         for job in workload.jobs
     ]
     return _changed(workload, jobs, f"think time {mean_s:g} s")
@@ -241,7 +235,6 @@ def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int
 
 
 def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) -> Workload:
-    """Give each conversation a tenant, drawn by these weights."""
     if (
         not weights
         or not all(weight >= 0 and math.isfinite(weight) for weight in weights.values())
@@ -285,17 +278,14 @@ def _changed(workload: Workload, jobs: Sequence[Job], words: str) -> Workload:
 
 
 def _rng(purpose: str, seed: int) -> Random:
-    """Return a generator for one purpose and seed."""
     return Random(f"{purpose} {seed}")  # noqa: S311  # repeatable on purpose
 
 
 def _roots(workload: Workload) -> list[int]:
-    """Return the indices of jobs without `after`."""
     return [idx for idx, job in enumerate(workload.jobs) if job.after is None]
 
 
 def _kept(workload: Workload, roots: set[int]) -> list[Job]:
-    """Return the jobs of these conversations."""
     kept = set(roots)
     for idx, job in enumerate(workload.jobs):
         if job.after in kept:
@@ -304,13 +294,11 @@ def _kept(workload: Workload, roots: set[int]) -> list[Job]:
 
 
 def _renumbered(jobs: Sequence[Job], kept: set[int]) -> list[Job]:
-    """Return the jobs of these indices, where `after` counts among them."""
     places = {idx: place for place, idx in enumerate(sorted(kept))}
     return [replace(jobs[idx], after=None if (before := jobs[idx].after) is None else places[before]) for idx in places]
 
 
 def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) -> Job:
-    """Return a job with moved instants; its think time only if `thinks`."""
     return replace(
         job,
         arrival_ns=moved(job.arrival_ns) if job.after is None or thinks else job.arrival_ns,
@@ -345,7 +333,6 @@ def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_outp
 
 
 def _fitting_prefix(job: Job, block_tokens: int) -> Job:
-    """Return the job with no more blocks than its prompt has."""
     return replace(job, prefix=job.prefix[: -(-job.num_prompt_tokens // block_tokens)]) if job.prefix else job
 
 

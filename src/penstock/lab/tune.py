@@ -16,16 +16,14 @@ from statistics import fmean
 
 import numpy as np
 
-from penstock.lab.arrivals import NS_PER_S
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.intervals import LEVEL, Estimate, Floats, student_quantile
 from penstock.lab.records import End, Record
 from penstock.lab.transforms import cut
-from penstock.lab.workload import Workload
+from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError, PenstockError
 
 MIN_SLICES = 6
-"""Fewer differences give no interval."""
 NUM_PARENTS = 6
 """The best of a round whose pairs join the next."""
 Value = str | int
@@ -33,7 +31,6 @@ Settings = tuple[tuple[str, Value], ...]
 """Settings that differ from the default, in the order of their keys."""
 DEFAULT: Settings = ()
 Evaluate = Callable[[Settings, Workload], Sequence[Record]]
-"""Serves a workload with some settings. Raises ConfigError for settings that contradict each other."""
 
 SPACE: Mapping[str, Sequence[Value]] = {
     "batching": ("dynamic", "static"),
@@ -49,7 +46,6 @@ SPACE: Mapping[str, Sequence[Value]] = {
     "reserve": ("chunk", "prompt", "predicted", "no-evict"),
     "kv_watermark": ("0%", "5%"),
 }
-"""Setting -> values to try. Combinations that the server refuses drop out."""
 NEEDS: Mapping[str, tuple[str, Value]] = {
     "batch_window": ("batching", "dynamic"),
     "max_batch_size": ("batching", "dynamic"),
@@ -73,7 +69,6 @@ class Objective(StrEnum):
 
     @property
     def sign(self) -> int:
-        """-1 if less is better."""
         return -1 if self.unit == "s" else 1
 
 
@@ -98,7 +93,6 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
 
 
 def words(settings: Settings) -> str:
-    """`budget = decode-first, max_num_seqs = 32`"""
     return ", ".join(f"{key} = {value}" for key, value in settings) or "the default"
 
 
@@ -109,17 +103,13 @@ def words(settings: Settings) -> str:
 class Round:
     num_slices: int
     ranking: Sequence[tuple[Settings, float]]
-    """Candidates with their mean score, the best first; of those with equal scores the one with the fewest settings."""
 
 
 class Trials:
-    """Scores of settings on slices, each run once."""
-
     def __init__(self, evaluate: Evaluate, objective: Objective, slos: Sequence[Slo]) -> None:
         self.refused: set[Settings] = set()
         """Settings that contradict each other."""
         self.scores: dict[tuple[Settings, str], float] = {}
-        """By settings and the name of the slice."""
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
@@ -172,23 +162,15 @@ def with_needs(chosen: Mapping[str, Value]) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Settings against the default, slice by slice."""
-
     settings: Settings
     default: float
-    """Mean score."""
     tuned: float
-    """Mean score."""
     difference: Estimate
-    """Mean gain over slices in the objective's unit; above 0 is better."""
     num_dropped: int = 0
-    """Slices that do not count, as the default left a request unanswered."""
     refusal: str = ""
-    """The error that ended the comparison."""
 
     @property
     def gain(self) -> Estimate:
-        """The difference as a share of the default's mean; unknown if that is 0."""
         return self.difference.scaled(1 / self.default) if self.default > 0 else Estimate(math.nan)
 
     @property
@@ -243,7 +225,6 @@ def judge(
 
 
 def _difference(gains: Floats, level: float) -> Estimate:
-    """Return the mean with its interval, unknown if a request was never answered."""
     if not np.isfinite(gains).all():
         return Estimate(math.nan)
     value, count = float(gains.mean()), len(gains)
@@ -259,10 +240,8 @@ class Tuned:
     slos: Sequence[Slo]
     workload: str
     unseen: Sequence[Workload]
-    """Slices that neither the search nor the judgement has seen."""
     rounds: Sequence[Round]
     num_runs: int
-    """Slices simulated for the search."""
     num_refused: int
     simulated: Sequence[Comparison]
     """The best of the search, on slices that it has not seen."""
@@ -271,7 +250,6 @@ class Tuned:
 
     @property
     def best(self) -> Comparison | None:
-        """The one with the highest lower bound where it was judged last, or None to keep the default."""
         judged = self.simulated if self.verified is None else self.verified
         return max((one for one in judged if one.is_surely_better), key=lambda one: one.difference.low or 0, default=None)
 

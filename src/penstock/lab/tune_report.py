@@ -41,7 +41,6 @@ def verdict_lines(tuned: Tuned) -> str:
 
 
 def notes(tuned: Tuned) -> Sequence[str]:
-    """Return the lines above the settings in their file."""
     assert tuned.best is not None
     told = [f"workload: {tuned.workload}", f"objective: {tuned.objective} in {tuned.objective.unit}"]
     for where, judged in (("simulated", tuned.simulated), ("on the real engine", tuned.verified or ())):

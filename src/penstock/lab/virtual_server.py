@@ -36,17 +36,14 @@ class ServerSettings:
     make_policies: Callable[[], Policies]
     cost: CostModel = field(default_factory=CostModel)
     limits: AdmissionLimits | None = None
-    """None means no door, as with the Python API."""
     enable_prefix_caching: bool = True
     isolates_tenants: bool = False
-    """Each tenant has its prefixes for itself."""
     slo_itl_ns: int | None = None
     request_timeout_ns: int | None = None
     """Limits of the whole request, its wait, and its first token. The job's own deadline may be earlier."""
     queue_timeout_ns: int | None = None
     first_token_timeout_ns: int | None = None
     depth: int = 1
-    """Steps in flight, 1 or 2."""
 
 
 class Timeline:
@@ -56,18 +53,15 @@ class Timeline:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """`num_blocks`: those that requests can hold."""
         self.num_blocks = num_blocks
         self.at_ns, self.num_running, self.num_waiting, self.num_held = (array("q") for _ in range(4))
         self._interval_ns = 50_000_000
         self._next_ns = 0
         self._since_ns = self._last_running = self._last_waiting = self._last_held = 0
         self._sums = [0, 0, 0]
-        """Running, waiting, held; times nanoseconds."""
         self.max_held = 0
 
     def note(self, now_ns: int, num_running: int, num_waiting: int, num_held: int) -> None:
-        """Note a change that holds from now on."""
         if (span_ns := now_ns - self._since_ns) > 0:
             sums = self._sums
             sums[0] += self._last_running * span_ns
@@ -108,11 +102,8 @@ class Player:
         self, core: EngineCore, executor: Executor, clock: Clock, *, tell: Tell, transfers: Transfers | None = None
     ) -> None:
         self.next_ns = NEVER_NS
-        """`NEVER_NS` if nothing happens before a command comes."""
         self.is_computing = False
-        """Whether the next thing to happen is the end of a step."""
         self.begun: StepPlan | None = None
-        """The plan of the step that the last `act` has begun."""
         self._core = core
         self._clock = clock
         self._inbox = Inbox(clock)
@@ -150,14 +141,10 @@ class Player:
 
 
 class VirtualServer(NullObserver):
-    """A server that has just been started."""
-
     def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0) -> None:
-        """`tell` gets the events of requests. `seed`: of the cost model's noise."""
         capacity, policies = settings.capacity, settings.make_policies()
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
-        """The engine's stats of ended requests, by request id."""
         self.num_steps = 0
         scheduler = Scheduler(capacity, policies, enable_prefix_caching=settings.enable_prefix_caching)
         self.core = EngineCore(scheduler, observer=self)
@@ -166,16 +153,13 @@ class VirtualServer(NullObserver):
         self._clock = clock
         self._tell = tell
         self._output_lens: dict[str, int] = {}
-        """Request in flight -> length of its output."""
         executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth)
         self.player = Player(self.core, executor, clock, tell=self._told)
         self.admission: Admission | None = None
         if settings.limits is not None:
             self.admission = Admission(settings.limits, capacity, reads_priority=policies.order.reads_priority)
         self._first_tokens: dict[str, Request] = {}
-        """Requests without a first token, if there is a door that learns from them."""
         self._num_prompt_tokens = 0
-        """Of all requests in flight."""
 
     @property
     def num_in_flight(self) -> int:
@@ -197,11 +181,9 @@ class VirtualServer(NullObserver):
         self.player.put(Add(request))
 
     def abort(self, request_id: str) -> None:
-        """Its client has gone away. Unknown and ended ids are ignored."""
         self.player.put(Abort(request_id))
 
     def act(self) -> None:
-        """Let the engine take its turn, which is due now."""
         if self.player.act():
             self._note(self.core.snapshot)
 

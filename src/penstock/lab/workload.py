@@ -9,25 +9,21 @@ from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
+NS_PER_S = 1_000_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. Lengths are in tokens, instants in nanoseconds from the begin of the workload."""
-
     arrival_ns: int
-    """When it is due; with `after`, the user's think time after the end of that job."""
     num_prompt_tokens: int
     """All tokens of the prompt, those of earlier turns included."""
     num_output_tokens: int
-    """Known to the executor alone, >= 1."""
     tenant: str = ""
     priority: int = 0
     deadline_ns: int | None = None
     """An instant, not a span."""
     cancelled_ns: int | None = None
-    """When the client goes away, or None."""
     cancelled_after_tokens: int | None = None
-    """Tokens of the answer after which the client goes away, >= 1 and fewer than all, or None."""
     after: int | None = None
     """Index of the job before it in the same conversation, smaller than its own. None if it is due by itself."""
     prefix: tuple[int, ...] = ()
@@ -40,7 +36,6 @@ class Job:
     """The texts of one request for embeddings, else empty."""
 
     def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
-        """`max_tokens`: the limit that clients send, which says nothing about the output."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(EOS_TOKEN_ID,))
         return Request(
             request_id=request_id,
@@ -56,10 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Jobs in the order of their indices. Those without `after` are in the order of their arrivals."""
-
     name: str
     """Its origin, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
     jobs: Sequence[Job]
     prefix_block_tokens: int = 0
-    """0 if no job names a prefix."""

@@ -15,7 +15,6 @@ from penstock.lab.workload import Workload
 from penstock.types.errors import ConfigError
 
 DEFAULT_REQUESTS = 100
-"""Of a workload that is made up."""
 ARRIVALS = ("closed", "constant", "poisson", "gamma", "ramp", "bursts", "stages")
 MAX_REQUESTS = 2_000_000
 MAX_TENANTS = 10_000
@@ -32,15 +31,10 @@ class WorkloadChoice:
     arrivals: str = ""
     """One of `ARRIVALS`; empty for what the other fields imply, else those of the file."""
     rate: float | None = None
-    """Mean requests per second; of a ramp, at its begin. None: that of the file."""
     rate_to: float | None = None
-    """At the end of a ramp."""
     cv: float | None = None
-    """Coefficient of variation of gamma gaps."""
     burst_s: tuple[float, float] | None = None
-    """Seconds with arrivals, and seconds without."""
     stages: tuple[tuple[float, float], ...] = ()
-    """Successive (requests per second, seconds)."""
     speed: float = 1.0
     divide_lengths: int = 1
     max_input_tokens: int | None = None
@@ -54,11 +48,9 @@ class WorkloadChoice:
     tenants: str = ""
     """`a=7,b=1`: names with weights; or `4`: so many equal ones."""
     cancel_share: float = 0.0
-    """Share of the requests whose clients go away during the answer."""
     sessions: int = 1
     """The most turns of a conversation. In files without conversations, successive requests are chained."""
     think_time_s: float = 0.0
-    """Mean time between an answer and the next message."""
     seed: int = 0
 
 
