@@ -1,37 +1,36 @@
-"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows what came of it.
-
-The work is in `lab`: workloads, the client, figures, reports. Here are the options, and which of these is asked for what.
-"""
+"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows the figures. `lab` does the work."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
-import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from penstock.cli import bench_results
 from penstock.cli.options import (
+    FILE,
+    FOLDER,
     GroupedCommand,
+    add_options,
+    check_writable,
     client_tls,
     config_options,
+    is_given,
     model_argument,
+    setting_keys,
+    slo_option,
     tls_options,
     warn_of_unknown_variables,
 )
 from penstock.cli.workload_options import workload_options
-from penstock.config.components import COMPONENTS
-from penstock.config.setting import settings_of
 from penstock.config.units import parse_duration
 from penstock.lab.client import SILENCE_S, SendOptions, send
 from penstock.lab.in_process import Ask, Progress, drive
@@ -44,22 +43,16 @@ from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.lab.results import Run
+    from penstock.lab.results import Load, Run
+    from penstock.lab.results import Target as AskedTarget
     from penstock.llm import AsyncLLM
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 8
-_STOP_TOKEN_ID = 0
-"""Any token does."""
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name", "tool_call_parser", "reasoning_parser")
-_TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
-"""Options that a result names, as it does the settings of a model in this process, if they were given."""
-_MAX_CACHED_SHARE = 0.3
-"""Prompts that begin by chance, or by the chat template, as others do, have less than that in common with them."""
-_SETTINGS = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
-
-
+_NAMED = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
+"""Options that a result names if they were given, beside the settings of a model in this process."""
+_SETTINGS = setting_keys(*_COMPONENTS)
 _OTHERS = {"compare": "compare", "report": "show_report"}
 """First word -> the command in `bench_results`."""
 
@@ -90,7 +83,7 @@ class _Numbers(click.ParamType[tuple[float, ...]]):
         except ValueError:
             numbers = ()
         if not numbers or not all(0 < number < 1e9 for number in numbers):
-            self.fail(f"{value!r} is no number above 0, and no list such as 1,8,32.", param, ctx)
+            self.fail(f"{value!r} must be a number above 0, or a list such as 1,8,32.", param, ctx)
         return numbers
 
 
@@ -98,9 +91,9 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
     try:
         found = json.loads(value) if value else {}
     except json.JSONDecodeError as error:
-        raise click.BadParameter(f"{value!r} is no JSON: {error}.", ctx, param) from None
+        raise click.BadParameter(f"{value!r} is not JSON: {error}.", ctx, param) from None
     if not isinstance(found, dict):
-        raise click.BadParameter(f"{value!r} is no JSON object.", ctx, param)
+        raise click.BadParameter(f"{value!r} is not a JSON object.", ctx, param)
     return found
 
 
@@ -108,7 +101,7 @@ def _warm_up(ctx: click.Context, param: click.Parameter, value: str) -> WarmUp:
     try:
         return WarmUp(num_jobs=int(value)) if value.isdigit() else WarmUp(seconds=parse_duration(value))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is no number of requests such as 8, and no time such as 5s.", ctx, param) from None
+        raise click.BadParameter(f"{value!r} must be requests such as 8, or a time such as 5s.", ctx, param) from None
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -117,13 +110,12 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     except ValueError as error:
         raise click.BadParameter(f"{error}.", ctx, param) from None
     if seconds <= 0:
-        raise click.BadParameter("no answer comes in no time.", ctx, param)
+        raise click.BadParameter(f"{value!r} must be greater than 0.", ctx, param)
     return seconds
 
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
-_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--url", default=DEFAULT_URL, show_default=True, help="Server with OpenAI's API."),
+_bench_options = add_options(
+    click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Server with OpenAI's API."),
     click.option("--in-process", is_flag=True, help="Load MODEL here instead, and ask it without HTTP."),
     click.option(
         "--endpoint",
@@ -132,19 +124,19 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         show_default=True,
         help="Route to ask.",
     ),
-    click.option("--stream/--no-stream", default=True, show_default=True, help="Without it, there is no first token."),
+    click.option("--stream/--no-stream", default=True, show_default=True, help="Without streaming there is no first token."),
     click.option(
         "--api-key",
         envvar="PENSTOCK_API_KEY",
         metavar="KEY",
-        help="Key that the server asks for. PENSTOCK_API_KEY is sent only to a server on this machine.",
+        help="Key of the server. PENSTOCK_API_KEY is sent only to a server on this machine.",
     ),
     tls_options,
     click.option(
         "--extra-body",
         callback=_json_object,
         metavar="JSON",
-        help='Fields for each request, as {"top_p": 0.9}; null drops one.',
+        help='Fields for each request, such as {"top_p": 0.9}; null removes one.',
     ),
     click.option(
         "--tokenizer",
@@ -155,18 +147,14 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--concurrency",
         type=_Numbers(whole=True),
         metavar="N,...",
-        help=f"Closed loop of N users who wait for their answers. Default: {DEFAULT_CONCURRENCY}, where nothing says when.",
+        help=f"Closed loop of N users. Default: {DEFAULT_CONCURRENCY}, for a workload without arrivals.",
     ),
+    click.option("--rate", "rates", type=_Numbers(whole=False), metavar="PER_S,...", help="Open loop of requests per second."),
+    click.option("--max-concurrency", type=click.IntRange(1), help="The most requests of an open loop at once; others wait."),
     click.option(
-        "--rate", "rates", type=_Numbers(whole=False), metavar="PER_S,...", help="Open loop of so many requests per second."
+        "--warmup", default="0", callback=_warm_up, metavar="N|TIME", help="First requests, or seconds, that do not count."
     ),
-    click.option(
-        "--max-concurrency", type=click.IntRange(1), help="Requests of an open loop at once; others wait in the client."
-    ),
-    click.option(
-        "--warmup", default="0", callback=_warm_up, metavar="N|TIME", help="First requests, or seconds, that no figure has."
-    ),
-    click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Do all of it so many times."),
+    click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Do everything so many times."),
     click.option(
         "--timeout", default=f"{SILENCE_S:g}s", callback=_seconds, show_default=True, help="Silence that makes an answer fail."
     ),
@@ -177,20 +165,12 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         show_default=True,
         help="How often a refused client comes back, as Retry-After says.",
     ),
-    click.option(
-        "--slo", multiple=True, metavar="METRIC=TIME", help="As ttft=500ms, tpot=50ms, itl=50ms, e2e=10s. Repeatable."
-    ),
+    slo_option,
     click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), help="Of the server, for the cost of tokens."),
-    click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the result, which `bench compare` reads."),
-    click.option("--html", "html_file", type=_FILE, metavar="FILE", help="Write a report that opens offline."),
-    click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write plots as PNG."),
+    click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result, which `bench compare` reads."),
+    click.option("--html", "html_file", type=FILE, metavar="FILE", help="Write a report that opens offline."),
+    click.option("--plots", type=FOLDER, metavar="DIR", help="Write plots as PNG."),
 )
-
-
-def _bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.command(cls=_Bench)
@@ -215,7 +195,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.lab.results import Result, write_result
 
     warn_of_unknown_variables()
-    slos, loads = parse_slos(values["slo"]), _loads(choice, values)
+    slos, loads = parse_slos(values["slos"]), _loads(choice, values)
     _check_files(values)
     runs: list[Run] = []
     is_interrupted = False
@@ -241,43 +221,34 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError before the run, not after it, for a file that could not be written."""
+    """Raise ConfigError before the run, not after it, for a file that could not be written."""
     from penstock.lab import plots
 
     for name in ("json_file", "html_file"):
-        if (path := values[name]) is not None and not os.access(path.absolute().parent, os.W_OK):
-            raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
-    if values["plots"] is not None and not plots.is_installed():
-        raise ConfigError("Plots need matplotlib, which is not installed.", remedy=plots.INSTALL)
+        if (path := values[name]) is not None:
+            check_writable(path)
+    if values["plots"] is not None:
+        plots.require()
 
 
-# Loads: the points of a sweep
+def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | None]:
+    """Return the points of a sweep; None is as the workload says. Raises UsageError for contradictions."""
+    from penstock.lab.results import Load
 
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """One point of a sweep; neither: as the workload says."""
-
-    concurrency: int | None = None
-    rate: float | None = None
-
-
-def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[_Load]:
-    """Raises UsageError for options that contradict each other."""
     concurrency, rates = values["concurrency"], values["rates"]
     if concurrency is None:
-        return [_Load(rate=rate) for rate in rates] if rates else [_Load()]
+        return [Load("rate", rate) for rate in rates or ()] or [None]
     if rates or choice.arrivals not in ("", "closed"):
         raise click.UsageError("--concurrency is a closed loop, --rate and --arrivals an open one: leave one of them out.")
     if values["max_concurrency"] is not None:
         raise click.UsageError("--max-concurrency is for an open loop: leave it out, or --concurrency.")
-    return [_Load(concurrency=users) for users in concurrency]
+    return [Load("concurrency", users) for users in concurrency]
 
 
-def _pace(workload: Workload, load: _Load, max_concurrency: int | None) -> Pace:
-    """An open loop, but where users are given, or no job comes later than another."""
-    if load.concurrency is not None:
-        return Pace(concurrency=load.concurrency)
+def _pace(workload: Workload, load: Load | None, max_concurrency: int | None) -> Pace:
+    """Return a closed loop if users are given, or all jobs are due at once."""
+    if load is not None and load.kind == "concurrency":
+        return Pace(concurrency=int(load.value))
     if max_concurrency is None and not any(job.arrival_ns for job in workload.jobs if job.after is None):
         return Pace(concurrency=DEFAULT_CONCURRENCY)
     return Pace(max_concurrency=max_concurrency)
@@ -291,21 +262,21 @@ class _Asked:
     """The server, or the model, and how it is asked."""
 
     how: str
-    url: str
-    model: str
-    server: str
+    target: AskedTarget
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
-    """Sentences on how it is asked."""
     send: Callable[[Workload, Pace, Callable[[], object]], Sent]
 
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """The server at the URL, which is asked what it takes. Raises PenstockError if it takes nothing, or is not there."""
+    """Yield the server at the URL. Raises PenstockError if it would refuse every request, or can't be reached."""
+    from penstock.lab.results import Target as AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
-    _refuse_settings()
+    for name in _SETTINGS:  # In the environment or a file they are for other commands; a tokenizer may be in the cache.
+        if name not in ("model", "cache") and _is_given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
     raise_open_files_limit()
     target = Target(
         url=values["url"].rstrip("/"),
@@ -319,6 +290,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
     with Questions(target) as questions:
         if not target.model:
             target = replace(target, model=questions.model())
+    options = SendOptions(silence_s=values["timeout"], max_returns=values["returns"])
     with Questions(target) as questions:
         target, notes = questions.settle()
         tokenizer = _named_tokenizer(values) or ServerTokenizer.of(questions)
@@ -326,57 +298,44 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
             notes = (*notes, "Lengths of prompts are estimated; --tokenizer MODEL makes them exact.")
         for note in notes:
             print(f"Note: {note}", file=sys.stderr)
-        send_all = functools.partial(
-            _send, target, values["warmup"], SendOptions(silence_s=values["timeout"], max_returns=values["returns"])
-        )
-        yield _Asked(
-            how="http",
-            url=target.url,
-            model=target.model,
-            server=questions.server(),
-            tokenizer=tokenizer,
-            notes=notes,
-            send=send_all,
-        )
 
+        def send_all(workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
+            return send(workload, target, pace=pace, warm_up=values["warmup"], options=options, on_end=on_end)
 
-def _send(
-    target: Target, warm_up: WarmUp, options: SendOptions, workload: Workload, pace: Pace, on_end: Callable[[], object]
-) -> Sent:
-    return send(workload, target, pace=pace, warm_up=warm_up, options=options, on_end=on_end)
+        asked = AskedTarget(url=target.url, model=target.model, server=questions.server())
+        yield _Asked(how="http", target=asked, tokenizer=tokenizer, notes=notes, send=send_all)
 
 
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """The model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
+    """Yield the model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
     from penstock import __version__
+    from penstock.lab.results import Target as AskedTarget
 
     for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns"):
         if _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:
-        raise click.UsageError("In process there are no embeddings.")
+        raise click.UsageError("--endpoint embeddings needs a server: leave out --in-process.")
     tokenizer = _named_tokenizer(values) or load_tokenizer_of(values["model"], values["cache"])
     settings = {key: values[key] for key in _SETTINGS if key not in _NOT_HERE}
     with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):
-        yield _Asked(
-            how="in process",
-            url="",
-            model=name,
-            server=f"penstock {__version__}",
-            tokenizer=tokenizer,
-            send=functools.partial(_drive, ask, values["warmup"]),
-        )
+
+        def send_all(workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
+            return asyncio.run(drive(workload, ask, pace=pace, warm_up=values["warmup"], on_end=on_end))
+
+        target = AskedTarget(model=name, server=f"penstock {__version__}")
+        yield _Asked(how="in process", target=target, tokenizer=tokenizer, send=send_all)
 
 
 @contextmanager
 def loaded(
     model: str, settings: Mapping[str, Any], *, is_chat: bool = False, max_tokens: int | None = None
 ) -> Iterator[tuple[str, Ask]]:
-    """A model, loaded here and asked once, as a server is before a run: its name, and how to ask it. Raises PenstockError.
+    """Yield the name of a model, loaded here and asked once, and how to ask it. Raises PenstockError.
 
-    `max_tokens`: the limit of every request; answers end by themselves at the length that is wanted, which the scheduler does
-    not know. None: the length is the limit.
+    `max_tokens`: the limit of every request; answers then end by themselves at the wanted length, which the scheduler does not
+    know. None: the wanted length is the limit.
     """
     from penstock.llm import AsyncLLM
 
@@ -384,16 +343,12 @@ def loaded(
     try:
         ask = functools.partial(_ask, llm, is_chat, max_tokens)
         hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
-        first = _drive(ask, WarmUp(), Workload(name="", jobs=[hello]), Pace(), lambda: None)
+        first = asyncio.run(drive(Workload(name="", jobs=[hello]), ask))
         if first.records and first.records[0].error:
             raise PenstockError(first.records[0].error)
         yield llm.model_name, ask
     finally:
         llm.close()
-
-
-def _drive(ask: Ask, warm_up: WarmUp, workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
-    return asyncio.run(drive(workload, ask, pace=pace, warm_up=warm_up, on_end=on_end))
 
 
 async def _ask(
@@ -403,14 +358,9 @@ async def _ask(
     from penstock.llm import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
-    if max_tokens is not None:  # a stop token that is impossible up to the last token, and certain there
-        params = replace(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=num_output_tokens - 1,
-            stop_token_ids=[_STOP_TOKEN_ID],
-            logit_bias={_STOP_TOKEN_ID: 100.0},
-        )
+    if max_tokens is not None:  # Any token can be the stop token. It is impossible up to the last token, and certain there.
+        params = replace(params, max_tokens=max_tokens, min_tokens=num_output_tokens - 1)
+        params = replace(params, stop_token_ids=[0], logit_bias={0: 100.0})
     texts = [part for part in prompt if isinstance(part, str)]
     if is_chat:
         roles = ("user", "assistant")
@@ -429,24 +379,14 @@ async def _ask(
 
 
 def _is_given(name: str) -> bool:
-    """Whether the user wrote an option on the command line; the model may be an argument."""
-    context = click.get_current_context()
-    if name == "model" and context.params.get("model_word") is not None:
-        return True
-    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def _refuse_settings() -> None:
-    """Refuse settings of a model in this process. In the environment or a file they are for other commands."""
-    for name in _SETTINGS:
-        if name not in ("model", "cache") and _is_given(name):  # a tokenizer may be in the cache
-            raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
+    """Return whether an option is on the command line; the model may be an argument."""
+    return is_given(name) or (name == "model" and click.get_current_context().params.get("model_word") is not None)
 
 
 def _key_for(url: str, api_key: str | None, *, is_typed: bool) -> str | None:
-    """The key that a server gets. Raises PenstockError if the URL is none.
+    """Return the key for a server. Raises PenstockError for a bad URL.
 
-    The environment has those of this machine's own `serve`, each of which opens it, so only a server here gets the first.
+    The environment has the keys of this machine's own `serve`, so only a server here gets the first of them.
     """
     if api_key is None or is_typed:
         return api_key
@@ -458,7 +398,7 @@ def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
-    """The tokenizer of a model without its weights. Fetches a model that can be. Raises PenstockError."""
+    """Load the tokenizer of a model without its weights, fetching it if needed. Raises PenstockError."""
     from penstock.config.components import config_from
     from penstock.deploy.factory import locate
     from penstock.models.load import load_model
@@ -477,24 +417,25 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 # A run
 
 
-def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str, Any], nth: int) -> tuple[Run | None, bool]:
-    """The run of one load, None if no request has ended, and whether it was interrupted.
+def _run(
+    asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
+) -> tuple[Run | None, bool]:
+    """Return the run of one load, or None if no request has ended, and whether it was interrupted.
 
     `nth`: the number of the run; each has other prompts, so that none is cached. A run of another day has the same.
     """
     from penstock.lab.figures import Samples
     from penstock.lab.results import Load, Run
-    from penstock.lab.results import Target as AskedTarget
 
     tokenizer = asked.tokenizer
     count = None if tokenizer is None else lambda text: len(tokenizer.encode(text, add_special_tokens=False))
-    workload = make_workload(replace(choice, rate=load.rate), count)
+    rate = load.value if load is not None and load.kind == "rate" else None
+    workload = make_workload(replace(choice, rate=rate), count)
     workload = write_prompts(workload, tokenizer, seed=choice.seed + nth)
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
-    told = Load("concurrency", pace.concurrency) if pace.concurrency else Load("rate", load.rate) if load.rate else None
-    given = {name: values[name] for name in (*_TOLD, *_SETTINGS) if name != "model" and _is_given(name)}
+    given = {name: values[name] for name in (*_NAMED, *_SETTINGS) if name != "model" and _is_given(name)}
     plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in given.items()}
     is_interrupted = bool(sent.unfinished) or sent.num_unsent > 0
     if not sent.records:
@@ -505,9 +446,9 @@ def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str
         workload=workload.name,
         options={"endpoint": values["endpoint"], **plain},
         seed=choice.seed,
-        load=told,
+        load=Load("concurrency", pace.concurrency) if pace.concurrency else load,
         how=asked.how,
-        target=AskedTarget(url=asked.url, model=asked.model, server=asked.server),
+        target=asked.target,
         begun_at=begun_at,
         notes=(*asked.notes, *_notes(sent, workload)),
         samples=Samples.of(sent.records),
@@ -516,7 +457,6 @@ def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str
 
 
 def _with_bar(asked: _Asked, workload: Workload, pace: Pace) -> Sent:
-    """Send it with a progress bar, if there is a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=len(workload.jobs), unit=" requests", disable=not sys.stderr.isatty(), leave=False) as bar:
@@ -527,18 +467,19 @@ def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
     num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
     num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
+    # Prompts that begin alike by chance, or by the chat template, have less than that in common.
     share_nothing = all(job.after is None and not job.prefix for job in workload.jobs)
-    if share_nothing and num_cached_tokens > _MAX_CACHED_SHARE * num_prompt_tokens:
+    if share_nothing and num_cached_tokens > 0.3 * num_prompt_tokens:
         yield (
             f"{num_cached_tokens / num_prompt_tokens:.0%} of the prompt tokens were in the server's prefix cache. The workload "
             "names no shared prefix: were these prompts sent before? Another --seed makes others."
         )
     if sent.num_warm_up:
-        yield f"{sent.num_warm_up} requests of the warm-up are in no figure."
+        yield f"{sent.num_warm_up} requests of the warm-up do not count."
     if sent.unfinished or sent.num_unsent:
         yield (
-            f"Interrupted: {len(sent.unfinished)} requests were under way and {sent.num_unsent} not sent; figures are of the "
-            "others, of which more are short than in the whole."
+            f"Interrupted: {len(sent.unfinished)} requests were under way and {sent.num_unsent} not sent. The figures are of "
+            "the others, and short requests are over-represented."
         )
     if sent.client_cpu_s:
         num_sent, share = len(sent.records) + sent.num_warm_up, sent.client_cpu_s * 1e9 / max(1, sent.duration_ns)

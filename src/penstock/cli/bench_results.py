@@ -7,18 +7,17 @@ from pathlib import Path
 
 import click
 
+from penstock.cli.options import FILE, FOLDER
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
 from penstock.lab.compare import Compared, compare_results
 from penstock.lab.results import Result
 from penstock.types.errors import ConfigError, PenstockError, counted
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 
 @click.command()
-@click.argument("before", type=_FILE)
-@click.argument("after", type=_FILE, nargs=-1, required=True)
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE, nargs=-1, required=True)
 @click.option("--any-workload", is_flag=True, help="Compare though the workloads differ.")
 @click.option(
     "--fail-if-worse",
@@ -62,13 +61,11 @@ def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked:
 
 
 @click.command("report")
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option("--every-run", is_flag=True, help="Show the figures of each run, where there are several.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
-@click.option("--html", type=_FILE, metavar="FILE", help="Write one HTML file that opens offline.")
-@click.option(
-    "--plots", "folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the plots as PNG."
-)
+@click.option("--html", type=FILE, metavar="FILE", help="Write one HTML file that opens offline.")
+@click.option("--plots", "folder", type=FOLDER, metavar="FOLDER", help="Write the plots as PNG.")
 def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run: bool, markdown: bool) -> None:
     """Show a result of `penstock bench` again: as a table, as Markdown, as HTML or as plots."""
     from penstock.lab.result_files import read_result

@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, warn_of_unknown_variables
-from penstock.config.components import COMPONENTS
-from penstock.config.setting import settings_of
+from penstock.cli.options import (
+    EPILOG,
+    NOT_IN_THE_LAB,
+    GroupedCommand,
+    config_options,
+    setting_keys,
+    warn_of_unknown_variables,
+)
 from penstock.types.errors import PenstockError, Rejected, counted
 
 if TYPE_CHECKING:
@@ -31,15 +36,7 @@ AT_ONCE = 2048
 """Texts between two writes: what is lost at most."""
 COPIED_ROWS = 1024
 _COMPONENTS = ("model", "backend")
-_NOT_HERE = (
-    "model",
-    "served_model_name",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "generation_config",
-    "experts_on_disk",
-)
+_NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -85,8 +82,7 @@ def embed(
         _import_pyarrow()
     if output.exists():
         raise PenstockError(f"{output} is there already.", remedy="Remove it, or name another one with --output.")
-    keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
-    with LLM(model, **{key: values[key] for key in keys if key not in _NOT_HERE}) as llm:
+    with LLM(model, **{key: values[key] for key in setting_keys(*_COMPONENTS) if key not in _NOT_HERE}) as llm:
         asked = {"prompt_name": prompt_name, "dimensions": dimensions, "truncate": truncate, "field": field}
         about = {"input_sha256": _digest(file), "model": llm.fingerprint, "max_model_len": llm.max_model_len, **asked}
         with _Part(output, about) as part:

@@ -32,6 +32,12 @@ EPILOG = (
 )
 
 
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
+"""Settings that change nothing where no texts are answered."""
+
+
 def printable(text: str) -> str:
     """The lines of a text without control characters, with which a model's file could write anywhere on a terminal."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
@@ -50,6 +56,38 @@ class GroupedCommand(click.Command):
         for title in sorted(groups, key=lambda title: title != "Options"):
             with formatter.section(title):
                 formatter.write_dl(groups[title])
+
+
+def add_options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds several options."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+slo_option = click.option(
+    "--slo", "slos", multiple=True, metavar="METRIC=TIME", help="Such as ttft=2s, tpot=100ms, itl=200ms, e2e=30s. Repeatable."
+)
+
+
+def is_given(name: str) -> bool:
+    """Return whether an option is on the command line, not in the environment or a file."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError for a file that can't be written, before there is anything to write."""
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
+
+
+def setting_keys(*components: str) -> list[str]:
+    """Return the keys of the settings of the named components."""
+    return [item.key for name, component in COMPONENTS if name in components for item in settings_of(component)]
 
 
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_cost, read_model
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.options import (
+    EPILOG,
+    FILE,
+    FOLDER,
+    NOT_IN_THE_LAB,
+    GroupedCommand,
+    config_options,
+    model_argument,
+    slo_option,
+    warn_of_unknown_variables,
+)
 from penstock.cli.workload_options import workload_options
 from penstock.config.components import config_from
 from penstock.lab.workload_choice import WorkloadChoice
@@ -26,15 +36,13 @@ if TYPE_CHECKING:
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
 @workload_options
-@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="As ttft=2s, tpot=100ms, itl=200ms, e2e=30s.")
+@slo_option
 @click.option(
     "--goal", default="99%", show_default=True, metavar="SHARE", help="Share of the requests that must hold every SLO."
 )
-@click.option(
-    "--plots", "plots_path", type=click.Path(path_type=Path), metavar="FOLDER", help="Draw batch sizes and rates there, as PNG."
-)
+@click.option("--plots", "folder", type=FOLDER, metavar="FOLDER", help="Draw batch sizes and rates there, as PNG.")
 @hardware_options
-@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, in place of the table's.")
+@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, instead of the table's.")
 @click.option(
     "--headroom",
     default="0%",
@@ -47,21 +55,14 @@ if TYPE_CHECKING:
     default="round-robin",
     show_default=True,
     metavar="NAME",
-    help="Of replicas. Or least-loaded, prefix, MODULE:CLASS.",
+    help="Of several replicas: this, least-loaded, prefix or MODULE:CLASS.",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the numbers there, too.")
+@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the numbers there, too.")
 @config_options(
     "model",
     "kv",
     "scheduler",
-    without=(
-        "served_model_name",
-        "chat_template",
-        "tool_call_parser",
-        "reasoning_parser",
-        "generation_config",
-        "experts_on_disk",
-    ),
+    without=(*NOT_IN_THE_LAB, "experts_on_disk"),
 )
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that holds the SLOs, what binds, replicas and cost.
@@ -71,7 +72,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
       penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware L4,A10G,H100
 
     Without an SLO it shows the arithmetic alone: memory, batch sizes, step times, queues. Rates are searched in the simulator,
-    which runs the real scheduler with the settings that are given here.
+    which runs the real scheduler with these settings.
     """
     from penstock.config.units import parse_share
     from penstock.lab import plan_report
@@ -119,8 +120,8 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         print(plan_report.comparison(some) + "\n")
     print("\n\n".join(plan_report.report(sized) for sized in some))
     if not asked.slos:
-        print("\nFor the highest rate, replicas and cost, say what is to hold: --slo ttft=2s --slo tpot=100ms")
-    _write(some, values["json_path"], values["plots_path"])
+        print("\nFor the highest rate, replicas and cost, give SLOs: --slo ttft=2s --slo tpot=100ms")
+    _write(some, values["json_path"], values["folder"])
 
 
 def _write(some: Sequence[Sized], json_path: Path | None, folder: Path | None) -> None:

@@ -1,6 +1,4 @@
-"""`penstock profile`: what steps take on this machine, or took in a recording; fits the simulator's cost model. The work is in
-`lab`.
-"""
+"""`penstock profile`: what steps take here, or took in a recording; fits the simulator's cost model. `lab` does the work."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import click
 
 from penstock import __version__
 from penstock.cli.candidates import size_of_outline
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
+from penstock.cli.options import EPILOG, FILE, NOT_IN_THE_LAB, GroupedCommand, config_options, model_argument
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
 
@@ -23,32 +21,25 @@ if TYPE_CHECKING:
     from penstock.lab.recording import Recording
     from penstock.lab.step_table import Peaks
 
-_FILE = click.Path(path_type=Path)
-
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
-@click.option("--fit", "fit_file", type=_FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
-@click.option("--from", "source", type=_FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
-@click.option("--trace", type=_FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
-@click.option("--plot", "plot_file", type=_FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
+@click.option("--fit", "fit_file", type=FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
+@click.option("--from", "source", type=FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
+@click.option("--trace", type=FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
+@click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
 @config_options(
     "model",
     "kv",
     "scheduler",
     "backend",
-    without=("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config"),
+    without=NOT_IN_THE_LAB,
 )
 def profile(
-    fit_file: Path | None,
-    source: Path | None,
-    trace: Path | None,
-    plot_file: Path | None,
-    rounds: int,
-    **values: Any,
+    fit_file: Path | None, source: Path | None, trace: Path | None, plot_file: Path | None, rounds: int, **values: Any
 ) -> None:
-    """Say what steps of MODEL take on this machine.
+    """Show how long steps of MODEL take on this machine.
 
     \b
       penstock profile
@@ -100,12 +91,12 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import read_outline, require_answers
     from penstock.deploy.resolve import decide
-    from penstock.lab.plots import INSTALL, draw, is_installed
+    from penstock.lab.plots import draw, require
     from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
     from penstock.lab.steps import StepRunner, measure
 
-    if plot_file is not None and not is_installed():  # before minutes of steps
-        raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}")
+    if plot_file is not None:
+        require()  # before minutes of steps
     source = locate(config)
     outline = read_outline(config, source, is_gpu=decide(config).is_on_gpu)
     require_answers(outline.name, outline.spec, "a profile")
@@ -125,9 +116,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
         print(line)
     if plot_file is not None:
         if peaks is None:
-            raise ConfigError(
-                "The peaks of this backend are not probed, so there is no roof to draw.", remedy="Leave out --plot."
-            )
+            raise ConfigError("The peaks of this backend are unknown, so there is no roof to draw.", remedy="Leave out --plot.")
         draw(f"Steps of {size.name}", [roofline_panel(figures, peaks, peaks.words)]).save(plot_file)
         print(f"drawn in {plot_file}")
 

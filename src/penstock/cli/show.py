@@ -1,10 +1,13 @@
-"""`penstock show`: what a model's files are, what a server would refuse of them, its memory and its speed here. `deploy` and
-`lab` do the work; this prints. Reads no weight, fetches nothing."""
+"""`penstock show`: what a model's files are, what a server would refuse of them, its memory and its speed here.
+
+Nothing is fetched, and no weight is read.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,12 +21,10 @@ from penstock.types.errors import ModelError, counted
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.deploy.forecast import Appraisal
-    from penstock.lab.hardware import Hardware
     from penstock.lab.sizing import Bounds, ModelSize
     from penstock.models.catalog import ModelSource
     from penstock.models.facts import ModelFacts
 
-JSON_VERSION = 1
 _WITHOUT = (
     "served_model_name",
     "tool_call_parser",
@@ -44,17 +45,17 @@ _WITHOUT = (
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-@click.option("--speed/--no-speed", default=True, show_default=True, help="Probe this machine's peaks, which takes a second.")
+@click.option("--speed/--no-speed", default=True, show_default=True, help="Probe this machine's peaks, for seconds.")
 @config_options("model", "kv", without=_WITHOUT)
 def show(is_json: bool, speed: bool, **values: Any) -> None:
-    """Say what MODEL is: architecture, parameters, bits, context, template; what would be refused; memory and speed here.
+    """Show what MODEL is: architecture, parameters, bits, context, template, what would be refused, memory and speed here.
 
     \b
       penstock show smollm2:135m
       penstock show ./Llama-3-8B --json | jq .refused
 
-    The speed is an upper bound by this machine's peaks, measured just now beside whatever else runs: no server reaches it with
-    weights that its caches do not hold. `penstock plan` estimates what one does reach.
+    The speed is an upper bound by this machine's peaks, measured beside whatever else runs. `penstock plan` estimates what a
+    server reaches.
     """
     from penstock.deploy.forecast import appraise
     from penstock.models.adapter_files import is_adapter
@@ -67,22 +68,40 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
         return
     appraisal = appraise(config, source)
     size = _size(config, appraisal)
-    [hardware] = find_machines("this", None) if speed and size is not None else [None]
+    sized = size if speed else None
     if is_json:
-        print(json.dumps(_as_json(source, appraisal, size, hardware), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(source, appraisal, size, _speed(sized)), indent=2, allow_nan=False))
         return
-    _print(_rows(source, appraisal, size, hardware))
+    _print(_rows(source, appraisal, size, sized))
 
 
-def _print(found: Iterable[tuple[str, str]]) -> None:
-    rows = list(found)
-    width = max(len(name) for name, _ in rows)
+def _print(rows: Iterable[tuple[str, str]]) -> None:
+    """Print each row as it comes: the last ones wait for the probe."""
     for name, value in rows:
-        print(printable(f"{name:{width}}  {value}".replace("\n", " ")))
+        print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """Upper bounds here, and the peaks that they come from."""
+
+    bounds: Bounds
+    read_bytes_per_s: float
+    ops_per_s: float
+    machine: str
+
+
+def _speed(size: ModelSize | None) -> _Speed | None:
+    from penstock.lab.sizing import bounds
+
+    if size is None:
+        return None
+    [hardware] = find_machines("this", None)
+    ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
+    return _Speed(bounds(size, hardware), hardware.read_bytes_per_s, ops_per_s, hardware.description)
 
 
 def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
-    """Print what a folder of PEFT is, and what would be refused of its settings."""
     from penstock.config import LoraConfig
     from penstock.models.peft import read_adapter_facts
 
@@ -91,19 +110,17 @@ def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
     if is_json:
         told = {"rank": facts.rank, "alpha": facts.alpha, "base": facts.base or None, "targets": list(facts.targets)}
         refused = [] if refusal is None else [{"check": "adapter", "cause": refusal.message, "remedy": refusal.remedy}]
-        about = {"version": JSON_VERSION, "adapter": source.name, "path": str(source.path), "kind": facts.kind}
+        about = {"version": 1, "adapter": source.name, "path": str(source.path), "kind": facts.kind}
         print(json.dumps(about | told | {"refused": refused}, indent=2))
         return
     unsaid = "the files do not say"
+    rank, alpha = (unsaid if value is None else value for value in (facts.rank, facts.alpha))
     _print(
         [
             ("adapter", f"{source.name} (not a model: serve it beside its model, --lora-modules NAME={source.path})"),
             ("kind", facts.kind or unsaid),
             ("base model", facts.base or unsaid),
-            (
-                "rank",
-                f"{unsaid if facts.rank is None else facts.rank}, lora_alpha {unsaid if facts.alpha is None else facts.alpha}",
-            ),
+            ("rank", f"{rank}, lora_alpha {alpha}"),
             ("targets", ", ".join(facts.targets) or unsaid),
             ("refused", "nothing in its settings" if refusal is None else str(refusal)),
         ]
@@ -111,7 +128,6 @@ def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
 
 
 def _find(config: Config) -> ModelSource:
-    """The source, which must be here. Raises ModelError."""
     from penstock.models.catalog import cache_dir, resolve
 
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
@@ -123,7 +139,7 @@ def _find(config: Config) -> ModelSource:
 
 
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
-    """The model in numbers; None if its files are refused, and for an encoder, whose steps are no decodes."""
+    """Return the model in numbers, or None if its files are refused, or if it is an encoder."""
     from penstock.deploy.resolve import decide
 
     outline = appraisal.outline
@@ -133,9 +149,9 @@ def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
 
 
 def _rows(
-    source: ModelSource, appraisal: Appraisal, size: ModelSize | None, hardware: Hardware | None
+    source: ModelSource, appraisal: Appraisal, size: ModelSize | None, sized: ModelSize | None
 ) -> Iterator[tuple[str, str]]:
-    from penstock.lab.sizing import bounds, format_number
+    from penstock.lab.sizing import BOUND_ROWS, format_number
 
     facts = appraisal.facts
     yield "model", source.name
@@ -166,8 +182,14 @@ def _rows(
         yield "sampling", appraisal.model.sampling.words() or "the files name no defaults"
     if size is not None:
         yield "memory", _memory(appraisal, size)
-    if size is not None and hardware is not None:
-        yield "speed", _speed(bounds(size, hardware), size, hardware)
+    if (speed := _speed(sized)) is not None:
+        peaks = f"{format_number(speed.read_bytes_per_s, 'B/s')} from memory, {format_number(speed.ops_per_s, 'op/s')}"
+        prompt, alone, many = (f"{value:,.0f}" for value in speed.bounds)
+        yield (
+            "speed",
+            f"at most {alone} tokens/s in one conversation, {many} in {BOUND_ROWS} together, {prompt} of a prompt: upper bounds "
+            f"by the peaks measured just now ({peaks}; {speed.machine})",
+        )
     for number, refusal in enumerate(appraisal.refusals):
         yield "" if number else "refused", f"{refusal.check}: {refusal.cause} {refusal.remedy}".rstrip()
     if not appraisal.refusals:
@@ -175,7 +197,7 @@ def _rows(
 
 
 def _title(source: ModelSource, facts: ModelFacts) -> str:
-    """Return the model's name, as its makers write it where we know that; files name the base model, or a training run."""
+    """Return the model's name. Files often name the base model, or a training run."""
     return source.entry.title if source.entry else facts.title
 
 
@@ -218,26 +240,13 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     return words
 
 
-def _speed(most: Bounds, size: ModelSize, hardware: Hardware) -> str:
-    from penstock.lab.sizing import BOUND_ROWS, format_number
-
-    peak = format_number(hardware.ops_per_s(is_quantised=size.is_quantised), "op/s")
-    reads = format_number(hardware.read_bytes_per_s, "B/s")
-    return (
-        f"at most {most.one_row_tokens_per_s:,.0f} tokens/s in one conversation, {most.many_rows_tokens_per_s:,.0f} in "
-        f"{BOUND_ROWS} together, {most.prompt_tokens_per_s:,.0f} of a prompt: upper bounds by the peaks measured just now "
-        f"({reads} from memory, {peak}; {hardware.description})"
-    )
-
-
-def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, hardware: Hardware | None) -> dict[str, object]:
-    """The rows as numbers: sizes in bytes, rates per second. Null stands for a number that is not known."""
-    from penstock.lab.sizing import BOUND_ROWS, bounds
+def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, speed: _Speed | None) -> dict[str, object]:
+    """Return the rows as numbers: sizes in bytes, rates per second, null where unknown."""
+    from penstock.lab.sizing import BOUND_ROWS
 
     facts, forecast = appraisal.facts, appraisal.forecast
-    most = None if size is None or hardware is None else bounds(size, hardware)
     return {
-        "version": JSON_VERSION,
+        "version": 1,
         "model": source.name,
         "path": str(facts.path),
         "container": facts.container,
@@ -257,9 +266,8 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
         "vocabulary_tokens": facts.num_tokens,
         "chat_templates": list(facts.chat_templates),
         "sampling": None if appraisal.model is None else appraisal.model.sampling.named(),
-        "memory": None
-        if size is None
-        else {
+        "memory": size
+        and {
             "weight_bytes": size.num_weight_bytes,
             "disk_bytes": 0 if appraisal.outline is None else appraisal.outline.num_disk_bytes,
             "kv_bytes_per_token": size.kv_bytes_per_token,
@@ -269,14 +277,13 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "longest_request_tokens": None if forecast is None else forecast.kv.max_model_len,
             "free_bytes": appraisal.num_free_bytes,
         },
-        "upper_bounds": None
-        if most is None or hardware is None or size is None
-        else {
-            "one_conversation_tokens_per_s": most.one_row_tokens_per_s,
-            f"{BOUND_ROWS}_conversations_tokens_per_s": most.many_rows_tokens_per_s,
-            "prompt_tokens_per_s": most.prompt_tokens_per_s,
-            "read_bytes_per_s": hardware.read_bytes_per_s,
-            "ops_per_s": hardware.ops_per_s(is_quantised=size.is_quantised),
+        "upper_bounds": speed
+        and {
+            "one_conversation_tokens_per_s": speed.bounds.one_row_tokens_per_s,
+            f"{BOUND_ROWS}_conversations_tokens_per_s": speed.bounds.many_rows_tokens_per_s,
+            "prompt_tokens_per_s": speed.bounds.prompt_tokens_per_s,
+            "read_bytes_per_s": speed.read_bytes_per_s,
+            "ops_per_s": speed.ops_per_s,
         },
         "refused": [
             {"check": refusal.check, "cause": refusal.cause, "remedy": refusal.remedy} for refusal in appraisal.refusals

@@ -13,7 +13,16 @@ import click
 from click.core import ParameterSource
 
 from penstock.cli.bench_results import write_plots, write_text
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
+from penstock.cli.options import (
+    EPILOG,
+    FILE,
+    FOLDER,
+    NOT_IN_THE_LAB,
+    GroupedCommand,
+    config_options,
+    model_argument,
+    slo_option,
+)
 from penstock.cli.workload_options import workload_options
 from penstock.config.components import BackendConfig, ServerConfig, config_from
 from penstock.config.setting import settings_of
@@ -28,11 +37,7 @@ if TYPE_CHECKING:
 
 _NO_EFFECT = (
     *(
-        "served_model_name",
-        "chat_template",
-        "tool_call_parser",
-        "reasoning_parser",
-        "generation_config",
+        *NOT_IN_THE_LAB,
         "kv_disk_path",
         "gpu_memory_utilization",
     ),
@@ -50,7 +55,6 @@ _OUTPUTS = ("json_file", "html", "plots", "every_run")
 _OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
 """Options of the command as a whole, which can't be varied."""
 _OF_A_SPLIT = ("kv_bytes_per_token", "link_gbytes_per_s", "link_latency_ms")
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 
 
@@ -81,12 +85,12 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 @click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Time of a transfer beside its bytes.")
 @click.option("--vary", multiple=True, metavar="NAME=VALUE,...", help="Values of an option to compare, as policy=fcfs,sjf.")
 @click.option("--without", metavar="NAME", help="Compare with the default of this option and of its arguments.")
-@click.option("--slo", multiple=True, metavar="METRIC=TIME", help="As ttft=500ms, itl=50ms, tpot, e2e. Repeatable.")
+@slo_option
 @click.option("--price-per-hour", type=float, help="Price of the machine, for the cost of a million tokens.")
 @click.option("--every-run", is_flag=True, help="Show all figures of each simulation, where there are several.")
-@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the result, as of penstock bench.")
-@click.option("--html", type=_FILE, metavar="FILE", help="Write one HTML file that opens offline.")
-@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the plots as PNG.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result, as of penstock bench.")
+@click.option("--html", type=FILE, metavar="FILE", help="Write one HTML file that opens offline.")
+@click.option("--plots", type=FOLDER, metavar="FOLDER", help="Write the plots as PNG.")
 @config_options("model", "kv", "scheduler", "admission", "backend", "server", without=_NO_EFFECT)
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
     """Say what a workload would do on a configuration of MODEL: the real scheduler and admission, on a modelled machine."""
@@ -97,7 +101,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
     context = click.get_current_context()
     _check(context, vary)
-    slos = parse_slos(values["slo"])
+    slos = parse_slos(values["slos"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     capacity: float | None = None
     runs: list[Run] = []

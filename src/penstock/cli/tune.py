@@ -1,12 +1,11 @@
 """`penstock tune`: searches settings in the simulator, verifies them on the real engine, writes those that are surely better.
 
-The search and the judgement are `lab.tune`'s. Here a simulated server and a real one are made of the same settings.
+`lab.tune` searches and judges; here a simulated and a real server are made of the same settings.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +16,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_cost, read_model
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.options import (
+    EPILOG,
+    FILE,
+    NOT_IN_THE_LAB,
+    GroupedCommand,
+    check_writable,
+    config_options,
+    model_argument,
+    setting_keys,
+    slo_option,
+    warn_of_unknown_variables,
+)
 from penstock.cli.workload_options import workload_options
-from penstock.config.components import COMPONENTS, config_from
+from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError
@@ -34,7 +44,6 @@ if TYPE_CHECKING:
     from penstock.lab.workload import Workload
 
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
-_WITHOUT = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -47,7 +56,7 @@ _WITHOUT = ("served_model_name", "chat_template", "tool_call_parser", "reasoning
     show_default=True,
     help="Requests per second that hold the SLOs; output tokens per second; or seconds to the first token, or to the end.",
 )
-@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="As ttft=2s, tpot=100ms, itl=200ms, e2e=30s.")
+@slo_option
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
 @click.option(
     "--slices",
@@ -66,20 +75,18 @@ _WITHOUT = ("served_model_name", "chat_template", "tool_call_parser", "reasoning
     help="The best so many of the search are judged and verified.",
 )
 @click.option("--verify", is_flag=True, help="Run the best and the default on the real engine, here; in real time.")
-@click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.toml", help="Write the settings for serve."
-)
+@click.option("--output", type=FILE, metavar="FILE.toml", help="Write the settings for serve.")
 @hardware_options
-@config_options(*_COMPONENTS, without=_WITHOUT)
+@config_options(*_COMPONENTS, without=NOT_IN_THE_LAB)
 def tune(choice: WorkloadChoice, **values: Any) -> None:
-    """Search batching, window, buckets, chunks, reserve and policy for a workload and an objective.
+    """Search settings of batching and scheduling for a workload and an objective.
 
     \b
       penstock tune --workload hour.rec --cost cost.json --slo ttft=2s --slo tpot=100ms --verify --output tuned.toml
       penstock serve --config tuned.toml
 
-    The gain over the settings given here is told with an interval, from parts of the workload that the search has not seen.
-    If nothing is surely better, nothing is written. docs/tune.md explains the figures.
+    The gain over the given settings has an interval, from parts of the workload that the search has not seen. If nothing is
+    surely better, nothing is written. docs/tune.md explains the figures.
     """
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
@@ -89,8 +96,8 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
 
     warn_of_unknown_variables()
     output: Path | None = values["output"]
-    if output is not None and not os.access(output.absolute().parent, os.W_OK):
-        raise ConfigError(f"{output} can't be written.", remedy="Name a file in a folder that exists.")
+    if output is not None:
+        check_writable(output)
     slos = parse_slos(values["slos"])
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
@@ -131,26 +138,22 @@ def _parsed(settings: Settings) -> dict[str, object]:
 
 
 def _config(values: Mapping[str, Any], settings: Settings) -> Config:
-    """The settings of the command with those of a candidate in their place."""
     return config_from({**values, **_parsed(settings)})
 
 
 class _Simulator:
-    """Simulated servers, one for each candidate."""
-
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
-        """Raises PenstockError if the model's headers are not here, or the machine is unknown or has no such device."""
+        """Raises PenstockError if the model's headers are missing, or the machine is unknown or lacks the device."""
         machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
         [self._hardware], self._saved = machines, read_cost(values["cost"], machines)
         self.device = "cuda" if self._hardware.is_gpu else "cpu"
-        """Where the simulated server computes."""
         if other := {values["device"], values["backend"]} & (
             {"cpu", "native", "reference"} if self._hardware.is_gpu else {"cuda"}
         ):
             raise ConfigError(
-                f"{self._hardware.name} is no machine for {' and '.join(sorted(other))}.",
+                f"{self._hardware.name} does not run {' and '.join(sorted(other))}.",
                 remedy="Leave out --device and --backend, or name other --hardware.",
             )
         self._outline = read_model(config_from(values), is_gpu=self._hardware.is_gpu)
@@ -160,7 +163,7 @@ class _Simulator:
         self._num_outside: Counter[Settings] = Counter()
 
     def evaluate(self, settings: Settings, workload: Workload) -> Sequence[Record]:
-        """Each slice has a seed of its own, so that the spread over slices has the noise of steps, too."""
+        """Simulate a slice, with a seed of its own, so that the spread over slices includes the noise of steps."""
         seed = zlib.crc32(f"{self._seed} {workload.name}".encode())
         simulation = self._candidate(settings).simulation
         outcome = replace(simulation, max_tokens=self._values["max_tokens"], seed=seed).run(workload)
@@ -169,7 +172,7 @@ class _Simulator:
         return outcome.records
 
     def doubts(self, settings: Settings) -> Iterator[str]:
-        """Sentences on what is assumed about a server, once it has run."""
+        """Yield what is assumed about a server, once it has run."""
         yield from self._candidate(settings).doubts
         fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
         if fitted and asked and fitted != asked:
@@ -186,7 +189,6 @@ class _Simulator:
 
 
 def _tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
-    """That of the model, if it is to be verified on the real engine; a simulation needs none."""
     if not values["verify"]:
         return None
     from penstock.cli.bench import load_tokenizer_of
@@ -199,14 +201,12 @@ def _count(tokenizer: Tokenizer) -> CountTokens:
 
 
 def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:
-    """Each run loads the model anew, so that no run finds prompts of the one before in its cache."""
+    """Return a way to run the engine that loads the model anew each time, with an empty prefix cache."""
     from penstock.cli.bench import loaded
-    from penstock.config.setting import settings_of
     from penstock.lab.in_process import drive
     from penstock.lab.prompts import write_prompts
 
-    keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
-    given = {key: values[key] for key in keys if key in values and key != "model"}
+    given = {key: values[key] for key in setting_keys(*_COMPONENTS) if key in values and key != "model"}
 
     def evaluate(settings: Settings, workload: Workload) -> Sequence[Record]:
         written = write_prompts(workload, tokenizer, seed=seed)

@@ -286,7 +286,7 @@ def _load_axis(runs: Sequence[Run]) -> Axis:
 
 
 def _begin(title: str, num_panels: int) -> tuple[Figure, list[Axes]]:
-    _matplotlib()
+    require()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -303,7 +303,8 @@ def _begin(title: str, num_panels: int) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def _matplotlib() -> ModuleType:
+def require() -> ModuleType:
+    """Return matplotlib. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("matplotlib")
     except ImportError as error:
@@ -313,7 +314,7 @@ def _matplotlib() -> ModuleType:
 @contextmanager
 def _drawing() -> Iterator[None]:
     """Use our settings, not the user's, and do not warn of missing letters or long names."""
-    matplotlib = _matplotlib()
+    matplotlib = require()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
         warnings.filterwarnings("ignore", message="constrained_layout not applied.*")
