@@ -32,7 +32,7 @@ def test_only_what_has_the_title_of_a_result_changes():
 def test_a_run_that_failed_is_named(tmp_path, text):
     broken = tmp_path / "step-1.txt"
     broken.write_text(text)
-    with pytest.raises(SystemExit, match=r"step-1\.txt: the last line is no JSON object"):
+    with pytest.raises(SystemExit, match=r"step-1\.txt: the last line is not a JSON object"):
         report.read_results([broken])
 
 

@@ -103,8 +103,8 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (("--slo", "speed=3"), "no known latency"),
-        (("--slo", "ttft=1"), "no time with a unit"),
+        (("--slo", "speed=3"), "not a known latency"),
+        (("--slo", "ttft=1"), "not a time with a unit"),
         (("--goal", "much"), "--goal"),
         (("--hardware", "H300"), "There is no hardware called 'H300'"),
         (("--kv-disk-size", "1GiB", "--hardware", "c7i.4xlarge"), "not simulated"),

@@ -165,8 +165,8 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--vary", "policy"), "'policy' varies nothing"),
-        (("--vary", "polices=a"), "polices is no option with one value"),
+        (("--vary", "policy"), "'policy' does not vary a setting"),
+        (("--vary", "polices=a"), "polices is not an option with one value"),
         (("--vary", "policy=fcfs,best"), "'best' is not available"),
         (("--vary", "policy=sjf", "--vary", "policy=fcfs"), "policy is varied twice"),
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
@@ -174,7 +174,7 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--load", "0.5"), "--load and --rate both say"),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
-        (("--vary", "html=a,b"), "html is no option with one value"),
+        (("--vary", "html=a,b"), "html is not an option with one value"),
         (("--router", "prefix"), "there is one server"),
         (("--link-latency-ms", "3"), "Without --prefill-replicas --link-latency-ms has no meaning"),
     ],

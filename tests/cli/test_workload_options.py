@@ -66,7 +66,7 @@ def test_each_field_has_an_option() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--stages", "2"], "'2' is no stage"), (["--arrivals", "now"], "'now' is not one of"), (["--requests", "0"], "x>=1")],
+    [(["--stages", "2"], "'2' is not a stage"), (["--arrivals", "now"], "'now' is not one of"), (["--requests", "0"], "x>=1")],
 )
 def test_what_can_not_be_read_is_wrong_usage(arguments: list[str], message: str) -> None:
     assert message in chosen(*arguments)

@@ -157,7 +157,7 @@ def test_a_text_that_is_none_is_an_error_and_no_crash(text):
 @pytest.mark.parametrize("count", ["5", 1e30, 10**18, -1, True, 2.5, [3]])
 def test_a_count_of_tokens_that_is_none_is_an_error(count):
     for used in ({"prompt_tokens": count}, {"completion_tokens": count}, {"prompt_tokens_details": {"cached_tokens": count}}):
-        assert "no number of tokens" in whole({"choices": [{"text": "a"}], "usage": used}).error
+        assert "not a number of tokens" in whole({"choices": [{"text": "a"}], "usage": used}).error
 
 
 def test_an_error_nested_too_deep_to_be_written_is_told_as_it_came():

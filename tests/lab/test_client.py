@@ -139,7 +139,7 @@ def test_token_ids_are_sent_as_such(serve):
         (plain({"error": {"message": "draining"}}, "503 Unavailable"), End.REFUSED, "draining", 503),
         (plain({"error": {"message": "no such model"}}, "404 Not Found"), End.FAILED, "no such model", 404),
         (plain(b"oops", "500 Internal Server Error"), End.FAILED, "oops", 500),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", End.FAILED, "no HTTP/1.1", 0),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", End.FAILED, "not HTTP/1.1", 0),
     ],
 )
 def test_an_answer_that_is_no_good_is_a_record_with_a_reason_and_the_run_goes_on(serve, answer, end, error, status):
@@ -277,7 +277,7 @@ def test_silence_is_a_failure_and_a_slow_answer_is_none(serve):
     server = serve(respond)
     silent, slow = send(workload(job("silent"), job("slow")), target(server), options=SendOptions(silence_s=0.3)).records
     gone.set()
-    assert (silent.end, silent.error) == (End.FAILED, "No byte came for 0.3 s.")
+    assert (silent.end, silent.error) == (End.FAILED, "No byte arrived for 0.3 s.")
     assert slow.end is End.OK
     assert slow.ended_ns - slow.sent_ns > 400 * MS
 
@@ -593,13 +593,13 @@ def test_no_prompt_is_an_error_of_the_caller(serve):
     with pytest.raises(PenstockError, match="neither a text nor token ids"):
         send(workload(job(None)), target(server))
     ids = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt_token_ids=(1,))
-    with pytest.raises(PenstockError, match="no message of a chat"):
+    with pytest.raises(PenstockError, match="not a message of a chat"):
         send(workload(ids), target(server, endpoint=Endpoint.CHAT))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y"])
 def test_what_is_no_address_is_an_error(url):
-    with pytest.raises(PenstockError, match="no address"):
+    with pytest.raises(PenstockError, match="not the address"):
         send(workload(job()), Target(url=url))
 
 

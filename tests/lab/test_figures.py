@@ -125,9 +125,9 @@ def test_slos_are_read(text: str, expected: Slo) -> None:
     ("texts", "words"),
     [
         (["ttft"], "has no limit"),
-        (["ttfb=1s"], "'ttfb', which is no known latency"),
-        (["ttft=500"], "no time with a unit"),
-        (["ttft=-1s"], "no time with a unit"),
+        (["ttfb=1s"], "'ttfb', which is not a known latency"),
+        (["ttft=500"], "not a time with a unit"),
+        (["ttft=-1s"], "not a time with a unit"),
         (["ttft=0ms"], "is 0"),
         (["ttft=1s,ttft=2s"], "two SLOs for ttft"),
         ([""], "has no limit"),
@@ -300,7 +300,7 @@ def test_the_fields_of_a_run_that_is_long_enough_all_have_intervals() -> None:
 
 
 def test_no_records_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match="no record"):
+    with pytest.raises(ConfigError, match="No request was recorded"):
         Samples.of([])
 
 

@@ -45,7 +45,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     ("row", "cause"),
     [
         (ROW.replace("cpu", "tpu"), "line 2: kind is 'tpu'"),
-        (ROW.replace("64,100", "much,100"), "line 2: memory_gb is 'much', which is no number"),
+        (ROW.replace("64,100", "much,100"), "line 2: memory_gb is 'much', which is not a number"),
         (ROW.replace("64,100", "64,0"), "line 2: read_bytes_per_s is 0, and must be more than 0"),
         (ROW.replace("0.8", "1.8"), "line 2: read_share is 1.8"),
         (ROW.replace("64,100", "nan,100"), "line 2: "),

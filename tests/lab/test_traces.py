@@ -131,31 +131,31 @@ def test_no_more_rows_are_read_than_asked_for(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no format that is known"),
-        ("a,b\n1,2\n", "no format that is known.*Azure.*Mooncake.*ShareGPT.*prompt"),
-        ('{"unknown": 1}\n', "no format that is known"),
-        ("{\n", "line 1: the line is no JSON.*one whole JSON object on each line"),
+        ("", "unknown format"),
+        ("a,b\n1,2\n", "unknown format.*Azure.*Mooncake.*ShareGPT.*prompt"),
+        ('{"unknown": 1}\n', "unknown format"),
+        ("{\n", "line 1: the line is not JSON.*one whole JSON object on each line"),
         ("[1]", "entry 1: a conversation has no list 'conversations'"),
-        ("[{}", "entry 0: the file is no JSON array"),
+        ("[{}", "entry 0: the file is not a JSON array"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no request in it"),
-        (AZURE + "2023,1,1\n", "line 4: '2023' is no time"),
-        (AZURE + "2023-11-16 18:15:46+01:00,1,1\n", "line 4: .* is no time like the first row's"),
+        (AZURE + "2023,1,1\n", "line 4: '2023' is not a time"),
+        (AZURE + "2023-11-16 18:15:46+01:00,1,1\n", "line 4: .* is not a time like the first row's"),
         (AZURE + "2023-11-16 18:15:46,1\n", "line 4: the row has 2 fields instead of 3"),
         (AZURE + "2023-11-16 18:15:46,1,-1\n", "line 4: GeneratedTokens is -1.*Write one of 0 to"),
-        (AZURE + "2023-11-16 18:15:46,1e3,1\n", "line 4: ContextTokens is '1e3', which is no whole number"),
+        (AZURE + "2023-11-16 18:15:46,1e3,1\n", "line 4: ContextTokens is '1e3', which is not a whole number"),
         (
             json_lines([MOONCAKE[0], MOONCAKE[0] | {"hash_ids": [1]}]),
             "line 2: 1 hash_ids do not name the blocks of 1030 tokens",
         ),
-        (json_lines([MOONCAKE[0] | {"hash_ids": [1, 2, "3"]}]), "line 1: hash_ids is no list of whole numbers"),
+        (json_lines([MOONCAKE[0] | {"hash_ids": [1, 2, "3"]}]), "line 1: hash_ids is not a list of non-negative whole numbers"),
         (json_lines([MOONCAKE[0] | {"timestamp": True}]), "line 1: timestamp is true"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1: timestamp is NaN"),
         (json_lines([MOONCAKE[0] | {"input_length": 10**9}]), "line 1: input_length is 1000000000"),
-        (json_lines([{"prompt": "a"}, {"prompt": 1}]), "line 2: prompt is 1, which is no text"),
+        (json_lines([{"prompt": "a"}, {"prompt": 1}]), "line 2: prompt is 1, which is not a text"),
         (json_lines([{"prompt": "a", "max_tokens": "9"}]), 'line 1: max_tokens is "9"'),
-        (json_lines([{"prompt": "a", "tenant": 1}]), "line 1: tenant is no text"),
+        (json_lines([{"prompt": "a", "tenant": 1}]), "line 1: tenant is not a text"),
         (json_lines([{"conversations": [{"from": "human"}]}]), "line 1: a message is"),
-        ('{"prompt": "a"}\n' + "9" * 5000, "line 2: the line is no JSON"),
+        ('{"prompt": "a"}\n' + "9" * 5000, "line 2: the line is not JSON"),
     ],
 )
 def test_errors_name_the_file_the_line_the_cause_and_the_remedy(file: Path, content: str, message: str) -> None:
@@ -180,7 +180,7 @@ def test_what_can_not_be_read_is_an_error(file: Path) -> None:
     with pytest.raises(PenstockError, match=r"Cannot read .*requests\.txt: No such file"):
         read_workload(file)
     file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(PenstockError, match="line 2: the line is no UTF-8"):
+    with pytest.raises(PenstockError, match="line 2: the line is not UTF-8"):
         read_workload(file)
 
 

@@ -38,7 +38,7 @@ def test_lengths_are_drawn_as_they_are_written(text: str, least: int, mean: floa
 
 @pytest.mark.parametrize("text", ["", "0", "9-1", "a", "5~", "5~-1", "1e3", "99999999999", "5-6~1"])
 def test_other_lengths_are_errors(text: str) -> None:
-    with pytest.raises(PenstockError, match="is no length in tokens"):
+    with pytest.raises(PenstockError, match="is not a length in tokens"):
         Lengths.parse(text)
 
 
@@ -103,10 +103,10 @@ def test_stages_make_as_many_requests_as_they_last_for() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"workload": "nowhere"}, "nowhere is no file.*Names are synthetic, short"),
+        ({"workload": "nowhere"}, "nowhere is neither a file.*Names are synthetic, short"),
         ({"requests": 0}, "number of requests is 0"),
         ({"arrivals": "sometimes"}, "no arrivals 'sometimes'.*closed, constant"),
-        ({"arrivals": "poisson"}, "tells no rate.*--rate"),
+        ({"arrivals": "poisson"}, "has no rate.*--rate"),
         ({"arrivals": "poisson", "rate": 1.0, "cv": 2.0}, "--cv is for arrivals 'gamma', not for 'poisson'"),
         ({"cv": 2.0, "rate_to": 2.0, "rate": 1.0}, "--cv is for arrivals 'gamma', not for 'ramp'"),
         ({"arrivals": "ramp", "rate": 1.0}, "need --rate-to"),
@@ -115,11 +115,11 @@ def test_stages_make_as_many_requests_as_they_last_for() -> None:
         ({"rate": -1.0}, "rate is -1.0"),
         ({"speed": 0.0, "rate": 1.0}, "speed is 0.0"),
         ({"speed": 2.0}, "come at once.*--speed"),
-        ({"prefix_groups": 2}, "Groups have a prefix of no tokens"),
+        ({"prefix_groups": 2}, "--prefix-groups needs a shared prefix"),
         ({"prefix_tokens": -1}, "at least 1 token"),
-        ({"think_time_s": 1.0}, "no conversations"),
-        ({"tenants": "a"}, "'a' is no tenant with a weight"),
-        ({"tenants": "a=1,a=2"}, "'a=2' is no tenant"),
+        ({"think_time_s": 1.0}, "needs conversations"),
+        ({"tenants": "a"}, "'a' is not a tenant with a weight"),
+        ({"tenants": "a=1,a=2"}, "'a=2' is not a tenant"),
         ({"tenants": "0"}, "number of tenants is 0"),
         ({"cancel_share": 2.0}, "share of clients"),
         ({"stages": ((1e6, 1e6),)}, "At most 2000000"),
@@ -159,5 +159,5 @@ def test_tenants_and_stages_are_read() -> None:
     assert parse_tenants("a=7,b=0.5") == {"a": 7.0, "b": 0.5}
     assert parse_tenants("2") == {"tenant-1": 1.0, "tenant-2": 1.0}
     assert parse_stages("2x60, 0.5x30") == ((2.0, 60.0), (0.5, 30.0))
-    with pytest.raises(PenstockError, match="'2' is no stage"):
+    with pytest.raises(PenstockError, match="'2' is not a stage"):
         parse_stages("2")

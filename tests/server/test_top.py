@@ -13,7 +13,6 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from urllib.error import URLError
 
 import httpx
 import pytest
@@ -228,14 +227,14 @@ def test_wrong_usage_is_told(arguments: list[str], message: str) -> None:
 def test_a_server_that_is_not_there_is_told() -> None:
     result = CliRunner().invoke(cli, ["top", "http://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
-    assert "Is `penstock serve` running there?" in str(result.exception)
+    assert "Is a server running there?" in str(result.exception)
 
 
 def test_a_certificate_that_is_not_known_is_told_where_to_name(monkeypatch) -> None:
     def refuse(*_args: object, **_kwargs: object) -> None:
-        raise URLError(ssl.SSLCertVerificationError(1, "self-signed certificate"))
+        raise ssl.SSLCertVerificationError(1, "self-signed certificate")
 
-    monkeypatch.setattr("penstock.cli.top.urlopen", refuse)
+    monkeypatch.setattr("http.client.HTTPSConnection.connect", refuse)
     result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
     assert "self-signed certificate" in str(result.exception)
@@ -275,7 +274,7 @@ def other():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"<html>hello</html>", "is no JSON"),
+        (b"<html>hello</html>", "is not JSON"),
         (b'{"data":[]}', "names no model"),
         (b"[]", "names no model"),
     ],
@@ -305,7 +304,7 @@ def test_a_key_that_no_header_can_carry_is_told(other, key: str) -> None:
 def test_a_url_that_is_none_is_told() -> None:
     result = CliRunner().invoke(cli, ["top", "http://[", "--once"])
     assert isinstance(result.exception, PenstockError)
-    assert "Check the URL" in str(result.exception)
+    assert "Write it as http://" in str(result.exception)
 
 
 def test_a_port_that_speaks_no_http_is_told() -> None:
@@ -322,7 +321,7 @@ def test_a_port_that_speaks_no_http_is_told() -> None:
         result = CliRunner().invoke(cli, ["top", f"http://127.0.0.1:{listener.getsockname()[1]}", "--once"])
         thread.join(10)
     assert isinstance(result.exception, PenstockError)
-    assert "does not speak HTTP" in str(result.exception)
+    assert "can't be reached: 220 mail.example" in str(result.exception)
 
 
 def test_a_termination_gives_the_terminal_back(monkeypatch) -> None:

@@ -55,8 +55,8 @@ def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked:
         raise PenstockError(f"{counted(len(names), 'figure')} worse by more than {asked}: {', '.join(names)}.")
     if not all(compared.has_tested for compared in all_compared):
         raise PenstockError(
-            f"Whether a figure is worse by more than {asked} can't be said: too few requests were answered on a side.",
-            remedy="Send more requests, and look why those that were sent were not answered.",
+            f"It is unknown whether a figure is worse by more than {asked}: too few requests were answered on a side.",
+            remedy="Send more requests, and check why those sent were not answered.",
         )
 
 

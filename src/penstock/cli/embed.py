@@ -240,7 +240,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                raise PenstockError(f"{file}:{number} is no JSON.", remedy="Write one object in each line.") from None
+                raise PenstockError(f"{file}:{number} is not JSON.", remedy="Write one object in each line.") from None
             text = value.get(field) if isinstance(value, dict) else None
             if not isinstance(text, str) or not text:
                 raise PenstockError(f"{file}:{number} has no text in {field!r}.", remedy="Name the key with --field.")

@@ -187,8 +187,8 @@ def _rows(
         prompt, alone, many = (f"{value:,.0f}" for value in speed.bounds)
         yield (
             "speed",
-            f"at most {alone} tokens/s in one conversation, {many} in {BOUND_ROWS} together, {prompt} of a prompt: upper bounds "
-            f"by the peaks measured just now ({peaks}; {speed.machine})",
+            f"at most {alone} tokens/s in one conversation, {many} in {BOUND_ROWS} together, {prompt} of a prompt: upper "
+            f"bounds by the peaks measured just now ({peaks}; {speed.machine})",
         )
     for number, refusal in enumerate(appraisal.refusals):
         yield "" if number else "refused", f"{refusal.check}: {refusal.cause} {refusal.remedy}".rstrip()

@@ -66,7 +66,9 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
     "--load", type=click.FloatRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve."
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
-@click.option("--returns", type=click.IntRange(min=0), default=0, help="How often a refused client comes back, as it is told.")
+@click.option(
+    "--returns", type=click.IntRange(min=0), default=0, help="How often a refused client comes back, as Retry-After says."
+)
 @click.option("--cost", default="default", show_default=True, metavar="default|FILE", help="Cost model of a step.")
 @click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
 @click.option(
@@ -115,7 +117,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             if chosen.rate is not None:
                 raise ConfigError("--load and --rate both say how many requests come.", remedy="Leave one of them out.")
             if asked["concurrency"] is not None:
-                raise ConfigError("The users of a closed loop send no load but their own.", remedy="Leave out --load.")
+                raise ConfigError("--load is not for the users of a closed loop.", remedy="Leave out --load.")
             capacity = capacity or cluster.capacity_per_s(make_workload(chosen))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         workload, users = make_workload(chosen), asked["concurrency"]
@@ -182,7 +184,7 @@ def _option(context: click.Context, name: str) -> click.Option:
     known = [param for param in context.command.params if isinstance(param, click.Option) and param.name not in _OF_ALL]
     found = next((param for param in known if param.name == name and not param.multiple and param.nargs == 1), None)
     if found is None:
-        raise ConfigError(f"{name} is no option with one value.", remedy="Take one from `penstock simulate --help`.")
+        raise ConfigError(f"{name} is not an option with one value.", remedy="Take one from `penstock simulate --help`.")
     return found
 
 

@@ -1,9 +1,4 @@
-"""`penstock top`: a live view of a running server. Asks the routes for operators, and changes nothing there.
-
-Reader    what the server says, as a `Snapshot`
-render    two snapshots as lines of text
-top       the command, which owns the terminal meanwhile
-"""
+"""`penstock top`: a live view of a running server, from its routes for operators."""
 
 from __future__ import annotations
 
@@ -19,27 +14,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from itertools import pairwise
 from typing import Any, NoReturn
-from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
 
 import click
-from click.core import ParameterSource
 
-from penstock.cli.options import client_tls, tls_options, warn_of_unknown_variables
+from penstock.cli.options import client_tls, is_given, tls_options, warn_of_unknown_variables
 from penstock.config.units import format_size, parse_duration
+from penstock.lab.target import Questions, Target
 from penstock.types.errors import PenstockError
 
-DEFAULT_PORT = 8000
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""The terminal's other screen, without a cursor; and back."""
-_TIMEOUT_S = 10.0
-_NO_SERVER = "Is `penstock serve` running there?"
-_NOT_TRUSTED = "Name the file of its certificate: --cafile FILE.pem."
 _OTHER_SERVER = "Is it a Penstock server, and of this version?"
 _OWNER_COLOURS = (33, 208, 40, 201, 226, 51, 196, 141, 118, 214, 45, 203)
 _OWNER_LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -61,8 +48,8 @@ _NAME_WIDTH = 20
 )
 @click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
 @click.option("--model", metavar="NAME", help="Model whose rates and KV cache are shown, of several.  [default: the first]")
-@click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two looks.")
-@click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
+@click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two updates.")
+@click.option("--once", is_flag=True, help="Show it once, as plain text, as without a terminal.")
 @tls_options
 def top(
     url: str | None,
@@ -81,9 +68,10 @@ def top(
     """
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
+    # The environment may hold several keys, as `serve` reads it; each of them opens the server.
     reader = Reader(
         _server_url(url, port, is_tls=insecure or cafile is not None),
-        _one_key(api_key),
+        api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key),
         model,
         tls=client_tls(cafile, insecure=insecure),
     )
@@ -98,16 +86,15 @@ def top(
 def _server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
     """Return the address of the server, without a slash at its end."""
     if url is None:
-        return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or DEFAULT_PORT}"
+        return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or 8000}"
     if port is not None:
-        raise click.UsageError("Give the URL or --port, and not both: a URL has its port in it, as http://host:8000.")
+        raise click.UsageError("Give the URL or --port, not both: a URL contains its port, as in http://host:8000.")
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
     return url.rstrip("/")
 
 
 def _show_live(reader: Reader, interval_s: float) -> None:
-    """Until it is interrupted."""
     has_colour = "NO_COLOR" not in os.environ
     before = reader.read()
     usual = signal.signal(signal.SIGTERM, _end)
@@ -132,19 +119,11 @@ def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     try:
         return render(before, now, look)
     except (LookupError, TypeError, ValueError) as error:
-        raise PenstockError(f"{now.url} says what can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
-
-
-def _one_key(api_key: str | None) -> str | None:
-    """The environment may hold several, as `serve` reads it; each of them opens the server."""
-    source = click.get_current_context().get_parameter_source("api_key")
-    if api_key is None or source is not ParameterSource.ENVIRONMENT:
-        return api_key
-    return next(iter(api_key.split()), api_key)
+        raise PenstockError(f"{now.url} sent an answer that can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    """By way of `finally`, which gives the terminal back."""
+    """Exit by way of `finally`, which restores the terminal."""
     sys.exit(128 + number)
 
 
@@ -154,7 +133,7 @@ def _interval_s(text: str) -> float:
     except ValueError as error:
         raise click.BadParameter(f"{error}.", param_hint="'--interval'") from None
     if interval_s < 0.1:
-        raise click.BadParameter("less than 100ms would be a load of its own.", param_hint="'--interval'")
+        raise click.BadParameter("less than 100ms would load the server.", param_hint="'--interval'")
     return interval_s
 
 
@@ -163,22 +142,17 @@ def _interval_s(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The server's answers at one moment; JSON as it came."""
-
     url: str
     model: str
     at_s: float
     load: Mapping[str, Any]
     pool: Mapping[str, Any] | None
-    """None: the model is not loaded."""
+    """None if the model is not loaded."""
     requests: Sequence[Mapping[str, Any]]
-    """The caller's own, explained."""
     totals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Counters of each model by their Prometheus names, summed over the other labels."""
     models: Sequence[Mapping[str, Any]] = ()
-    """A line of `/load` for each model of the server."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """The memory that they share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,21 +162,13 @@ class Look:
     has_colour: bool = False
 
 
-class _Unavailable(PenstockError):
-    """The server can't say it now: it answered 503."""
-
-
 class Reader:
-    """Asks one server. Raises PenstockError, with a remedy, if it does not answer, or says what no Penstock says."""
+    """Asks one server. Raises PenstockError, with a remedy, if it does not answer as Penstock does."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None = None, *, tls: ssl.SSLContext | None = None) -> None:
-        """`model`: None for the first. `tls`: None for the usual one.
-
-        Raises PenstockError also for a URL or a key that can't be sent.
-        """
+        """`model`: None takes the first. `tls`: None takes the usual one."""
         self._url = url
-        self._tls = tls
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
+        self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
         try:
             names = [str(line["name"]) for line in self._json("/load")["models"]]
             self._model = model or names[0]
@@ -212,7 +178,6 @@ class Reader:
             raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(names)}.")
 
     def read(self) -> Snapshot:
-        """The server as it is now."""
         of_model = f"?model={quote(self._model, safe='')}"
         try:
             all_models = self._json("/load")
@@ -221,55 +186,39 @@ class Reader:
                 model=self._model,
                 at_s=time.monotonic(),
                 load=self._json("/load" + of_model),
-                pool=self._pool("/kv" + of_model),
+                pool=self._json("/kv" + of_model, can_be_away=True),
                 requests=self._json("/v1/requests")["data"],
                 totals=counters(self._get("/metrics").decode()),
                 models=all_models["models"],
                 memory=all_models["memory"],
             )
         except (LookupError, TypeError, ValueError) as error:
-            raise PenstockError(f"{self._url} says what can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
+            cause = f"{self._url} sent an answer that can't be shown: {error!r}."
+            raise PenstockError(cause, remedy=_OTHER_SERVER) from error
 
-    def _pool(self, path: str) -> Any:
-        """None while the model is not loaded."""
+    def _json(self, path: str, *, can_be_away: bool = False) -> Any:
+        """Return an answer; if the model can be away, None for one that is not loaded."""
+        body = self._get(path, can_be_away=can_be_away)
         try:
-            return self._json(path)
-        except _Unavailable:
-            return None
-
-    def _json(self, path: str) -> Any:
-        body = self._get(path)
-        try:
-            return json.loads(body)
+            return json.loads(body) if body else None
         except ValueError as error:
-            raise PenstockError(f"{self._url}{path} is no JSON.", remedy=_OTHER_SERVER) from error
+            raise PenstockError(f"{self._url}{path} is not JSON.", remedy=_OTHER_SERVER) from error
 
-    def _get(self, path: str) -> bytes:
-        try:
-            request = Request(self._url + path, headers=self._headers)  # noqa: S310  # checked
-            with urlopen(request, timeout=_TIMEOUT_S, context=self._tls) as answer:  # noqa: S310
-                body: bytes = answer.read()
-                return body
-        except HTTPError as error:
-            error.close()
-            if error.code == 503:
-                raise _Unavailable(f"{self._url}{path} answered 503.", remedy="Ask again when it is ready.") from error
-            remedy = "Give --api-key." if error.code == 401 else _OTHER_SERVER
-            raise PenstockError(f"{self._url}{path} answered {error.code}.", remedy=remedy) from error
-        except OSError as error:
-            reason = getattr(error, "reason", error)  # of a URLError, without Python's name for it
-            remedy = _NOT_TRUSTED if isinstance(reason, ssl.SSLCertVerificationError) else _NO_SERVER
-            raise PenstockError(f"{self._url} does not answer: {reason}.", remedy=remedy) from error
-        except HTTPException as error:
-            raise PenstockError(f"{self._url} does not speak HTTP: {error!r}.", remedy=_NO_SERVER) from error
-        except ValueError as error:
-            raise PenstockError(f"{self._url} can't be asked: {error}.", remedy="Check the URL.") from error
+    def _get(self, path: str, *, can_be_away: bool = False) -> bytes:
+        with Questions(self._target, timeout_s=10) as questions:
+            status, body = questions.ask("GET", path)
+        if status == 503 and can_be_away:
+            return b""
+        if status != 200:
+            remedies = {401: "Give --api-key.", 503: "Ask again when it is ready."}
+            raise PenstockError(f"{self._url}{path} answered {status}.", remedy=remedies.get(status, _OTHER_SERVER))
+        return body
 
 
 def counters(text: str) -> dict[str, dict[str, float]]:
-    """Prometheus' text: series that end in _total, for each model summed over the other labels.
+    """Return the series of a Prometheus text that end in _total, for each model summed over the other labels.
 
-    Raises ValueError for what is none.
+    Raises ValueError.
     """
     totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for line in text.splitlines():
@@ -283,7 +232,7 @@ def counters(text: str) -> dict[str, dict[str, float]]:
 
 
 def _checked(api_key: str) -> str:
-    """Without what surrounds it: a header can carry neither spaces nor all of Unicode."""
+    """Return the key stripped: a header can carry neither spaces nor all of Unicode."""
     key = api_key.strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise PenstockError("The API key is empty or has characters that no key can have.", remedy="Check --api-key.")
@@ -294,7 +243,7 @@ def _checked(api_key: str) -> str:
 
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
-    """The whole view, at most `look.height` lines; rates are those between the two."""
+    """Return the view, at most `look.height` lines; rates are those between the two."""
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
     lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
@@ -328,13 +277,12 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
 
 
 def _rate(before: Snapshot, now: Snapshot, model: str, name: str) -> float:
-    """Growth of a model's counter, per second; 0 when it began anew."""
+    """Return the growth of a counter per second; 0 if it was reset."""
     grown = now.totals.get(model, {}).get(name, 0.0) - before.totals.get(model, {}).get(name, 0.0)
     return max(0.0, grown) / max(now.at_s - before.at_s, 1e-9)
 
 
 def _models(before: Snapshot, now: Snapshot) -> Iterator[str]:
-    """A line for each model, if there are several."""
     if len(now.models) < 2:
         return
     free, limit = (format_size(now.memory[name]) for name in ("free_bytes", "limit_bytes"))
@@ -365,7 +313,7 @@ def _pool(pool: Mapping[str, Any], look: Look) -> Iterator[str]:
 
 
 def _rows(pool: Mapping[str, Any], look: Look) -> Iterator[list[tuple[str, int]]]:
-    """(state, owner) of each cell: of its blocks the most frequent that are not free, as few as they may be."""
+    """Yield (state, owner) of each cell: the most frequent of its blocks that are not free."""
     kinds: list[tuple[str, int]] = []
     for state, count, *owner in pool["map"]:
         kinds += [(state, owner[0] if owner else -1)] * count

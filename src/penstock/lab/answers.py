@@ -178,7 +178,7 @@ def _text(found: Any) -> str:
 
 def _count(found: Any) -> int:
     if type(found) is not int or not 0 <= found <= _MAX_COUNT:
-        raise ValueError(f"{str(found)[:40]!r} is no number of tokens")
+        raise ValueError(f"{str(found)[:40]!r} is not a number of tokens")
     return found
 
 

@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
         except TimeoutError:
             self.close()
             self.ended_ns = self._now_ns()
-            raise _BrokenAnswer(f"No byte came for {silence_s:g} s.") from None
+            raise _BrokenAnswer(f"No byte arrived for {silence_s:g} s.") from None
         except BaseException:
             self.close()
             raise
@@ -169,7 +169,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._end(f"The answer is no HTTP/1.1: {error}.")
+            self._end(f"The answer is not HTTP/1.1: {error}.")
             self.close()
         if self._num_bytes > MAX_ANSWER_BYTES:
             self._end(f"The answer has more than {MAX_ANSWER_BYTES >> 20} MiB.")
@@ -241,7 +241,7 @@ class _Client:
                 "A job has neither a text nor token ids.", remedy="Make texts with `lab.prompts.write_prompts`."
             )
         if endpoint is Endpoint.CHAT:
-            raise PenstockError("A prompt of token ids is no message of a chat.", remedy="Use the endpoint of completions.")
+            raise PenstockError("A prompt of token ids is not a message of a chat.", remedy="Use the endpoint of completions.")
 
     async def close(self) -> None:
         for connection in tuple(self._open):

@@ -73,10 +73,12 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
         if not equals:
             raise ConfigError(f"The SLO {text!r} has no limit.", remedy=example)
         if metric not in SLO_METRICS:
-            raise ConfigError(f"The SLO {text!r} is of {metric!r}, which is no known latency.", remedy=example)
+            raise ConfigError(f"The SLO {text!r} is of {metric!r}, which is not a known latency.", remedy=example)
         found = _DURATION.fullmatch(limit)
         if found is None:
-            raise ConfigError(f"The limit {limit!r} of the SLO {text!r} is no time with a unit (us, ms, s, m).", remedy=example)
+            raise ConfigError(
+                f"The limit {limit!r} of the SLO {text!r} is not a time with a unit (us, ms, s, m).", remedy=example
+            )
         limit_ns = round(float(found[1]) * _UNIT_NS[found[2]])
         if limit_ns <= 0:
             raise ConfigError(f"The limit of the SLO {text!r} is 0, which no request holds.", remedy=example)
@@ -150,7 +152,7 @@ class Samples:
     @classmethod
     def of(cls, records: Sequence[Record]) -> Samples:
         if not records:
-            raise ConfigError("There is no record of any request.", remedy="Ask for at least one request.")
+            raise ConfigError("No request was recorded.", remedy="Ask for at least one request.")
         records = sorted(records, key=lambda record: (record.intended_ns, record.index))
         told = [_reason(record) for record in records]
         reasons = ("", *(reason for reason, _ in Counter(filter(None, told)).most_common(MAX_REASONS)))

@@ -151,7 +151,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
         try:
             return float(row[column]) * factor
         except ValueError:
-            raise ValueError(f"{column} is {row[column]!r}, which is no number") from None
+            raise ValueError(f"{column} is {row[column]!r}, which is not a number") from None
 
     if row["kind"] not in ("cpu", "gpu"):
         raise ValueError(f"kind is {row['kind']!r}, and must be cpu or gpu")

@@ -51,7 +51,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
     if (fitted := cost.fitted) is not None:
         yield (
             f"  fitted to steps of up to {fitted.max_rows} rows, {fitted.max_prefill_tokens} prompt tokens, "
-            f"{fitted.max_context_len} tokens of context; others are told as extrapolated"
+            f"{fitted.max_context_len} tokens of context; others are extrapolated, with a warning"
         )
 
 

@@ -249,7 +249,7 @@ def _read_header(path: Path) -> Header:
             raise ValueError(about["format"])
         version = about["version"]
     except (ValueError, KeyError, TypeError):
-        raise RecordingError(f"{path} is no recording.", remedy=remedy) from None
+        raise RecordingError(f"{path} is not a recording.", remedy=remedy) from None
     if version != VERSION:
         detail = f"{path} is a recording of version {version}; this Penstock reads version {VERSION}."
         raise RecordingError(detail, remedy="Read it with the Penstock that wrote it.")

@@ -34,7 +34,7 @@ class Lengths:
             if 1 <= low <= high <= MAX_TOKENS:
                 return cls(text.strip(), low, high, cv)
         raise ConfigError(
-            f"{text[:40]!r} is no length in tokens.",
+            f"{text[:40]!r} is not a length in tokens.",
             remedy="Write 512; or 100-900 for any between; or 512~0.8: lognormal, mean 512, standard deviation 0.8 * 512.",
         )
 

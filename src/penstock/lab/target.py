@@ -19,8 +19,6 @@ import orjson
 from penstock.lab import answers
 from penstock.types.errors import PenstockError
 
-_ASK_TIMEOUT_S = 120.0
-"""The first answer of a server that just started may take long."""
 MAX_TOKENIZE_S = 0.005
 """A server that takes longer on average to count a text is too far away to count all prompts."""
 _PROBES = ("a", "the word", "some words", "four or five words")
@@ -59,7 +57,7 @@ class Address:
                 remedy="Leave it out, with its @. Give the server's key with --api-key.",
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise PenstockError(f"{url!r} is no address of a server.", remedy="Write it as http://127.0.0.1:8000.")
+            raise PenstockError(f"{url!r} is not the address of a server.", remedy="Write it as http://127.0.0.1:8000.")
         return cls(url, parts.scheme, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
     def unreachable(self, error: Exception) -> PenstockError:
@@ -124,13 +122,14 @@ class Target:
 
 
 class Questions:
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, timeout_s: float = 120.0) -> None:
+        """The first answer of a server that just started may take long. Raises PenstockError for a bad URL."""
         self._address = address = Address.of(target.url)
         where = address.host, address.port
         self._connection = (
-            http.client.HTTPSConnection(*where, timeout=_ASK_TIMEOUT_S, context=target.tls)
+            http.client.HTTPSConnection(*where, timeout=timeout_s, context=target.tls)
             if address.scheme == "https"
-            else http.client.HTTPConnection(*where, timeout=_ASK_TIMEOUT_S)
+            else http.client.HTTPConnection(*where, timeout=timeout_s)
         )
         self._target = target
 
@@ -142,7 +141,7 @@ class Questions:
 
     def model(self) -> str:
         """Return the first model that the server lists. Raises PenstockError."""
-        status, body = self._ask("GET", "/v1/models")
+        status, body = self.ask("GET", "/v1/models")
         if status in _REMEDIES and status != 404:
             raise PenstockError(f"{self._target.url} answers {status}: {answers.error_of(body)}", remedy=_REMEDIES[status])
         try:
@@ -179,7 +178,7 @@ class Questions:
         return None
 
     def _got(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
-        status, answer = self._ask("GET", path) if body is None else self._ask("POST", path, orjson.dumps(body))
+        status, answer = self.ask("GET", path) if body is None else self.ask("POST", path, orjson.dumps(body))
         try:
             found = orjson.loads(answer) if status == 200 else {}
         except orjson.JSONDecodeError:
@@ -196,7 +195,7 @@ class Questions:
         while True:
             messages = [{"role": "user", "content": "Hello"}]
             body = target.body(messages if target.endpoint is Endpoint.CHAT else "Hello", 1)
-            status, answer = self._ask("POST", target.endpoint.path, body)
+            status, answer = self.ask("POST", target.endpoint.path, body)
             if status == 200:
                 return target, tuple(notes)
             said = answer[:2000].decode(errors="replace")
@@ -217,7 +216,8 @@ class Questions:
                     remedy=_REMEDIES.get(status, "Does the server have this route, and take these fields?"),
                 )
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Return status and body of an answer. Raises PenstockError if the server can't be reached."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._target.api_key is not None:
             headers["Authorization"] = f"Bearer {self._target.api_key}"

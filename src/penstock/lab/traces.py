@@ -73,7 +73,7 @@ class Lines:
                 try:
                     text = line.decode("utf-8-sig" if self.number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
-                    raise self.error(f"the line is no UTF-8: {error.reason}", "Save the file as UTF-8.") from error
+                    raise self.error(f"the line is not UTF-8: {error.reason}", "Save the file as UTF-8.") from error
                 if text:
                     yield text
 
@@ -87,9 +87,9 @@ class Lines:
         try:
             rows = json.loads(self._path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise self.error(f"the file is no JSON array: {error}", "Mend the file.") from error
+            raise self.error(f"the file is not a JSON array: {error}", "Mend the file.") from error
         if not isinstance(rows, list):
-            raise self.error("the file is no JSON array", "Mend the file.")
+            raise self.error("the file is not a JSON array", "Mend the file.")
         for row in rows:
             self.number += 1
             yield row
@@ -158,7 +158,7 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
         return "prompts"
     if _turns_of(first) is not None:
         return "sharegpt"
-    raise PenstockError(f"{path} is of no format that is known here.", remedy=f"A workload is {FORMATS}.")
+    raise PenstockError(f"{path} has an unknown format.", remedy=f"A workload is {FORMATS}.")
 
 
 def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
@@ -199,7 +199,7 @@ def _azure(lines: Lines) -> Iterator[Job]:
             since = instant - (first := first or instant)
         except (ValueError, TypeError) as error:
             raise lines.error(
-                f"{row[at]!r} is no time like the first row's: {error}", "Write it as 2023-11-16 18:15:46.680590."
+                f"{row[at]!r} is not a time like the first row's: {error}", "Write it as 2023-11-16 18:15:46.680590."
             ) from error
         yield Job(
             arrival_ns=since // timedelta(microseconds=1) * 1_000,
@@ -212,14 +212,14 @@ def _fields(lines: Lines) -> Iterator[list[str]]:
     try:
         yield from csv.reader(lines)
     except csv.Error as error:
-        raise lines.error(f"the line is no row of a CSV: {error}", "Mend the row.") from error
+        raise lines.error(f"the line is not a row of a CSV: {error}", "Mend the row.") from error
 
 
 def _parse_length(lines: Lines, name: str, text: str) -> int:
     try:
         return _length(lines, name, int(text[:20]))
     except ValueError:
-        raise lines.error(f"{name} is {text[:40]!r}, which is no whole number", "Write a number of tokens.") from None
+        raise lines.error(f"{name} is {text[:40]!r}, which is not a whole number", "Write a number of tokens.") from None
 
 
 # Mooncake
@@ -241,14 +241,14 @@ def _milliseconds(lines: Lines, value: object) -> int:
     largest = lines.limits.max_seconds * 1_000
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
         raise lines.error(
-            f"timestamp is {_shown(value)}, which is no number of milliseconds", f"Write one of at most {largest}."
+            f"timestamp is {_shown(value)}, which is not a number of milliseconds", f"Write one of at most {largest}."
         )
     return value * 1_000_000 if isinstance(value, int) else round(value * 1e6)
 
 
 def _blocks(lines: Lines, value: object, num_prompt_tokens: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(entry) is int and 0 <= entry < 1 << 63 for entry in value):
-        raise lines.error("hash_ids is no list of whole numbers that are not negative", "Name each block by a number.")
+        raise lines.error("hash_ids is not a list of non-negative whole numbers", "Name each block by a number.")
     num_blocks = -(-num_prompt_tokens // MOONCAKE_BLOCK_TOKENS)
     if value and len(value) != num_blocks:
         raise lines.error(
@@ -318,9 +318,11 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
         row = _object(lines, line)
         prompt, tenant, priority = row.get("prompt"), row.get("tenant", ""), row.get("priority", 0)
         if not isinstance(prompt, str) or not prompt:
-            raise lines.error(f"prompt is {_shown(prompt)}, which is no text", 'Write {"prompt": "a text", "max_tokens": 100}.')
+            raise lines.error(
+                f"prompt is {_shown(prompt)}, which is not a text", 'Write {"prompt": "a text", "max_tokens": 100}.'
+            )
         if not isinstance(tenant, str) or type(priority) is not int:
-            raise lines.error("tenant is no text, or priority is no whole number", "Mend them, or leave them out.")
+            raise lines.error("tenant is not a text, or priority is not a whole number", "Mend them, or leave them out.")
         max_tokens = row.get("max_tokens", DEFAULT_OUTPUT_TOKENS)
         yield Job(
             arrival_ns=0,
@@ -401,9 +403,9 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise lines.error(f"the line is no JSON: {error}", "Write one whole JSON object on each line.") from error
+        raise lines.error(f"the line is not JSON: {error}", "Write one whole JSON object on each line.") from error
     if not isinstance(row, dict):
-        raise lines.error(f"the line is {_shown(row)}, and no JSON object", "Write one whole JSON object on each line.")
+        raise lines.error(f"the line is {_shown(row)}, not a JSON object", "Write one whole JSON object on each line.")
     return row
 
 
@@ -411,7 +413,7 @@ def _length(lines: Lines, name: str, value: object) -> int:
     """Return at least 1: what a trace counts as nothing is one token here."""
     if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
         raise lines.error(
-            f"{name} is {_shown(value)}, which is no number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."
+            f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."
         )
     return max(1, value)
 

@@ -268,7 +268,7 @@ def tune(
     Raises ConfigError for what can't be tuned.
     """
     if objective is Objective.GOODPUT and not slos:
-        raise ConfigError("Goodput counts requests that hold SLOs, and there is none.", remedy="Give --slo ttft=2s, say.")
+        raise ConfigError("Goodput needs SLOs.", remedy="Give --slo ttft=2s, say.")
     if num_slices < 3 * MIN_SLICES:
         raise ConfigError(f"{num_slices} slices give no interval.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
     slices = cut(workload, num_slices)

@@ -22,7 +22,9 @@ def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
         name = name.strip().removeprefix("--").replace("-", "_")
         parts = [part.strip() for part in told.split(";" if ";" in told else ",")]
         if not equals or not name or not all(parts):
-            raise ConfigError(f"{text!r} varies nothing.", remedy="Write a setting and its values: policy=fcfs,sjf,fair.")
+            raise ConfigError(
+                f"{text!r} does not vary a setting.", remedy="Write a setting and its values: policy=fcfs,sjf,fair."
+            )
         if name in names:
             raise ConfigError(f"{name} is varied twice.", remedy="Give all its values at once.")
         names.append(name)

@@ -72,9 +72,7 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
     )
     if choice.think_time_s:
         if choice.sessions == 1:
-            raise ConfigError(
-                "A think time is for conversations, and there are no conversations.", remedy="Set --sessions above 1."
-            )
+            raise ConfigError("A think time needs conversations.", remedy="Set --sessions above 1.")
         workload = transforms.think(workload, choice.think_time_s, choice.seed)
     workload = _with_arrivals(workload, kind, choice)
     if choice.speed != 1 and not any(job.arrival_ns for job in workload.jobs):
@@ -98,7 +96,7 @@ def parse_tenants(text: str) -> Mapping[str, float]:
         name, _, weight = part.strip().rpartition("=")
         if not name or name in weights or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight):
             raise ConfigError(
-                f"{part[:40]!r} is no tenant with a weight.", remedy="Write a=7,b=1; or 4 for four that are alike."
+                f"{part[:40]!r} is not a tenant with a weight.", remedy="Write a=7,b=1; or 4 for four that are alike."
             )
         weights[name] = float(weight)
     return weights
@@ -111,7 +109,8 @@ def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
         found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)x(\d{1,9}(?:\.\d{1,9})?)", part.strip())
         if found is None:
             raise ConfigError(
-                f"{part[:40]!r} is no stage.", remedy="Write 2x60,10x30: 2 requests per second for 60 seconds, then 10 for 30."
+                f"{part[:40]!r} is not a stage.",
+                remedy="Write 2x60,10x30: 2 requests per second for 60 seconds, then 10 for 30.",
             )
         stages.append((float(found[1]), float(found[2])))
     return tuple(stages)
@@ -123,7 +122,7 @@ def _made_up(choice: WorkloadChoice) -> Workload:
             "A shared prefix has at least 1 token, and 1 group.", remedy="Set --prefix-tokens and --prefix-groups."
         )
     if choice.prefix_groups != 1 and not choice.prefix_tokens:
-        raise ConfigError("Groups have a prefix of no tokens.", remedy="Set --prefix-tokens.")
+        raise ConfigError("--prefix-groups needs a shared prefix.", remedy="Set --prefix-tokens.")
     prompt, output = NAMED[choice.workload]
     lengths = Lengths.parse(choice.input_tokens or prompt), Lengths.parse(choice.output_tokens or output)
     count = choice.requests or round(sum(rate * seconds for rate, seconds in choice.stages)) or DEFAULT_REQUESTS
@@ -137,7 +136,7 @@ def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
     path = Path(choice.workload).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"{choice.workload} is no file, and no workload that has a name.",
+            f"{choice.workload} is neither a file nor the name of a workload.",
             remedy=f"Names are {', '.join(NAMED)}; a file may be a trace, a recording or prompts.",
         )
     for name, flag in (
@@ -198,7 +197,7 @@ def _with_arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> Wor
         return arrivals.arrive(workload, arrivals.stages(rng, count, choice.stages), f"Poisson at {words}")
     rate = choice.rate if choice.rate is not None else arrivals.mean_rate(workload)
     if rate is None:
-        raise ConfigError(f"{workload.name} tells no rate.", remedy="Set --rate, in requests per second.")
+        raise ConfigError(f"{workload.name} has no rate.", remedy="Set --rate, in requests per second.")
     if kind == "constant":
         return arrivals.arrive(workload, arrivals.constant(count, rate), f"constant {rate:.6g}/s")
     if kind == "poisson":
