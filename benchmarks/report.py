@@ -34,7 +34,7 @@ def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
             result = json.loads(lines[-1])
             name = result.get("benchmark")
         except (IndexError, ValueError, AttributeError):
-            raise SystemExit(f"{path}: the last line is no JSON object; that benchmark has failed.") from None
+            raise SystemExit(f"{path}: the last line is not a JSON object: that benchmark failed.") from None
         if name not in SECTIONS:
             raise SystemExit(f"{path}: no section for the benchmark {name!r}; there are {', '.join(SECTIONS)}.")
         if (cause := why_no_figures(result)) is not None:

@@ -65,7 +65,7 @@ def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(penstock: P
     assert result.returncode == 0, result.stderr
     assert "on this: " in result.stdout
     assert "rows at the knee" in result.stdout
-    assert "say what is to hold: --slo" in result.stdout
+    assert "give SLOs: --slo" in result.stdout
 
 
 def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:

@@ -154,9 +154,9 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
         (("--requests", "20"), "too few for 24 slices"),
         (("--hardware", "L4", "--verify", "--slo", "ttft=1s"), "The real engine is on this machine"),
         (("--max-tokens", "5", "--slo", "ttft=1s"), "The longest answer has 128 tokens"),
-        ((), "Goodput counts requests that hold SLOs"),
+        ((), "Goodput needs SLOs"),
         (("--output", "no/where.toml"), "can't be written"),
-        (("--device", "cuda", "--slo", "ttft=1s"), "is no machine for cuda"),
+        (("--device", "cuda", "--slo", "ttft=1s"), "does not run cuda"),
     ],
 )
 def test_what_can_not_be_is_told(penstock: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:

@@ -54,12 +54,9 @@ _NAMED = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "ti
 """Options that a result names if they were given, beside the settings of a model in this process."""
 _SETTINGS = setting_keys(*_COMPONENTS)
 _OTHERS = {"compare": "compare", "report": "show_report"}
-"""First word -> the command in `bench_results`."""
 
 
 class _Bench(GroupedCommand):
-    """`penstock bench compare` and `penstock bench report` are other commands."""
-
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
@@ -70,8 +67,6 @@ class _Bench(GroupedCommand):
 
 
 class _Numbers(click.ParamType[tuple[float, ...]]):
-    """`1,8,32`: numbers above 0, each of which is a run."""
-
     name = "numbers"
 
     def __init__(self, *, whole: bool) -> None:
@@ -221,7 +216,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError before the run, not after it, for a file that could not be written."""
+    """Raise ConfigError before the run, not after it."""
     from penstock.lab import plots
 
     for name in ("json_file", "html_file"):
@@ -259,8 +254,6 @@ def _pace(workload: Workload, load: Load | None, max_concurrency: int | None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The server, or the model, and how it is asked."""
-
     how: str
     target: AskedTarget
     tokenizer: Tokenizer | None
@@ -270,7 +263,7 @@ class _Asked:
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield the server at the URL. Raises PenstockError if it would refuse every request, or can't be reached."""
+    """Yield the server at the URL. Raises PenstockError."""
     from penstock.lab.results import Target as AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
@@ -308,7 +301,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
 
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield the model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
+    """Yield the model, loaded here. Raises PenstockError."""
     from penstock import __version__
     from penstock.lab.results import Target as AskedTarget
 
@@ -354,7 +347,6 @@ def loaded(
 async def _ask(
     llm: AsyncLLM, is_chat: bool, max_tokens: int | None, prompt: Sequence[str] | Sequence[int], num_output_tokens: int
 ) -> AsyncGenerator[Progress, None]:
-    """As `lab.in_process.Ask`."""
     from penstock.llm import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
@@ -379,7 +371,6 @@ async def _ask(
 
 
 def _is_given(name: str) -> bool:
-    """Return whether an option is on the command line; the model may be an argument."""
     return is_given(name) or (name == "model" and click.get_current_context().params.get("model_word") is not None)
 
 
@@ -398,7 +389,7 @@ def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
-    """Load the tokenizer of a model without its weights, fetching it if needed. Raises PenstockError."""
+    """Load a tokenizer without the model's weights, fetching it if needed. Raises PenstockError."""
     from penstock.config.components import config_from
     from penstock.deploy.factory import locate
     from penstock.models.load import load_model

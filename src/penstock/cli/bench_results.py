@@ -1,4 +1,4 @@
-"""`penstock bench compare` and `penstock bench report`: what saved results say. Options and composition; measures nothing."""
+"""`penstock bench compare` and `penstock bench report`: what saved results say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compare(
     any_workload: bool,
     markdown: bool,
 ) -> None:
-    """Say of each figure of AFTER whether it differs from BEFORE by more than noise. Both are files of `penstock bench`."""
+    """Show which figures of AFTER differ from BEFORE by more than noise. Both are files of `penstock bench`."""
     from penstock.lab.result_files import read_result
 
     limit = None if fail_if_worse is None else _share(fail_if_worse)
@@ -46,7 +46,7 @@ def compare(
 
 
 def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
-    """A side that answers nobody has no latency that is worse: it fails as well."""
+    """Fail also if nothing can be compared: a server that answers nobody has no latency that is worse."""
     if limit is None:
         return
     worse = (found for compared in all_compared for found in compared.worse(limit))
@@ -77,7 +77,7 @@ def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run
 
 
 def write_files(result: Result, *, html: Path | None, folder: Path | None) -> None:
-    """Write the page and the plots that were asked for. Raises ConfigError if one can't be written, or drawn."""
+    """Raises ConfigError if a file can't be written, or drawn."""
     if html is not None:
         write_text(html, report.html_of(result))
     if folder is not None:

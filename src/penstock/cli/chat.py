@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal; in a pipe each line is a turn. Remembers until /reset; stores nothing."""
+"""`penstock chat`: a conversation in the terminal. In a pipe each line is a turn."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ def chat(**values: Any) -> None:
 
 
 class Conversation:
-    """The turns so far, and the commands between them."""
-
     def __init__(self, session: Session, system: str | None, *, has_stats: bool) -> None:
         self._session = session
         self._beginning = [{"role": "system", "content": system}] if system else []
@@ -50,7 +48,7 @@ class Conversation:
                 self._turn(text)
 
     def _turn(self, text: str) -> None:
-        """One question and its answer; what was said before an interruption counts as said."""
+        """Answer one question. What was said before an interruption counts as said."""
         question = {"role": "user", "content": text}
         try:
             self._session.ask_chat([*self._messages, question])
@@ -81,7 +79,7 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines: with a prompt and line editing on a terminal, else as they come."""
+    """Yield the user's lines, with line editing on a terminal."""
     if not sys.stdin.isatty():
         yield from _piped_lines()
         return

@@ -1,7 +1,4 @@
-"""`penstock completion SHELL`: a script by which a shell completes the commands, options and values of `penstock`.
-
-The script asks `penstock` itself at each press of the key, so it offers what the parser takes. Click has the scripts.
-"""
+"""`penstock completion SHELL`: click's script by which a shell completes commands, options and values."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from penstock.types.errors import PenstockError
 
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM, _VARIABLE = "penstock", "_PENSTOCK_COMPLETE"
-"""The variable is the one that click looks at by itself."""
+"""The variable that click looks at."""
 
 
 @click.command()

@@ -1,7 +1,6 @@
-"""`penstock embed`: a file of texts to a file of vectors, by a model in this process. A stopped run goes on where it was.
+"""`penstock embed`: a file of texts to a file of vectors. A stopped run continues where it was.
 
-Vectors go to OUT.part as they come, and OUT.part.json says of which input, model and settings. A later run with the same goes
-on behind the last whole vector. In the end OUT is made of it, and both are removed.
+Vectors go to OUT.part as they come, and OUT.part.json names input, model and settings. In the end OUT is made of them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("npy", "jsonl", "parquet")
 AT_ONCE = 2048
-"""Texts between two writes: what is lost at most."""
+"""Texts between two writes, which an interruption can lose."""
 COPIED_ROWS = 1024
 _COMPONENTS = ("model", "backend")
 _NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
@@ -121,10 +120,10 @@ def _embed_all(
 
 
 class _Part:
-    """Vectors of the first texts, on their way to the output. A context manager, as it is one run's at a time."""
+    """Vectors of the first texts, on their way to the output. A context manager; only one run can hold it."""
 
     def __init__(self, output: Path, about: dict[str, Any]) -> None:
-        """Raises PenstockError if another run writes to it, or has left something else there."""
+        """Raises PenstockError if another run holds it, or left something else."""
         self._path = output.with_name(output.name + ".part")
         self._about_path = output.with_name(output.name + ".part.json")
         self._about = about
@@ -150,7 +149,6 @@ class _Part:
         self._file.close()
 
     def _find_rows(self) -> None:
-        """Find what an earlier run has left. Raises PenstockError if that is of something else."""
         about = self._about
         if not self._about_path.exists():
             self._file.truncate(0)
@@ -167,7 +165,6 @@ class _Part:
         self._file.truncate(4 * self._width * self.num_rows)
 
     def append(self, vectors: Any) -> None:
-        """float32 [texts, width]"""
         if not self._width:
             self._width = vectors.shape[1]
             self._about_path.write_text(json.dumps({**self._about, "width": self._width}))
@@ -176,7 +173,7 @@ class _Part:
         self.num_rows += len(vectors)
 
     def write(self, output: Path, file: Path, field: str) -> int:
-        """Make the output, and remove the part. Returns the number of texts."""
+        """Make the output, remove the part, and return the number of texts."""
         import numpy as np
 
         vectors = np.memmap(self._path, np.float32, "r", shape=(self.num_rows, self._width))
@@ -225,7 +222,7 @@ def _has_objects(file: Path) -> bool:
 
 
 def _texts(file: Path, field: str) -> Iterator[str]:
-    """The texts of a file, in order; empty lines are none. Raises PenstockError for a line that has no text."""
+    """Yield the texts of a file. Empty lines do not count. Raises PenstockError."""
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:

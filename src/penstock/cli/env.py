@@ -1,4 +1,4 @@
-"""`penstock env`: what a bug report needs to say about machine and installation. Changes nothing, needs no model."""
+"""`penstock env`: what a bug report needs to say about machine and installation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _facts(
     kernels: str | click.BadParameter | None,
     tables: Sequence[Mapping[str, object]] = (),
 ) -> Iterator[tuple[str, str]]:
-    """A wrong value is told in the place of its fact: whoever reports a bug needs the others all the more."""
+    """Yield the facts. A wrong setting is reported in place of its fact."""
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
@@ -60,7 +60,7 @@ def _facts(
 
 
 def _set(key: str, value: object) -> str:
-    """The value of a setting and where it comes from, or what is wrong with it."""
+    """Return the value of a setting and its origin, or what is wrong with it."""
     if isinstance(value, click.BadParameter):
         return f"{value.format_message().removesuffix('.')}: serve refuses it"
     names: dict[ParameterSource | None, str] = {
@@ -71,7 +71,6 @@ def _set(key: str, value: object) -> str:
 
 
 def _kernels(chosen: str | click.BadParameter | None, tables: Sequence[Mapping[str, object]]) -> str:
-    """The native module's own account, or why it can't be used."""
     try:
         from penstock.backends import native
 
@@ -92,7 +91,6 @@ def _kernels(chosen: str | click.BadParameter | None, tables: Sequence[Mapping[s
 
 
 def _nodes(cores: Cores) -> str:
-    """The memory nodes, and whether weights are spread over several, which only the native module can tell."""
     from penstock.deploy.device import memory_facts
 
     try:
@@ -102,7 +100,7 @@ def _nodes(cores: Cores) -> str:
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:
-    """(name, installed version or None) of what Penstock, or one of its extras, asks for."""
+    """Return (name, installed version or None) of what Penstock, or an extra, requires."""
     found = []
     for requirement in importlib.metadata.requires("penstock") or []:
         marker = re.search(r"""extra\s*==\s*["']([^"']+)["']""", requirement)

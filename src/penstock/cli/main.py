@@ -1,4 +1,4 @@
-"""The `penstock` command: finds the subcommand and turns what went wrong into words and an exit code. Does no work itself.
+"""The `penstock` command: finds the subcommand, and turns errors into words and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The commands' names, without importing any of them, and the group's own options."""
+        """Complete names of commands without importing them."""
         names = [CompletionItem(name, help=doc) for name, (_, doc) in _COMMANDS.items() if name.startswith(incomplete)]
         return names + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Say on stderr what went wrong; returns the exit code."""
+    """Print what went wrong, and return the exit code."""
     if isinstance(error, click.ClickException):
         _show_usage(error)
         return error.exit_code
@@ -111,7 +111,6 @@ def _explain(error: Exception) -> int:
 
 
 def _show_usage(error: click.ClickException) -> None:
-    """As click does, with our own beginning of the line."""
     if isinstance(error, NoArgsIsHelpError):
         error.show()
         return
@@ -121,6 +120,6 @@ def _show_usage(error: click.ClickException) -> None:
 
 
 def _after_broken_pipe() -> int:
-    """The reader has seen enough (`| head`): nothing is wrong, but Python must not flush stdout again."""
+    """Accept that the reader has seen enough (`| head`), and keep Python from flushing stdout again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,4 +1,4 @@
-"""`penstock models` and `penstock pull`: which models can be named, which are here, and how one gets here. Loads none."""
+"""`penstock models` and `penstock pull`: which models can be named and are here, and how to fetch one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as click options: for the commands of `cli`, from the declarations in `config`. Adds none but `--config`."""
+"""Settings as click options, from the declarations in `config`, and options that commands share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _TABLES_KEY = "penstock.cli.tables"
-"""Key of click's context: the tables of models that the file has."""
+"""Key of click's context: the tables of models in the file."""
 EPILOG = (
     "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
     "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
@@ -39,13 +39,11 @@ NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "rea
 
 
 def printable(text: str) -> str:
-    """The lines of a text without control characters, with which a model's file could write anywhere on a terminal."""
+    """Return a text without control characters, with which a model's file could write anywhere on a terminal."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
 class GroupedCommand(click.Command):
-    """A command whose help shows its settings under their component's title."""
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {item.env: component.title for _, component in COMPONENTS for item in settings_of(component)}
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -59,7 +57,6 @@ class GroupedCommand(click.Command):
 
 
 def add_options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds several options."""
 
     def decorate(command: _Command) -> _Command:
         for option in reversed(options):
@@ -80,7 +77,6 @@ def is_given(name: str) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError for a file that can't be written, before there is anything to write."""
     if not os.access(path.absolute().parent, os.W_OK):
         raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
 
@@ -91,9 +87,9 @@ def setting_keys(*components: str) -> list[str]:
 
 
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
-    """Adds `--config` and the settings of the named components (fields of `Config`), except those `without`.
+    """Add `--config` and the settings of the named components, except those `without`.
 
-    The model is not among them: see `model_argument` and `model_option`.
+    The model has options of its own: `model_argument`, `model_option`.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -108,17 +104,16 @@ def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[
 
 
 def model_option(command: _Command) -> _Command:
-    """Adds -m and --model."""
     return setting_option("model", "-m")(command)
 
 
 def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
-    """Adds one setting, by its key. If it does not raise, the command gets the error of a wrong value in place of the value."""
+    """Add one setting. With `raises` off, the command gets the error of a wrong value in place of the value."""
     return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds MODEL, the first argument, and --model, which says the same; the command gets either as `model`."""
+    """Add MODEL, the first argument, and --model. The command gets either as `model`."""
 
     @functools.wraps(command)
     def with_model(*, model_word: str | None, **values: Any) -> Any:
@@ -135,10 +130,7 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds MODEL..., any number of words, and --model, which says one; the command gets them as `words`.
-
-    It gets the file's tables of models as `tables`. No words: nobody has named a model but there.
-    """
+    """Add MODEL..., and --model for one. The command gets them as `words`, and the file's tables as `tables`."""
 
     @functools.wraps(command)
     def with_models(*, model_words: tuple[str, ...], model: str, **values: Any) -> Any:
@@ -155,7 +147,7 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tables_of_file() -> tuple[dict[str, object], ...]:
-    """The tables [[models]] of the file for `--config`, of a command that has this option."""
+    """Return the tables [[models]] of the file for `--config`."""
     tables: tuple[dict[str, object], ...] = click.get_current_context().meta.get(_TABLES_KEY, ())
     return tables
 
@@ -188,7 +180,7 @@ def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Comma
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a model in a shell: the catalogue's names that begin so, or else files."""
+    """Complete a name of the catalogue, or else a file."""
     del ctx, param
     from penstock.models.catalog import CATALOG
 
@@ -197,7 +189,6 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 def _values_of(item: Setting) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Make the function by which a shell completes a setting: the values that begin as what was typed."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param
@@ -215,7 +206,7 @@ def _metavar(item: Setting) -> str:
 
 
 class _Truth(click.types.BoolParamType):
-    """true or false of the environment, in our notation: click's own also takes others, and nothing at all."""
+    """A flag in the notation of our environment variables: click takes others, and an empty text."""
 
     def __init__(self, item: Setting) -> None:
         self._item = item
@@ -228,7 +219,7 @@ class _Truth(click.types.BoolParamType):
 
 
 def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A click callback that parses a setting as its declaration says, and raises or returns the error."""
+    """Return a click callback that parses a setting, and raises or returns the error."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
@@ -245,14 +236,14 @@ def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Pa
 
 
 def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | None) -> click.BadParameter:
-    """An error that names the flag, or the environment variable if the value came from there."""
+    """Return an error that names the flag, or the environment variable if the value came from there."""
     is_variable = ctx and param and param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
     hint = f"'{param.envvar}'" if is_variable and param else None
     return click.BadParameter(cause, ctx, param, hint)
 
 
 def config_file_option(command: _Command) -> _Command:
-    """Adds `--config`: the file's values are defaults of the options that the command has; it passes over the others."""
+    """Add `--config`: the file's values are defaults of the command's options."""
     return click.option(
         "--config",
         "config_file",
@@ -278,7 +269,7 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
 
 
 def tls_options(command: _Command) -> _Command:
-    """Adds `--cafile` and `--insecure`, which `client_tls` reads, to a command that talks to a server."""
+    """Add `--cafile` and `--insecure`, which `client_tls` reads."""
     command = click.option("--insecure", is_flag=True, help="Believe any certificate: whoever is in between reads along.")(
         command
     )
@@ -291,7 +282,7 @@ def tls_options(command: _Command) -> _Command:
 
 
 def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
-    """The context for https that these options ask for; None: the usual one. Raises ConfigError for a file without one."""
+    """Return the context for https, or None for the usual one. Raises ConfigError."""
     import ssl
 
     if insecure and cafile:
@@ -310,6 +301,6 @@ def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Log a line for each environment variable that looks like a setting and is none: a command's first word."""
+    """Log a line for each environment variable that looks like a setting but is unknown."""
     for warning in unknown_variables(os.environ):
         _log.warning(warning)

@@ -122,7 +122,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
 
 
 def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Peaks | None:
-    """The machine's, if the steps are the CPU's own."""
+    """Return the peaks of this machine if the CPU computes the steps."""
     from penstock.lab.step_table import Peaks
 
     if backend != "native":

@@ -1,4 +1,4 @@
-"""`penstock run`: answers one prompt on stdout, from the command line, a pipe or both. Keeps no history."""
+"""`penstock run`: answers one prompt on stdout, from the command line, a pipe or both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
 
 def _refuse_of_chats(*names: str) -> None:
-    """Refuse flags that say how a chat becomes a prompt. In the environment or a file they are for other commands."""
+    """Refuse options of chats on the command line."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -67,7 +67,7 @@ def _refuse_of_chats(*names: str) -> None:
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
-    """(model if one was named, prompt, maybe empty) of the positional arguments."""
+    """Return (model or None, prompt) of the positional arguments."""
     if len(words) > 2:
         raise click.UsageError("Too many arguments: put the prompt in quotes.")
     if len(words) == 2:
@@ -98,7 +98,7 @@ def _names_a_model(word: str) -> bool:
 
 
 def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """The form that the answer must have. Raises PenstockError if the file of the schema can't be read."""
+    """Raises PenstockError if the schema's file can't be read."""
     from penstock.llm import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]

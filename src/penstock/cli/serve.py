@@ -1,4 +1,4 @@
-"""`penstock serve`: binds the port, starts the model, answers until a signal. The work is in `build` and `serve`."""
+"""`penstock serve`: binds the port, starts the models, answers until a signal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
 
 
 def models_in(folder: str | None) -> list[tuple[str, str]]:
-    """(name, path) of the models in a folder, none without one. Raises ConfigError if there are none in it."""
+    """Return (name, path) of the models in a folder. Raises ConfigError if it has none."""
     from penstock.models.catalog import expand_home, list_folder
 
     if folder is None:
@@ -69,7 +69,7 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Keys, origins and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
+    """Check keys, origins and certificates before a model is loaded. Raises ConfigError."""
     from penstock.config.keys import api_keys
     from penstock.serve.http.cors import Cors
 
@@ -95,7 +95,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (ISO 8601, local with offset), level, logger, message, and the traceback if there is one."""
+    """One object per line: time (ISO 8601, local with offset), level, logger, message, traceback."""
 
     default_msec_format = "%s.%03d"
 
@@ -112,7 +112,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people, on whose terminal a name in a model's file does nothing."""
+    """Lines for people, without control characters from a model's file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -76,15 +76,13 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
 
 
 def _print(rows: Iterable[tuple[str, str]]) -> None:
-    """Print each row as it comes: the last ones wait for the probe."""
+    """Print each row as it comes, as the last ones wait for the probe."""
     for name, value in rows:
         print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """Upper bounds here, and the peaks that they come from."""
-
     bounds: Bounds
     read_bytes_per_s: float
     ops_per_s: float

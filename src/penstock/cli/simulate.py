@@ -1,4 +1,4 @@
-"""`penstock simulate`: what traffic would do on a configuration. Options and composition; the work is in `lab` and `deploy`."""
+"""`penstock simulate`: what traffic would do on a configuration."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _NO_EFFECT = (
         if item.key not in ("request_timeout", "queue_timeout", "first_token_timeout")
     ),
 )
-"""Settings that change nothing that is simulated: the time of a step is the cost model's."""
+"""Settings that the simulation ignores: the cost model decides the time of a step."""
 
 
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
 _OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
-"""Options of the command as a whole, which can't be varied."""
+"""Options that can't be varied."""
 _OF_A_SPLIT = ("kv_bytes_per_token", "link_gbytes_per_s", "link_latency_ms")
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 
@@ -168,7 +168,7 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Title of each run -> the options that it changes. Raises ConfigError."""
+    """Return the title of each run and the options that it changes. Raises ConfigError."""
     if without is None:
         variants = combinations(vary)
         return [(title(one), {name: _parsed(context, name, text) for name, text in one.items()}) for one in variants]
@@ -189,7 +189,6 @@ def _option(context: click.Context, name: str) -> click.Option:
 
 
 def _parsed(context: click.Context, name: str, text: str) -> Any:
-    """The value as the command line would take it."""
     return _option(context, name).process_value(context, text)
 
 
@@ -223,7 +222,7 @@ def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster
 
 
 def _cost(name: str) -> tuple[CostModel, str]:
-    """The cost model, and where it comes from in words."""
+    """Return the cost model, and its origin in words."""
     if name == "default":
         from penstock.lab.cost_model import CostModel
 
@@ -235,6 +234,5 @@ def _cost(name: str) -> tuple[CostModel, str]:
 
 
 def _given(context: click.Context) -> dict[str, Json]:
-    """The options that were set, in their words."""
     names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return {name: str(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}

@@ -34,7 +34,7 @@ _GLYPHS = {"free": ".", "cached": ":", "shared": "+", "adapter": "@", "null": ".
 _STATE_COLOURS = {"free": 238, "cached": 67, "shared": 255, "adapter": 99}
 _FULL = "█"
 _STATES = ("decode", "prefill", "paused", "waiting", "ended")
-"""In the order in which requests are listed."""
+"""In the order of the list."""
 _MAX_MAP_ROWS = 8
 _MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
 _ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
@@ -84,7 +84,6 @@ def top(
 
 
 def _server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
-    """Return the address of the server, without a slash at its end."""
     if url is None:
         return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or 8000}"
     if port is not None:
@@ -150,7 +149,7 @@ class Snapshot:
     """None if the model is not loaded."""
     requests: Sequence[Mapping[str, Any]]
     totals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Counters of each model by their Prometheus names, summed over the other labels."""
+    """Counters of each model by their Prometheus names."""
     models: Sequence[Mapping[str, Any]] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
 
@@ -197,7 +196,6 @@ class Reader:
             raise PenstockError(cause, remedy=_OTHER_SERVER) from error
 
     def _json(self, path: str, *, can_be_away: bool = False) -> Any:
-        """Return an answer; if the model can be away, None for one that is not loaded."""
         body = self._get(path, can_be_away=can_be_away)
         try:
             return json.loads(body) if body else None
@@ -232,7 +230,6 @@ def counters(text: str) -> dict[str, dict[str, float]]:
 
 
 def _checked(api_key: str) -> str:
-    """Return the key stripped: a header can carry neither spaces nor all of Unicode."""
     key = api_key.strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise PenstockError("The API key is empty or has characters that no key can have.", remedy="Check --api-key.")
@@ -277,7 +274,6 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
 
 
 def _rate(before: Snapshot, now: Snapshot, model: str, name: str) -> float:
-    """Return the growth of a counter per second; 0 if it was reset."""
     grown = now.totals.get(model, {}).get(name, 0.0) - before.totals.get(model, {}).get(name, 0.0)
     return max(0.0, grown) / max(now.at_s - before.at_s, 1e-9)
 

@@ -143,7 +143,7 @@ def _config(values: Mapping[str, Any], settings: Settings) -> Config:
 
 class _Simulator:
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
-        """Raises PenstockError if the model's headers are missing, or the machine is unknown or lacks the device."""
+        """Raises PenstockError."""
         machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
@@ -172,7 +172,7 @@ class _Simulator:
         return outcome.records
 
     def doubts(self, settings: Settings) -> Iterator[str]:
-        """Yield what is assumed about a server, once it has run."""
+        """Yield what is assumed about a server that has run."""
         yield from self._candidate(settings).doubts
         fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
         if fitted and asked and fitted != asked:

@@ -1,4 +1,4 @@
-"""The options that choose a workload, for every command that sends or simulates one. They make a `WorkloadChoice`."""
+"""The options that choose a workload, for every command that sends or simulates one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _LENGTHS = "LENGTHS"
 
 
 def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Adds the options; the command gets them as one `WorkloadChoice`, named `choice`. Fields `without` an option keep their
-    defaults, for the command to set."""
+    """Add the options; the command gets them as `choice`. Fields `without` an option keep their defaults."""
 
     @functools.wraps(command)
     def with_choice(**values: Any) -> Any:
