@@ -4,8 +4,8 @@
 - `open`: 5,000 requests per second of the same: CPU time per request, and how late they are sent.
 - `streams`: 32 users, 64 tokens each that come one by one: CPU time per event.
 - `memory`: what a run holds, per request of 20 tokens.
-- `agree`: medians beside those of an independent client (`tests/lab/independent_client.py`), in turn: 8 users, the first token
-  after 100 ms, 40 tokens 20 ms apart.
+- `agree`: medians beside those of an independent client (`tests/support/lab/independent_client.py`), in turn: 8 users, the
+  first token after 100 ms, 40 tokens 20 ms apart.
 
     python benchmarks/client.py
 
@@ -80,7 +80,7 @@ def resident_bytes() -> int:
 
 def agreement(url: str, count: int, num_tokens: int) -> dict[str, float]:
     """Our medians over theirs."""
-    from lab import independent_client
+    from support.lab import independent_client
 
     theirs = independent_client.measure(url, "stub", [(PROMPT, num_tokens)] * count, 8)
     sent = run(url, count, num_tokens, users=8)

@@ -176,7 +176,7 @@ class GpuPeaks:
 def use_interpreter() -> str:
     """For self-tests: the device, "cpu" where there is no GPU. Before anything imports triton."""
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from interpreted import DEVICE
+    from support.interpreted import DEVICE
 
     return str(DEVICE)
 

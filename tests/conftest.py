@@ -16,6 +16,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+pytest.register_assert_rewrite("support")  # so that its assertions say as much as those of tests
+
 settings.register_profile("default", derandomize=True, deadline=None, database=None, max_examples=50)
 # Nothing is shrunk: that can take minutes, and the seed is enough to repeat a failure.
 settings.register_profile("seeded", deadline=None, database=None, max_examples=50, phases=[Phase.explicit, Phase.generate])

@@ -14,8 +14,6 @@ import pytest
 from click import Context
 
 from parity import checked
-from parity.executors import ParityExecutor
-from parity.tiny import case_token_ids, kept_positions, load_golden, write_case
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.cli.main import cli, main
@@ -26,6 +24,8 @@ from penstock.deploy.policies import choose_policies
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.types.kv_dtype import KvDtype
+from support.parity.executors import ParityExecutor
+from support.parity.tiny import case_token_ids, kept_positions, load_golden, write_case
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

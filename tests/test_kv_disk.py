@@ -26,8 +26,8 @@ from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure
 from penstock.types.request import FinishReason
-from reading import chunks_of
-from tiny_models import TinyLlama, write_gguf
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 PROMPT = [token % 200 for token in range(1, 100)]

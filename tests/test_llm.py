@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 import penstock
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
@@ -35,8 +34,9 @@ from penstock.types.errors import Rejected
 from penstock.types.plan import Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.parity.encoder_cases import ENCODERS, write_encoder
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

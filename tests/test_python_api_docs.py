@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parity.encoder_cases import ENCODERS, write_encoder
-from tiny_models import TinyLlama, write_gguf
+from support.parity.encoder_cases import ENCODERS, write_encoder
+from support.tiny_models import TinyLlama, write_gguf
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python-api.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)

@@ -2,8 +2,8 @@
 
     python write_bf16.py MODEL.gguf OUTPUT
 
-Config, values and tokenizer are those of the yardstick of the parity tests (`tests/parity/reference_model.py`), with the rows
-of q and k in the layout of Hugging Face. Needs torch, transformers and gguf.
+Config, values and tokenizer are those of the yardstick of the parity tests (`tests/support/parity/reference_model.py`), with
+the rows of q and k in the layout of Hugging Face. Needs torch, transformers and gguf.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.parity.reference_model import GgufReference
+from support.parity.reference_model import GgufReference
 
 
 def write_model(reference: GgufReference, output: Path) -> None:

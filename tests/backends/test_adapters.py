@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from native_variants import VARIANTS
-from packed_models import Packing, write_packed_hf
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -26,8 +22,12 @@ from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
-from random_adapters import random_factors
-from tiny_models import TinyLlama, write_gguf
+from support.native_variants import VARIANTS
+from support.packed_models import Packing, write_packed_hf
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.random_adapters import random_factors
+from support.tiny_models import TinyLlama, write_gguf
 
 TOKENS = tuple(int(i) for i in np.random.default_rng(3).integers(0, 264, 21))
 SIZES: dict[str, Any] = {"num_blocks": 400, "block_size": 16, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64}

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from native_variants import ONE_OF_EACH, VARIANTS
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
-from random_adapters import random_factors
-from tiny_models import TinyLlama, write_gguf
+from support.native_variants import ONE_OF_EACH, VARIANTS
+from support.random_adapters import random_factors
+from support.tiny_models import TinyLlama, write_gguf
 
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 8

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.native_probe import Probe
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team, spreading_error
 from penstock.backends.native.executor import KV_FORMATS
 from penstock.types.kv_dtype import KvDtype
+from support.backends.native_probe import Probe
 
 SIZES: dict[str, Any] = {
     "num_layers": 1,

@@ -13,9 +13,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from backends.format_blocks import random_blocks
-from backends.native_probe import F32, bf16
-from native_variants import VARIANTS
 from penstock.backends.native import footprint
 from penstock.backends.native._native import Engine, Team
 from penstock.backends.native.lowering import ACTIVATION_KINDS, lower
@@ -27,6 +24,9 @@ from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, LayerSpec, ModelSpec
+from support.backends.format_blocks import random_blocks
+from support.backends.native_probe import F32, bf16
+from support.native_variants import VARIANTS
 
 F32_ = WeightFormat.F32
 NUM_IDS, MAX_TOKENS = 120, 100

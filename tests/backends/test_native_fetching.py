@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.native_probe import Probe
-from native_variants import WITHOUT_TILES
 from penstock.backends.native._native import SourceFormat
+from support.backends.native_probe import Probe
+from support.native_variants import WITHOUT_TILES
 
 NUM_ROWS = 12  # the fewest that products fetch for
 BYTES_PER_GROUP = {SourceFormat.Q8_0: 34, SourceFormat.BF16: 64}

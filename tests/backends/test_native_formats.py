@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.format_blocks import SPOILABLE, random_blocks, spoiled
-from backends.native_probe import F32, Probe, bf16, bf16_bytes
-from native_variants import VARIANTS, WITH_TILES
 from penstock.backends.native._native import RowOpKind, SourceFormat
 from penstock.backends.native.lowering import SOURCE_FORMATS
 from penstock.models.formats import BLOCKS, Floats, WeightFormat, dequantize, grouped_integers, held_bytes, stored_bytes
+from support.backends.format_blocks import SPOILABLE, random_blocks, spoiled
+from support.backends.native_probe import F32, Probe, bf16, bf16_bytes
+from support.native_variants import VARIANTS, WITH_TILES
 
 EXACT = {
     WeightFormat.Q4_0,

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from native_variants import VARIANTS
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -17,7 +16,8 @@ from penstock.models.weights import LoadedModel
 from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
-from tiny_models import TinyLlama, write_hf
+from support.native_variants import VARIANTS
+from support.tiny_models import TinyLlama, write_hf
 
 CAPACITY = Capacity(num_blocks=16, block_size=16, max_rows=16, max_step_tokens=32, max_model_len=128)
 TOKENS = [3 + 7 * i % 250 for i in range(70)]

@@ -8,8 +8,6 @@ import pytest
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from backends.native_probe import F32, Probe, bf16, bf16_bytes
-from native_variants import VARIANTS, WITH_TILES
 from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import ACTIVATION_KINDS
 from penstock.backends.reference.interpreter import activate, gated
@@ -17,6 +15,8 @@ from penstock.backends.reference.kv_cache import round_to_int8
 from penstock.models.weights import WeightFormat, dequantize
 from penstock.types.kv_dtype import KEY_GROUP
 from penstock.types.model_spec import Activation
+from support.backends.native_probe import F32, Probe, bf16, bf16_bytes
+from support.native_variants import VARIANTS, WITH_TILES
 
 FORMATS = {
     WeightFormat.Q4_0: (SourceFormat.Q4_0, gguf.GGMLQuantizationType.Q4_0),

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.native_probe import bf16, bf16_bytes
-from native_variants import VARIANTS
 from penstock.backends.native._native import (
     Engine,
     RowOp,
@@ -21,6 +19,8 @@ from penstock.backends.native._native import (
 )
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.sampling import SamplingParams
+from support.backends.native_probe import bf16, bf16_bytes
+from support.native_variants import VARIANTS
 
 VOCAB_SIZE = 2_005  # three pieces, the last of them with a panel that is not full
 COLS = 64

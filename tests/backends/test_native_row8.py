@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.native_probe import Probe, bf16
-from native_variants import VARIANTS
 from penstock.backends.native._native import RowOpKind, SourceFormat
+from support.backends.native_probe import Probe, bf16
+from support.native_variants import VARIANTS
 
 F32 = NDArray[np.float32]
 NUM_ROWS = 29

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from native_variants import ONE_OF_EACH, WITHOUT_TILES
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native._native import emulated_variants, usable_variants
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
@@ -22,7 +19,10 @@ from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.native_variants import ONE_OF_EACH, WITHOUT_TILES
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_models import TinyLlama, write_gguf
 
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 32

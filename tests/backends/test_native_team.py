@@ -20,7 +20,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 NUM_STEPS = 150
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from native_variants import VARIANTS
 from penstock.backends.batch import NO_USABLE_STATE
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -41,6 +40,7 @@ from penstock.types.events import Add as AddRequest
 from penstock.types.model_spec import Mask
 from penstock.types.plan import AdmitRow, PaddingId, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.native_variants import VARIANTS
 
 F32 = NDArray[np.float32]
 VOCAB_SIZE = 97

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from native_variants import VARIANTS
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -25,6 +22,9 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ShortConvSpec
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.native_variants import VARIANTS
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 
 BLOCK_SIZE = 16
 TOKENS = tuple(3 + 11 * i % 250 for i in range(60))

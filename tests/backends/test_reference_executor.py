@@ -28,7 +28,7 @@ from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.request import Request
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(0, 264, 23))
 SIZES: dict[str, Any] = {"num_blocks": 40, "block_size": 16, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64}

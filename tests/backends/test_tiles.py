@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.format_blocks import random_blocks
-from backends.native_probe import F32, Probe, bf16, bf16_bytes
-from native_variants import VARIANTS, WITH_TILES, WITHOUT_TILES
 from penstock.backends.native import info
 from penstock.backends.native._native import (
     RowOpKind,
@@ -26,6 +23,9 @@ from penstock.backends.native._native import (
 )
 from penstock.backends.native.lowering import ACTIVATION_KINDS, SOURCE_FORMATS
 from penstock.models.formats import WeightFormat
+from support.backends.format_blocks import random_blocks
+from support.backends.native_probe import F32, Probe, bf16, bf16_bytes
+from support.native_variants import VARIANTS, WITH_TILES, WITHOUT_TILES
 
 Tile = NDArray[np.uint8]
 """[16, 64]"""

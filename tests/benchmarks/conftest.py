@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreted import MISSING
+from support.interpreted import MISSING
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -9,7 +9,7 @@ from encoder_contenders import Server
 from encoder_mixed import ask, bulk_texts, do_job
 from sessions import LoadError
 
-from lab.canned import CannedServer, plain
+from support.lab.canned import CannedServer, plain
 
 
 def server_of(canned):

@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from usage import OtherLoad
 
-from lab.canned import CannedServer, plain
+from support.lab.canned import CannedServer, plain
 
 SENTENCE = " ".join(["word"] * 20)
 BOTH = ("ab", "abcd")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gpu_shapes import SHAPES, prompts, random_model, sharegpt_lengths
 
-from interpreted import HAS_DEVICE
 from penstock.models.architectures import describe
 from penstock.models.formats import WeightFormat
+from support.interpreted import HAS_DEVICE
 
 ROOT = Path(__file__).parents[2]
 

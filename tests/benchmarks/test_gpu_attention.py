@@ -8,7 +8,7 @@ import sys
 import gpu_attention
 import pytest
 
-from interpreted import HAS_DEVICE, MISSING
+from support.interpreted import HAS_DEVICE, MISSING
 
 
 def test_the_self_test_measures_every_kind_of_step_in_both_modes(self_tested) -> None:
@@ -46,8 +46,8 @@ def test_what_a_case_sees_is_counted_position_by_position() -> None:
 def test_flashinfer_is_measured_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
-    from backends.cuda import fake_flashinfer
     from penstock.backends.cuda import flashinfer_attention
+    from support.backends.cuda import fake_flashinfer
 
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (32,))

@@ -7,7 +7,7 @@ import sys
 import gpu_gemm
 import pytest
 
-from interpreted import HAS_DEVICE
+from support.interpreted import HAS_DEVICE
 
 
 def test_the_self_test_measures_every_kind_in_both_modes(self_tested) -> None:

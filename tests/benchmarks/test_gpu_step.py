@@ -9,8 +9,8 @@ from gpu_shapes import SHAPES
 from gpu_work import ModelWork
 from step_shape import parse_step
 
-from interpreted import HAS_DEVICE
 from penstock.models.formats import WeightFormat
+from support.interpreted import HAS_DEVICE
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 Result = subprocess.CompletedProcess[str]
 Penstock = Callable[..., Result]

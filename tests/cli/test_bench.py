@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lab.canned import DONE, CannedServer, event, plain, stream, token, usage
 from penstock.cli import bench
 from penstock.types.errors import PenstockError
+from support.lab.canned import DONE, CannedServer, event, plain, stream, token, usage
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FEW = ("--requests", "6", "--input-tokens", "4-8", "--output-tokens", "2-3")

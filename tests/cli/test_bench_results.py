@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from bench_records import random_records, result_of, run_of
 from penstock.cli.bench_results import compare, show_report
 from penstock.lab import plots
 from penstock.lab.records import End
 from penstock.lab.results import write_result
 from penstock.types.errors import ConfigError, PenstockError
+from support.bench_records import random_records, result_of, run_of
 
 
 @pytest.fixture

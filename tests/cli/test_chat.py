@@ -108,7 +108,7 @@ def test_what_is_too_long_for_the_model_does_not_end_the_conversation(penstock: 
 def test_on_a_terminal_ctrl_c_stops_the_answer_and_returns_to_the_prompt(
     environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from tiny_models import TinyLlama, write_gguf
+    from support.tiny_models import TinyLlama, write_gguf
 
     model = write_gguf(tmp_path_factory.mktemp("models") / "endless.gguf", TinyLlama(max_model_len=100_000))
     terminal, inside = pty.openpty()

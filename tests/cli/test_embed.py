@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.cli import embed as command
 from penstock.llm import LLM
 from penstock.types.errors import PenstockError
+from support.parity.encoder_cases import ENCODERS, write_encoder
 
 TEXTS = [f"text {i} " + "abc" * (i % 3) for i in range(9)]
 Embed = Callable[..., Result]

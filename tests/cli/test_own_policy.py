@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_serve import serving
+from support.cli.serve import serving
 
 POLICY = '''
 from penstock.sched.policies.base import Eviction, Order, Victim

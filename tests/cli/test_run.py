@@ -218,7 +218,7 @@ def _start(environment: dict[str, str], *arguments: str | Path) -> subprocess.Po
 @pytest.fixture(scope="module")
 def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without sampling it goes round in circles, for minutes."""
-    from tiny_models import TinyLlama, write_gguf
+    from support.tiny_models import TinyLlama, write_gguf
 
     return write_gguf(tmp_path_factory.mktemp("models") / "endless.gguf", TinyLlama(max_model_len=100_000))
 

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cli.test_serve import serving
 from penstock.cli.bench import loaded
 from penstock.cli.tune import _Simulator, tune
 from penstock.lab.cost_files import SavedCost, save_cost
@@ -22,6 +21,7 @@ from penstock.lab.records import End
 from penstock.lab.tune import DEFAULT
 from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError
+from support.cli.serve import serving
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from checks import run
+from support.clients.checks import run
 
 MODEL, KEY = "smollm2:135m", "none"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}

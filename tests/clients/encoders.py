@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from checks import run
+from support.clients.checks import run
 
 QUESTION = "How do I cancel my order?"
 DOCUMENTS = [

@@ -15,8 +15,9 @@ import json
 import sys
 from typing import Literal, NamedTuple
 
-from checks import run
 from pydantic import BaseModel
+
+from support.clients.checks import run
 
 QUESTION = "What is the weather in Rome?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

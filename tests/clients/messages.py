@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import anthropic
-from checks import run, wait_until_none_runs
+
+from support.clients.checks import run, wait_until_none_runs
 
 KEY = "none"
 MODEL = "smollm2:135m"

@@ -16,13 +16,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from parity.compare import token_logprobs
-from parity.executors import find_model, open_executor
-from parity.golden import GOLDEN_DIR
 from penstock.models.gguf import read_vocab
 from penstock.models.gguf_file import open_gguf
 from penstock.text.gguf_vocab import build_backend
 from penstock.text.tokenizer import Tokenizer
+from support.parity.compare import token_logprobs
+from support.parity.executors import find_model, open_executor
+from support.parity.golden import GOLDEN_DIR
 
 MODEL = "smollm2:135m"
 FOLDER = Path("build/perplexity").resolve()

@@ -10,6 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PORT=${PORT:-8971}
 HERE=tests/clients
+export PYTHONPATH=$PWD/tests
 BUILT=build/clients
 ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript claude-code codex lm-eval)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
@@ -110,7 +111,7 @@ check() {
     codex) agent codex @openai/codex@latest codex with_codex.py ;;
     lm-eval)
       install lm-eval 'lm-eval[api]' transformers
-      ask lm-eval smollm2:135m -- env PYTHONPATH=tests .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
+      ask lm-eval smollm2:135m -- .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
       ;;
     *)
       echo "error: there is no client '$1'; there are: ${ALL[*]}" >&2
@@ -147,7 +148,7 @@ npm_install() {
 agent() { # NAME PACKAGE PROGRAM SCRIPT, which starts the server of a scripted model itself
   local folder=$BUILT/$1
   npm_install "$folder" "$2" || return 0
-  PYTHONPATH=tests/server .venv/bin/python "$HERE/$4" "$PWD/$folder/node_modules/.bin/$3" \
+  .venv/bin/python "$HERE/$4" "$PWD/$folder/node_modules/.bin/$3" \
     ${RECORD:+"$HERE/recorded/$1.jsonl"} || failed=1
 }
 

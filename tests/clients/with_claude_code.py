@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coding_agents import MODEL, TASK_TIMEOUT_S, Agent, Call, Task, run_agent
+from support.clients.coding_agents import MODEL, TASK_TIMEOUT_S, Agent, Call, Task, run_agent
 
 
 def write(file: str, text: str) -> Call:

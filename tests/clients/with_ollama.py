@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 
 import ollama
-from checks import run
+
+from support.clients.checks import run
 
 MODEL, EMBEDDER = "smollm2:135m", "minilm"
 MESSAGES = [{"role": "user", "content": "Name the capital of France."}]

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import openai
-from checks import run, wait_until_none_runs
 from pydantic import BaseModel, Field
+
+from support.clients.checks import run, wait_until_none_runs
 
 MODEL = "smollm2:135m"
 PROMPT = "The capital of France is"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts.factories import FACTORIES, Factory
-from contracts.harness import Harness
+from support.contracts.factories import FACTORIES, Factory
+from support.contracts.harness import Harness
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

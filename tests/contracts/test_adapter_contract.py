@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.harness import FIRST_PAGE, Feed, Harness, admit
 from penstock.types.adapter import BASE
 from penstock.types.plan import RowPlan, StepPlan
+from support.contracts.harness import FIRST_PAGE, Feed, Harness, admit
 
 NUM_TOKENS = 6
 NUM_SAMPLED = 4

@@ -22,7 +22,7 @@ from penstock.models.adapter import AdapterFactors
 from penstock.models.adapter_files import READ_BYTES, AdapterFiles
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterOutlook, AdapterRef, AdapterState, PackedAdapter
 from penstock.types.errors import ConfigError, ModelError, Rejected, RejectReason
-from tiny_adapters import write_adapter
+from support.tiny_adapters import write_adapter
 
 ONE = {"model.layers.0.self_attn.q_proj": (np.ones((1, 4), np.float32), np.ones((4, 1), np.float32))}
 WAIT_S = 30.0

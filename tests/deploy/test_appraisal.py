@@ -10,7 +10,7 @@ import pytest
 from penstock.config import Config, KvConfig, ModelConfig
 from penstock.deploy.forecast import Appraisal, appraise
 from penstock.models.catalog import resolve
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from penstock.machine import claim_cpus
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
-from reading import chunks_of
-from tiny_models import TinyLlama, write_gguf
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf
 
 MIB = 1 << 20
 WAIT_S = 30.0

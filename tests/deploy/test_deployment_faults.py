@@ -21,8 +21,8 @@ from penstock.engine import thread as engine_thread
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import NotEnoughMemory, Rejected, RejectReason
-from reading import chunks_of
-from tiny_models import TinyLlama, write_gguf
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf
 
 MIB = 1 << 20
 

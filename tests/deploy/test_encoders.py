@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 import pytest
 
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import executor
@@ -21,6 +20,7 @@ from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, ModelError
+from support.parity.encoder_cases import ENCODERS, write_encoder
 
 REFERENCE = Config(backend=BackendConfig(backend=Backend.REFERENCE))
 

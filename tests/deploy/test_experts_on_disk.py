@@ -10,8 +10,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native import footprint
 from penstock.cli.candidates import make_candidate
 from penstock.config import Backend, BackendConfig, Config, Device, KvConfig, ModelConfig, SchedulerConfig
@@ -27,8 +25,10 @@ from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, NotEnoughMemory
-from reading import chunks_of
-from tiny_models import TinyLlama, write_gguf
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf
 
 KIB = 1 << 10
 KV = KvConfig(kv_cache_memory_bytes=64 * KIB)

@@ -35,8 +35,8 @@ from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingDefaults
-from reading import chunks_of
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.reading import chunks_of
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 REFERENCE = Config(

@@ -17,7 +17,7 @@ from penstock.models.catalog import ModelSource, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB = 1 << 30
 LLAMA_3_8B = {

@@ -14,7 +14,7 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfi
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment
 from penstock.serve.app import create_app
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 NUM_LOADS = 24
 

@@ -16,8 +16,8 @@ from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
 from penstock.types.errors import ConfigError, ModelError
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_gguf
 
 TINY = TinyLlama()
 IDS = [5, 6, 7, 8, 9, 10]

@@ -21,8 +21,8 @@ from penstock.models.catalog import ModelSource, SourceKind, resolve
 from penstock.sched.policies.presets import PRESETS
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError
-from replay import replay
-from tiny_models import TinyLlama, write_gguf
+from support.replay import replay
+from support.tiny_models import TinyLlama, write_gguf
 
 TINY = TinyLlama()
 

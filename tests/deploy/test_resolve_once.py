@@ -18,7 +18,7 @@ from penstock.engine.thread import EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ExecutorFailure
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 
 @pytest.fixture(scope="module")

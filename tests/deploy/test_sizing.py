@@ -34,7 +34,7 @@ from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
 

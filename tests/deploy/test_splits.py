@@ -12,7 +12,7 @@ from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.types.errors import ConfigError
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 NAMES = ("chat", "chat-b", "chat-c")
 TWO = [Split(of="chat", to="chat-b", share=0.2), Split(of="chat", to="chat-c", share=0.3)]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.process import COMPLETIONS, GOOD, MODEL, Answer, RealServer, serving, stream
 from penstock.models.catalog import default_cache_dir, resolve
+from support.e2e.process import COMPLETIONS, GOOD, MODEL, Answer, RealServer, serving, stream
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.process import CHAT, MODEL, TIMEOUT_S, penstock, serving
+from support.e2e.process import CHAT, MODEL, TIMEOUT_S, penstock, serving
 
 pytestmark = pytest.mark.model
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.process import CHAT, COMPLETIONS, TIMEOUT_S, Answer, RealServer, undisturbed
+from support.e2e.process import CHAT, COMPLETIONS, TIMEOUT_S, Answer, RealServer, undisturbed
 
 pytestmark = pytest.mark.model
 

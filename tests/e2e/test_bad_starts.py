@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.process import MODEL, Answer, RealServer, penstock, undisturbed
 from penstock.models.catalog import default_cache_dir, resolve
+from support.e2e.process import MODEL, Answer, RealServer, penstock, undisturbed
 
 pytestmark = pytest.mark.model
 

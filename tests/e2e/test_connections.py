@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import httpx
 import pytest
 
-from e2e.process import COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, undisturbed, until
+from support.e2e.process import COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, undisturbed, until
 
 pytestmark = pytest.mark.model
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.process import COMPLETIONS, RealServer, penstock, serving, stream, stream_async, until
 from penstock.storage.block_file import FILE_NAME
+from support.e2e.process import COMPLETIONS, RealServer, penstock, serving, stream, stream_async, until
 
 SMALL = ("--kv-cache-memory", "12MB", "--max-model-len", "700", "--kv-disk-size", "200MB", "--kv-headroom", "0")
 """Sixty blocks: two or three of these stories at a time."""

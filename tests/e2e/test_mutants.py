@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.mutants import Fate, Mutant, Mutants, fault_of, send
-from e2e.process import MODEL, TIMEOUT_S, RealServer, serving, until
 from penstock.models.catalog import default_cache_dir, resolve
-from soak.test_memory import resident_bytes
+from support.e2e.mutants import Fate, Mutant, Mutants, fault_of, send
+from support.e2e.process import MODEL, TIMEOUT_S, RealServer, serving, until
+from support.soak.memory import resident_bytes
 
 NUM_MUTANTS = int(os.environ.get("PENSTOCK_MUTANTS", "600"))
 SEED = int(os.environ.get("PENSTOCK_SEED", "1"))

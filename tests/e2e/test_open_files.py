@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.process import COMPLETIONS, TIMEOUT_S, RealServer, serving
+from support.e2e.process import COMPLETIONS, TIMEOUT_S, RealServer, serving
 
 pytestmark = pytest.mark.model
 

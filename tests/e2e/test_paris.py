@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import openai
 import pytest
 
-from e2e.process import CHAT, MODEL, RealServer
+from support.e2e.process import CHAT, MODEL, RealServer
 
 pytestmark = pytest.mark.model
 

@@ -12,10 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from answer_bench import Answer, Bench, answer_of
-from native_variants import VARIANTS
-from parity.tiny import write_case
-from parity.tiny_cases import CASES as CASES_OF_PARITY
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -27,7 +23,11 @@ from penstock.testing import sizes_of
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.answer_bench import Answer, Bench, answer_of
+from support.native_variants import VARIANTS
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES as CASES_OF_PARITY
+from support.tiny_models import TinyLlama, write_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, logprobs=20)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, max_tokens=10, logprobs=20)

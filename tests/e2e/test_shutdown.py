@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from e2e.process import CHAT, COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, serving, stream_async, until
+from support.e2e.process import CHAT, COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, serving, stream_async, until
 
 pytestmark = pytest.mark.model
 

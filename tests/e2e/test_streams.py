@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.process import CHAT, COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, stream, stream_async, undisturbed, until
+from support.e2e.process import CHAT, COMPLETIONS, GOOD, TIMEOUT_S, Answer, RealServer, stream, stream_async, undisturbed, until
 
 pytestmark = pytest.mark.model
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.process import MODEL, RealServer
+from support.e2e.process import MODEL, RealServer
 
 pytestmark = pytest.mark.model
 

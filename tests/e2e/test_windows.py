@@ -9,10 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from answer_bench import Bench, answer_of
-from native_variants import VARIANTS
-from parity.tiny import write_case
-from parity.tiny_cases import CASES as CASES_OF_PARITY
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -21,6 +17,10 @@ from penstock.testing import Driver, sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
+from support.answer_bench import Bench, answer_of
+from support.native_variants import VARIANTS
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES as CASES_OF_PARITY
 
 BLOCK, CHUNK, WINDOW = 16, 48, 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, logprobs=5)

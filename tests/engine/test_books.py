@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.test_thread import TIMEOUT_S, TINY, GatedExecutor, Rig
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine import books as books_module
 from penstock.engine.books import Abandoned, Books, WatchedExecutor
@@ -16,6 +15,7 @@ from penstock.engine.thread import EngineState
 from penstock.kv.pool_map import BlockState
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor
+from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Rig
 
 
 class Slow(HashExecutor):

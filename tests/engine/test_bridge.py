@@ -9,7 +9,7 @@ from penstock.engine.bridge import Bridge, merge_chunks
 from penstock.engine.ports import OutputChunk
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
-from reading import chunks_of
+from support.reading import chunks_of
 
 
 class FakeEngine:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.engine.core import DEADLINE_EXCEEDED
 from penstock.engine.ports import NullObserver
 from penstock.sched.policies.presets import make_policies
@@ -25,6 +24,7 @@ from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.stats import RequestStats, StepStats
+from support.failing_executor import FailingExecutor, RowFailingExecutor
 
 
 class Recorder(NullObserver):

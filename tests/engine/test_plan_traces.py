@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.test_thread import Numbers
-from memory_store import MemoryStore
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
@@ -31,6 +29,8 @@ from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
+from support.engine.thread import Numbers
+from support.memory_store import MemoryStore
 
 CAPACITY = Capacity(num_blocks=17, block_size=4, max_rows=4, max_step_tokens=24, max_model_len=60)
 Script = Sequence[tuple[int, Command]]

@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from engine.test_thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
-from failing_executor import FailingExecutor
 from penstock.clock import WallClock
 from penstock.engine import supervisor as supervisor_module
 from penstock.engine import thread as thread_module
@@ -19,6 +17,8 @@ from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason
+from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
+from support.failing_executor import FailingExecutor
 
 
 def until(condition) -> None:

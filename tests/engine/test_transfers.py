@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from memory_store import Faults, MemoryStore
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Ready
@@ -18,7 +17,8 @@ from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, 
 from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
-from strategies import MODEL
+from support.memory_store import Faults, MemoryStore
+from support.strategies import MODEL
 
 CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=8, max_step_tokens=32, max_model_len=80)
 SESSION = [token % 40 for token in range(1, 50)]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lab.canned import DONE, event, token, usage
 from penstock.lab.answers import Answer, error_of
+from support.lab.canned import DONE, event, token, usage
 
 GOOD = token("a") + token('"error"') + token("é\r\n\r\n") + usage() + DONE
 

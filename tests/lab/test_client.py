@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import pytest
 
-from lab.canned import CLOSE, DONE, GOOD, HEAD, CannedServer, answer_of, chunk, event, plain, stream, token, usage
 from penstock.lab import client
 from penstock.lab.client import SendOptions, send
 from penstock.lab.pacing import Pace, WarmUp
@@ -23,7 +22,8 @@ from penstock.lab.records import End
 from penstock.lab.target import Endpoint, Questions, ServerTokenizer, Target
 from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError
-from work_time import thread_s
+from support.lab.canned import CLOSE, DONE, GOOD, HEAD, CannedServer, answer_of, chunk, event, plain, stream, token, usage
+from support.work_time import thread_s
 
 MS = 1_000_000
 

@@ -9,12 +9,12 @@ from statistics import median
 
 import pytest
 
-from lab import independent_client
 from penstock.lab.client import send
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End
 from penstock.lab.target import Target
 from penstock.lab.workload import Job, Workload
+from support.lab import independent_client
 
 STUB = Path(__file__).with_name("stub_server.py")
 PROMPT = "word " * 100

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench_records import random_records, record, result_of, run_of
 from penstock.lab.compare import Compared, Difference, compare_results
 from penstock.lab.figures import parse_slos
 from penstock.lab.intervals import Estimate
 from penstock.lab.records import End
 from penstock.lab.results import Load, Result, Target
 from penstock.types.errors import ConfigError
+from support.bench_records import random_records, record, result_of, run_of
 
 NUM_SEEDS = 200
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.test_fitting import steps
 from penstock.lab.cost_files import CostFileError, SavedCost, load_cost, save_cost
 from penstock.lab.cost_model import CostModel
 from penstock.lab.fitting import fit
 from penstock.types.plan import StepShape
+from support.lab.fitting import steps
 
 
 def saved() -> SavedCost:

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench_records import MS, S, close, random_records, record
 from penstock.lab.figures import (
     MAX_REASONS,
     MAX_TENANTS,
@@ -25,6 +24,7 @@ from penstock.lab.figures import (
 )
 from penstock.lab.records import End, Record
 from penstock.types.errors import ConfigError
+from support.bench_records import MS, S, close, random_records, record
 
 
 def figures_of(records: list[Record], *slos: str, **options: float) -> Figures:

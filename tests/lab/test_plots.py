@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench_records import random_records, record, result_of, run_of
 from penstock.lab import plots
 from penstock.lab.figures import Samples, parse_slos
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
 from penstock.lab.records import End
 from penstock.lab.results import Load, Result
 from penstock.types.errors import ConfigError
+from support.bench_records import random_records, record, result_of, run_of
 
 needs_matplotlib = pytest.mark.skipif(not plots.is_installed(), reason=f"plots are an extra: {plots.INSTALL}")
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.test_thread import Numbers
 from penstock.clock import Clock, WallClock
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Detokenizer, OutputChunk
@@ -35,7 +34,8 @@ from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
 from penstock.types.sampling import LineLimits
-from replay import replay
+from support.engine.thread import Numbers
+from support.replay import replay
 
 CAPACITY = Capacity(num_blocks=29, block_size=4, max_rows=8, max_step_tokens=24, max_model_len=80)
 MODEL = HashModel(vocab_size=40, eos_token_id=3, eos_period=25)

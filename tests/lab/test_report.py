@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bench_records import random_records, record, result_of, run_of
 from penstock.lab import plots
 from penstock.lab.compare import compare_results
 from penstock.lab.figures import parse_slos
 from penstock.lab.records import End
 from penstock.lab.report import MAX_COLUMNS, as_html, as_markdown, as_text, html_of, sections_of, sections_of_compared
 from penstock.lab.results import Load, Result, Target
+from support.bench_records import random_records, record, result_of, run_of
 
 EVIL = "<script>alert('x')</script> | [a](http://evil.example) \x1b[31m `b`"
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench_records import random_records, record, result_of, run_of
 from penstock.lab.figures import COLUMNS, parse_slos
 from penstock.lab.records import End
 from penstock.lab.result_files import read_result
 from penstock.lab.results import Load, Result, Target, this_machine, write_result
 from penstock.types.errors import ConfigError
+from support.bench_records import random_records, record, result_of, run_of
 
 
 @pytest.fixture

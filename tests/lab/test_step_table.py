@@ -13,7 +13,7 @@ from penstock.models.architectures import describe
 from penstock.models.hf import read_hf_spec
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepShape
-from tiny_models import TinyLlama, write_hf
+from support.tiny_models import TinyLlama, write_hf
 
 PEAKS = Peaks(ops_per_s=1e12, read_bytes_per_s=1e10, words="int8, 2 threads, avx512")
 DECODE, PROMPT = StepShape(((1, 99),) * 2, 2), StepShape(((64, 10),), 0)

@@ -32,7 +32,7 @@ from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, RowPlan, StepShape
 from penstock.types.stats import StepStats
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=512)
 

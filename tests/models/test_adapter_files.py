@@ -15,8 +15,8 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
-from tiny_adapters import factors_of_llama, write_adapter, write_gguf_adapter
-from tiny_models import TinyLlama, write_hf
+from support.tiny_adapters import factors_of_llama, write_adapter, write_gguf_adapter
+from support.tiny_models import TinyLlama, write_hf
 
 WIDE = TinyLlama(hidden_size=512, intermediate_size=1024)
 

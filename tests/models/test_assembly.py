@@ -13,8 +13,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fp8_models import write_fp8_hf
-from packed_models import Packing, write_packed_hf
 from penstock.models import architectures
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, REFUSED, Architecture, Parts
 from penstock.models.gguf import load_gguf
@@ -23,7 +21,9 @@ from penstock.models.llama import describe
 from penstock.models.weights import BlockScales, Cut, LoadedModel, WeightFormat, WeightTensor, stacked
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp, ModelSpec
-from tiny_models import FloatArray, TinyLlama, encode, write_encoded, write_gguf, write_hf
+from support.fp8_models import write_fp8_hf
+from support.packed_models import Packing, write_packed_hf
+from support.tiny_models import FloatArray, TinyLlama, encode, write_encoded, write_gguf, write_hf
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
 NUM_EXPERTS = 3

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.models.bert import FARTHEST, NUM_BUCKETS, bucket, slopes
 from penstock.models.hf import load_hf_directory
 from penstock.types.errors import ModelError
+from support.parity.encoder_cases import ENCODERS, write_encoder
 
 AHEAD = [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 10, 10, 11]
 """Buckets of keys 0 to 23 tokens before the query, by transformers' `MPNetEncoder.relative_position_bucket`."""

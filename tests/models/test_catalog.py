@@ -10,7 +10,7 @@ from penstock.models import catalog
 from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, default_cache_dir, list_models, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 @pytest.mark.parametrize(

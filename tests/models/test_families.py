@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.tiny import TinyCase, write_case
-from parity.tiny_cases import CASES
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
-from tiny_models import write_hf_files
+from support.parity.tiny import TinyCase, write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_models import write_hf_files
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],

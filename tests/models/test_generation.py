@@ -11,7 +11,7 @@ from penstock.models.load import load_model
 from penstock.models.weights import Generation
 from penstock.types.errors import ConfigError, ModelError
 from penstock.types.sampling import SamplingDefaults
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 def generation(tmp_path, **values):

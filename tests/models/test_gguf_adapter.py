@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.tiny import TinyCase, write_case
-from parity.tiny_cases import CASES
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors
 from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
-from tiny_adapters import Factors, factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.parity.tiny import TinyCase, write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_adapters import Factors, factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 TINY = TinyLlama(hidden_size=64, num_layers=1)
 Q = "model.layers.0.self_attn.q_proj"

@@ -15,7 +15,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import open_gguf
 from penstock.models.load import fingerprint
 from penstock.types.errors import ModelError
-from tiny_models import TinyLlama, write_gguf
+from support.tiny_models import TinyLlama, write_gguf
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from penstock.models.weights import WeightFormat
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
-from tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
+from support.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 
 TINY = TinyLlama()
 

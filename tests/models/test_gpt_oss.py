@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.test_moe import changed, load
-from parity.tiny import TinyCase, is_cube, to_mxfp4, write_case
-from parity.tiny_cases import CASES
 from penstock.models import architectures, catalog
 from penstock.models.formats import WeightFormat
 from penstock.models.hf import read_hf_spec
@@ -24,7 +21,10 @@ from penstock.models.safetensors_file import StoredTensor, open_safetensors
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp
-from tiny_models import Encoded, write_encoded
+from support.models.moe import changed, load
+from support.parity.tiny import TinyCase, is_cube, to_mxfp4, write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_models import Encoded, write_encoded
 
 MXFP4 = CASES["gpt_oss_mxfp4"]
 GATES = "model.layers.1.mlp.experts.gate_up_proj"

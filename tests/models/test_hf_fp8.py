@@ -9,12 +9,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from fp8_models import BLOCK, Scales, change_tensors, to_e4m3, write_fp8_hf
 from penstock.models.formats import E4M3_VALUES, Floats, WeightFormat
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
-from tiny_models import TinyLlama, write_hf
+from support.fp8_models import BLOCK, Scales, change_tensors, to_e4m3, write_fp8_hf
+from support.tiny_models import TinyLlama, write_hf
 
 TINY = TinyLlama(num_layers=1, head_dim=10, is_tied=False)
 """q has 40 rows, k 20: blocks of 32 rows are cut."""

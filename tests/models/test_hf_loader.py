@@ -16,7 +16,7 @@ from penstock.models.load import load_model
 from penstock.models.safetensors_file import open_safetensors
 from penstock.models.weights import WeightFormat, convert_rows, row_slices
 from penstock.types.errors import ModelError
-from tiny_models import TinyLlama, write_hf, write_safetensors
+from support.tiny_models import TinyLlama, write_hf, write_safetensors
 
 TINY = TinyLlama()
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fp8_models import change_tensors
-from packed_models import Packing, Rounded, change_settings, integer_tensor, words, write_dequantised_hf, write_packed_hf
 from penstock.backends.native._native import Engine
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.native.lowering import lower
@@ -26,7 +24,17 @@ from penstock.models.safetensors_file import open_safetensors
 from penstock.models.weights import Cut, LoadedModel, WeightTensor, stacked
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-from tiny_models import TinyLlama, write_encoded
+from support.fp8_models import change_tensors
+from support.packed_models import (
+    Packing,
+    Rounded,
+    change_settings,
+    integer_tensor,
+    words,
+    write_dequantised_hf,
+    write_packed_hf,
+)
+from support.tiny_models import TinyLlama, write_encoded
 
 TINY = TinyLlama(num_layers=1, hidden_size=128, intermediate_size=192, head_dim=24, is_tied=False)
 """q has 96 rows, k and v 48; the columns of `down` make three groups of 64, and of `o` three of 32."""

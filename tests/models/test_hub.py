@@ -12,7 +12,7 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.models.pull import ensure_present
 from penstock.types.errors import DownloadError
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 def install(monkeypatch, **functions) -> None:

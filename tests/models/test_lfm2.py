@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.tiny import Gguf, write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native import footprint
 from penstock.models.architectures import describe
 from penstock.models.gguf import load_gguf
@@ -20,6 +18,8 @@ from penstock.models.program import Attention, KvWrite, ShortConv, StateShape
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
+from support.parity.tiny import Gguf, write_case
+from support.parity.tiny_cases import CASES
 
 LFM2_1_2B = {
     "architectures": ["Lfm2ForCausalLM"],

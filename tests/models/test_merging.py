@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packed_models import Packing, write_packed_hf
-from parity.tiny import case_token_ids, write_case
-from parity.tiny_cases import CASES
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors
@@ -19,8 +16,11 @@ from penstock.models.merging import merged, with_adapter
 from penstock.models.weights import LoadedModel, WeightFormat
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-from tiny_adapters import factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.packed_models import Packing, write_packed_hf
+from support.parity.tiny import case_token_ids, write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_adapters import factors_of_case, factors_of_llama, write_adapter, write_gguf_adapter
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 TINY = TinyLlama()
 

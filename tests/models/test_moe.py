@@ -9,29 +9,12 @@ from typing import Any
 
 import pytest
 
-from parity.tiny import TinyCase, write_case
-from parity.tiny_cases import CASES
-from penstock.models import catalog
 from penstock.models.assembly import find_pieces
-from penstock.models.load import load_model
 from penstock.models.moe import GRANITE_MOE
-from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp, GatedMlp
-
-
-def load(case: TinyCase, directory: Path) -> LoadedModel:
-    path = write_case(case, directory / "model")
-    return load_model(catalog.resolve(str(path), path))
-
-
-def changed(name: str, **changes: Any) -> TinyCase:
-    """A case with other settings in config.json, or in its GGUF file."""
-    case = CASES[name]
-    if case.gguf is None:
-        return replace(case, config={**case.config, **changes})
-    metadata = {**case.gguf.metadata, **changes}
-    return replace(case, gguf=replace(case.gguf, metadata={key: value for key, value in metadata.items() if value is not None}))
+from support.models.moe import changed, load
+from support.parity.tiny_cases import CASES
 
 
 @pytest.mark.parametrize(("name", "is_renormalised"), [("mixtral", True), ("qwen3_moe_gguf", True), ("olmoe_gguf", False)])

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.test_mutated import BROKEN, Changed, bounded, mutate, mutations, parts, refusal
 from penstock.models import architectures, catalog
 from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
-from tiny_adapters import config_of, factors_of_llama, write_adapter, write_gguf_adapter
-from tiny_models import TinyLlama, write_hf
+from support.models.mutated import BROKEN, Changed, bounded, mutate, mutations, parts, refusal
+from support.tiny_adapters import config_of, factors_of_llama, write_adapter, write_gguf_adapter
+from support.tiny_models import TinyLlama, write_hf
 
 TINY = TinyLlama(num_layers=1, is_tied=False)
 FACTORS = factors_of_llama(TINY, rank=2, ends=("q_proj", "v_proj", "embed_tokens", "lm_head"))

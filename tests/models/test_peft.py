@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.tiny import FloatArray, TinyCase, write_case
-from parity.tiny_cases import CASES
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors, sites
 from penstock.models.load import load_model
 from penstock.models.peft import read_peft
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
-from tiny_adapters import Factors, config_of, factors_of_case, factors_of_llama, merged, tensors_of, write_adapter
-from tiny_models import TinyLlama, write_hf, write_safetensors
+from support.parity.tiny import FloatArray, TinyCase, write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_adapters import Factors, config_of, factors_of_case, factors_of_llama, merged, tensors_of, write_adapter
+from support.tiny_models import TinyLlama, write_hf, write_safetensors
 
 TINY = TinyLlama()
 FACTORS = factors_of_llama(TINY)

@@ -14,7 +14,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Rotation
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
 def test_frequencies_fall_geometrically_from_one():

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.sentence import read_sentence_files
 from penstock.types.encoder import ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Dense
+from support.parity.encoder_cases import ENCODERS, write_encoder
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.base.modules.pooling.Pooling", "path": "1_Pooling"}

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import schemathesis
 
-from e2e.mutants import LIMITS, Bodies, routes_of
+from support.e2e.mutants import LIMITS, Bodies, routes_of
 
 MODEL = os.environ["PENSTOCK_MODEL"]
 MOST = {**dict.fromkeys(LIMITS, 8), "n": 2, "best_of": 2}

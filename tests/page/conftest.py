@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from e2e.conftest import weights
-from page.browser import browsing, missing
-from page.servers import speaking
+from support.page.browser import browsing, missing
+from support.page.servers import speaking
 
 __all__ = ["weights"]
 

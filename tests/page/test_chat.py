@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from page.browser import ENTER, ESCAPE, TAB
-from page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
-from page.servers import speaking
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
-from server.harness import EMBEDDER, make_text_runtime, wait_until
+from support.page.browser import ENTER, ESCAPE, TAB
+from support.page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
+from support.page.servers import speaking
+from support.server.harness import EMBEDDER, make_text_runtime, wait_until
 
 MARKDOWN = """# Rivers
 

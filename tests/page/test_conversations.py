@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from page.browser import ENTER, ESCAPE
-from page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
-from page.servers import speaking
+from support.page.browser import ENTER, ESCAPE
+from support.page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
+from support.page.servers import speaking
 
 TITLES = "return Array.from(document.querySelectorAll('#conversations .title'), (one) => one.innerText)"
 SAVED = """

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from page.servers import speaking
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
-from server.harness import make_runtime, wait_until
+from support.page.servers import speaking
+from support.server.harness import make_runtime, wait_until
 
 CELLS = "return document.querySelectorAll('#kv-map rect[class^=owner]').length"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from page.chatting import ask, complete
 from penstock.serve.ops.page import PAGE_PATHS
+from support.page.chatting import ask, complete
 
 FETCHED = (
     "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/vendor/')).map((one) => one.name)"

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from e2e.process import serving
-from page.browser import ENTER
+from support.e2e.process import serving
+from support.page.browser import ENTER
 
 FOLDER = os.environ.get("PENSTOCK_PICTURES")
 QUESTION = "Write a Python function that adds two numbers, without explanation."

@@ -10,15 +10,14 @@ from pathlib import Path
 from textwrap import fill
 
 from penstock.models import architectures
-
-from .encoder_cases import ENCODERS
-from .test_encoders import BACKENDS
-from .test_tiny import runs
-from .tiny import TinyCase
-from .tiny_cases import CASES
+from support.parity.encoder_cases import ENCODERS
+from support.parity.encoders import BACKENDS
+from support.parity.tiny import TinyCase
+from support.parity.tiny_cases import CASES
+from support.parity.tiny_runs import runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- written by `make docs` from tests/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
+BEGIN, END = "<!-- written by `make docs` from tests/support/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
 REAL_WEIGHTS: Mapping[str, str] = {
     "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens; TinyLlama 1.1B in IQ2_XXS: "
     "[20,460 tokens](#perplexity)",

@@ -98,8 +98,7 @@ def embed(model_name: str, texts: Sequence[str], max_tokens: int, dtype: str, va
     from penstock.testing import make_core, make_text, run_to_completion, sizes_of, text_capacity
     from penstock.text.tokenizer import load_tokenizer
     from penstock.types.events import Add
-
-    from .executors import find_model
+    from support.parity.executors import find_model
 
     source = find_model(model_name)
     model = load_model(source, served_len=max_tokens)

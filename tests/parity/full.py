@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.types.kv_dtype import KvDtype
-
-from .compare import (
+from support.parity.compare import (
     CLEAR_MARGIN,
     MAX_PERPLEXITY_RATIO,
     MAX_SMALL_TEXT_RATIO,
@@ -32,9 +31,9 @@ from .compare import (
     summarise_greedy,
     summarise_perplexity,
 )
-from .executors import FACTORIES, ParityExecutor, find_model, open_executor
-from .free_running import free_running_mismatch, generate_greedily, own_path_mismatch
-from .golden import (
+from support.parity.executors import FACTORIES, ParityExecutor, find_model, open_executor
+from support.parity.free_running import free_running_mismatch, generate_greedily, own_path_mismatch
+from support.parity.golden import (
     GOLDEN_DIR,
     GreedyCase,
     TextCase,
@@ -45,7 +44,7 @@ from .golden import (
     load_window_sums,
     tokens_sha256,
 )
-from .windows import MIN_PREDICTED_TOKENS
+from support.parity.windows import MIN_PREDICTED_TOKENS
 
 MIN_CASES = 20
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from .beam_cases import load
-from .executors import find_model, open_executor
-from .test_beams import search
+from support.parity.beam_cases import load
+from support.parity.beams import search
+from support.parity.executors import find_model, open_executor
 
 CLEAR_MARGIN = 0.01
 """Sums of log-probabilities; keys and values are rounded to 16 bits here, and not in the golden searches."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from .adapter_cases import (
+from support.parity.adapter_cases import (
     ADAPTERS_DIR,
     FORMS,
     RANKED,
@@ -28,14 +28,15 @@ from .adapter_cases import (
     write_ranked,
     write_tiny_adapter,
 )
-from .golden import GOLDEN_DIR, save_greedy
+from support.parity.golden import GOLDEN_DIR, save_greedy
+from support.parity.prompts import PROMPTS
+from support.parity.reference_model import TorchExecutor
+from support.parity.simulate import bf16_cache
+from support.parity.tiny import case_token_ids, kept_positions
+from support.parity.tiny_cases import CASES
+
 from .make_golden import GoldenMaker
 from .make_tiny_golden import make_model
-from .prompts import PROMPTS
-from .reference_model import TorchExecutor
-from .simulate import bf16_cache
-from .tiny import case_token_ids, kept_positions
-from .tiny_cases import CASES
 
 NUM_PROMPTS, NUM_RANKED_PROMPTS = 10, 3
 

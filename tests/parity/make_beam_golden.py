@@ -17,13 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from penstock.types.result import TokenLogprobs
-
-from .beam_cases import NUM_CASES, TINY, BeamCase, WatchedSearch, save, settings
-from .golden import load_greedy
-from .reference_model import GgufReference
-from .simulate import bf16_cache
-from .tiny import write_case
-from .tiny_cases import CASES
+from support.parity.beam_cases import NUM_CASES, TINY, BeamCase, WatchedSearch, save, settings
+from support.parity.golden import load_greedy
+from support.parity.reference_model import GgufReference
+from support.parity.simulate import bf16_cache
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 
 MAX_TOKENS = 12
 

@@ -19,9 +19,9 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .encoder_cases import ENCODERS, EncoderCase, Text, texts
-from .golden import GOLDEN_DIR
-from .tiny import FloatArray, weights_sha256
+from support.parity.encoder_cases import ENCODERS, EncoderCase, Text, texts
+from support.parity.golden import GOLDEN_DIR
+from support.parity.tiny import FloatArray, weights_sha256
 
 
 def read_config(case: EncoderCase) -> PretrainedConfig:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .compare import token_logprobs
-from .golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
-from .prompts import PROMPTS, ParityPrompt
-from .reference_model import GgufReference, TorchExecutor
-from .windows import WINDOW_TOKENS, make_windows
+from support.parity.compare import token_logprobs
+from support.parity.golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
+from support.parity.prompts import PROMPTS, ParityPrompt
+from support.parity.reference_model import GgufReference, TorchExecutor
+from support.parity.windows import WINDOW_TOKENS, make_windows
 
 NUM_STEPS = 64
 NUM_TOP = 10

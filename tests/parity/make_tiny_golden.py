@@ -21,11 +21,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-from .golden import GOLDEN_DIR
-from .reference_model import TorchExecutor
-from .simulate import bf16_cache
-from .tiny import NUM_STEPS, NUM_TOP, FloatArray, TinyCase, case_token_ids, kept_positions, prompts, weights_sha256, write_case
-from .tiny_cases import CASES
+from support.parity.golden import GOLDEN_DIR
+from support.parity.reference_model import TorchExecutor
+from support.parity.simulate import bf16_cache
+from support.parity.tiny import (
+    NUM_STEPS,
+    NUM_TOP,
+    FloatArray,
+    TinyCase,
+    case_token_ids,
+    kept_positions,
+    prompts,
+    weights_sha256,
+    write_case,
+)
+from support.parity.tiny_cases import CASES
 
 MAX_GGUF_ERROR = 1e-3
 """Between transformers' logits of the values and of a GGUF file of them, as a share of their deviation."""

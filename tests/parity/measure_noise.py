@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .compare import HasLogits, compare_greedy, compare_text, summarise_greedy, summarise_perplexity
-from .golden import GOLDEN_DIR, GreedyCase, load_greedy, load_texts
-from .reference_model import GgufReference, TorchExecutor
-from .simulate import bf16_cache, int8_inputs
+from support.parity.compare import HasLogits, compare_greedy, compare_text, summarise_greedy, summarise_perplexity
+from support.parity.golden import GOLDEN_DIR, GreedyCase, load_greedy, load_texts
+from support.parity.reference_model import GgufReference, TorchExecutor
+from support.parity.simulate import bf16_cache, int8_inputs
 
 ROUNDINGS = ((32, 1.0), (32, 1.004), (32, 1.009), (32, 1.015), (64, 1.0))
 """Columns per scale, and how much wider than necessary the steps are."""

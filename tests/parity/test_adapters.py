@@ -17,14 +17,13 @@ from penstock.models.load import load_adapter, load_model
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE
 from penstock.types.kv_dtype import KvDtype
-
-from .adapter_cases import ADAPTERS_DIR, RANKED, SETTINGS, TRAINED, load_logits, write_ranked, write_tiny_adapter
-from .compare import CLEAR_MARGIN, MIN_CLEAR_SHARE, compare_greedy, summarise_greedy
-from .executors import find_model
-from .golden import FloatArray, GreedyCase, TextCase, load_greedy
-from .test_tiny import MAX_RELATIVE_RMS
-from .tiny import case_token_ids, kept_positions, write_case
-from .tiny_cases import CASES
+from support.parity.adapter_cases import ADAPTERS_DIR, RANKED, SETTINGS, TRAINED, load_logits, write_ranked, write_tiny_adapter
+from support.parity.compare import CLEAR_MARGIN, MIN_CLEAR_SHARE, compare_greedy, summarise_greedy
+from support.parity.executors import find_model
+from support.parity.golden import FloatArray, GreedyCase, TextCase, load_greedy
+from support.parity.tiny import case_token_ids, kept_positions, write_case
+from support.parity.tiny_cases import CASES
+from support.parity.tiny_runs import MAX_RELATIVE_RMS
 
 BLOCK_SIZE = 16
 MAX_RANK = 64

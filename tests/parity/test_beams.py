@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from penstock.models import catalog
-from penstock.testing import Outcome, make_core, make_request, run_to_completion
-from penstock.types.events import Add
-from penstock.types.request import Request
-
-from .beam_cases import NUM_CASES, TINY, BeamCase, load
-from .executors import ParityExecutor, find_model, open_executor
-from .tiny import write_case
-from .tiny_cases import CASES
+from support.parity.beam_cases import NUM_CASES, TINY, load
+from support.parity.beams import search
+from support.parity.executors import find_model, open_executor
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 
 CLEAR_MARGIN = 1e-3
 """Sums of log-probabilities: the tiny model is computed as by transformers but for the order of sums."""
@@ -23,34 +19,6 @@ MIN_COMMON_SHARE = 0.7
 """Share of the default model's hypotheses that both have. Native kernels round activations to 8 bits, which moves a sum of
 twelve log-probabilities
 by more than most margins of these searches; `full_beams.py` compares without that."""
-
-
-def requests_of(case: BeamCase, number: int) -> list[Request]:
-    requests = [
-        make_request(
-            f"{number}.{idx}",
-            case.prompt_ids,
-            max_tokens=case.max_tokens,
-            beams=case.params,
-            stop_token_ids=tuple(case.stop_ids),
-            logprobs=case.width + len(case.stop_ids),
-        )
-        for idx in range(case.width)
-    ]
-    for request in requests:
-        request.parent_id = str(number)
-    return requests
-
-
-def search(executor: ParityExecutor, cases: Sequence[BeamCase], *, together: bool = True) -> list[list[list[int]]]:
-    """The hypotheses of each case; all searches run at once, or one after the other."""
-    core = make_core(executor.capacity)
-    requests = [requests_of(case, number) for number, case in enumerate(cases)]
-    commands = [[Add(request) for request in group] for group in requests]
-    outcomes: dict[str, Outcome] = {}
-    for batch in [[command for group in commands for command in group]] if together else commands:
-        outcomes |= run_to_completion(core, executor, *batch, after_turn=lambda driver: driver.core.check())
-    return [[outcomes[request.request_id].token_ids for request in group] for group in requests]
 
 
 def test_the_golden_searches_are_as_many_as_they_should_be() -> None:

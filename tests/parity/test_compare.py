@@ -10,8 +10,7 @@ import pytest
 from penstock.testing.hash_executor import HashExecutor, HashModel, expected_tokens
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
-
-from .compare import (
+from support.parity.compare import (
     CLEAR_MARGIN,
     TextComparison,
     compare_greedy,
@@ -20,8 +19,8 @@ from .compare import (
     summarise_perplexity,
     token_logprobs,
 )
-from .free_running import free_running_mismatch, generate_greedily
-from .golden import FloatArray, GreedyCase, TextCase
+from support.parity.free_running import free_running_mismatch, generate_greedily
+from support.parity.golden import FloatArray, GreedyCase, TextCase
 
 VOCAB_SIZE = 12
 PROMPT_LEN = 3

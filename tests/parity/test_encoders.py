@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.test_mutated import Changed, mutate, mutations
-from penstock.backends.native.executor import NativeExecutor
-from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
@@ -24,16 +20,15 @@ from penstock.testing import make_core, make_text, run_to_completion, text_capac
 from penstock.testing.builders import sizes_of
 from penstock.types.errors import ModelError
 from penstock.types.events import Add
-
-from .encoder_cases import ENCODERS, Text, load_states, texts, write_encoder
-from .golden import GOLDEN_DIR
-from .test_tiny import MAX_RELATIVE_RMS
-from .test_tiny_mutated import MAX_EXAMPLES
-from .test_tiny_mutated import MAX_RELATIVE_RMS as MAX_MUTATED_RMS
-from .test_tiny_settings import MIN_RELATIVE_RMS, variants
-from .tiny import FloatArray, weights_sha256
-
-BACKENDS: Mapping[str, Callable[..., Any]] = {"reference": ReferenceExecutor, "native": NativeExecutor}
+from support.models.mutated import Changed, mutate, mutations
+from support.parity.encoder_cases import ENCODERS, Text, load_states, texts, write_encoder
+from support.parity.encoders import BACKENDS
+from support.parity.golden import GOLDEN_DIR
+from support.parity.tiny import FloatArray, weights_sha256
+from support.parity.tiny_mutated import MAX_EXAMPLES
+from support.parity.tiny_mutated import MAX_RELATIVE_RMS as MAX_MUTATED_RMS
+from support.parity.tiny_runs import MAX_RELATIVE_RMS
+from support.parity.tiny_settings import MIN_RELATIVE_RMS, variants
 
 
 @pytest.fixture(scope="module")

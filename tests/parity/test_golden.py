@@ -15,8 +15,7 @@ import pytest
 from penstock.models.load import load_model
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import load_tokenizer
-
-from .compare import (
+from support.parity.compare import (
     CLEAR_MARGIN,
     MAX_SMALL_TEXT_RATIO,
     MIN_CLEAR_SHARE,
@@ -27,9 +26,9 @@ from .compare import (
     summarise_perplexity,
     token_logprobs,
 )
-from .executors import ParityExecutor, find_model, open_executor
-from .free_running import free_running_mismatch, generate_greedily, own_path_mismatch
-from .golden import (
+from support.parity.executors import ParityExecutor, find_model, open_executor
+from support.parity.free_running import free_running_mismatch, generate_greedily, own_path_mismatch
+from support.parity.golden import (
     FloatArray,
     GreedyCase,
     IntArray,
@@ -40,7 +39,7 @@ from .golden import (
     load_window_sums,
     tokens_sha256,
 )
-from .windows import Window, make_windows
+from support.parity.windows import Window, make_windows
 
 pytestmark = pytest.mark.model
 

@@ -8,9 +8,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from answer_bench import Answer, Bench, answer_of
-from penstock.backends.native.executor import NativeExecutor
-from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
@@ -18,11 +15,10 @@ from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.sampling import SamplingParams
-
-from .encoder_cases import ENCODERS
-from .executors import ParityExecutor
-from .golden import GOLDEN_DIR
-from .tiny import (
+from support.answer_bench import Answer, Bench, answer_of
+from support.parity.encoder_cases import ENCODERS
+from support.parity.golden import GOLDEN_DIR
+from support.parity.tiny import (
     NUM_STEPS,
     NUM_TOP,
     PROMPT_LENS,
@@ -35,27 +31,12 @@ from .tiny import (
     weights_sha256,
     write_case,
 )
-from .tiny_cases import CASES
+from support.parity.tiny_cases import CASES
+from support.parity.tiny_runs import BLOCK_SIZE, MAX_RELATIVE_RMS, make, runs
 
-MAX_RELATIVE_RMS = {"reference": 1e-3, "native": 0.05}
-"""Largest root mean square of the differences, as a share of the logits' standard deviation. Native rounds activations.
-`test_tiny_settings.py` shows what the first of them detects."""
 MAX_TOP_ERROR = {KvDtype.BF16: 4, KvDtype.INT8: 8}
 """Largest error of a log-probability among the likeliest, in those root mean squares."""
-RUNS = [("reference", KvDtype.BF16), ("native", KvDtype.BF16), ("native", KvDtype.INT8)]
-BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, logprobs=NUM_TOP)
-
-
-def runs(is_through_core: bool) -> list[tuple[str, str, KvDtype]]:
-    """Cases by backend and type of KV. Through the core the reference backend runs those alone that native does not compute."""
-    return [
-        (name, backend, kv_dtype)
-        for name, case in CASES.items()
-        for refused in [case.refused_by or {}]
-        for backend, kv_dtype in RUNS
-        if backend not in refused and not (is_through_core and backend == "reference" and "native" not in refused)
-    ]
 
 
 LoadCase = Callable[[str], LoadedModel]
@@ -77,22 +58,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> LoadCase:
 
 def golden_of(name: str) -> TinyGolden:
     return load_golden(CASES[name].golden or name)
-
-
-def make(model: LoadedModel, backend: str, kv_dtype: KvDtype, num_tokens: int) -> ParityExecutor:
-    kinds: dict[str, Callable[..., ParityExecutor]] = {"native": NativeExecutor, "reference": ReferenceExecutor}
-    return kinds[backend](
-        model,
-        architectures.describe(model.spec),
-        num_blocks=16 + 2 * -(-num_tokens // BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
-        max_rows=8,
-        max_step_tokens=max(64, num_tokens),
-        max_model_len=model.spec.max_model_len,
-        kv_dtype=kv_dtype,
-        poison=True,
-        **({"num_threads": 2} if backend == "native" else {}),
-    )
 
 
 def test_every_architecture_is_compared_in_every_form_that_its_files_have() -> None:

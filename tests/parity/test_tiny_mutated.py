@@ -8,7 +8,6 @@ a setting that one of them misreads, or a size that makes a kernel read elsewher
 from __future__ import annotations
 
 import json
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -17,20 +16,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.test_mutated import Changed, mutate, mutations
 from penstock.models import catalog
 from penstock.models.load import load_model
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-
-from .test_tiny import make
-from .tiny import FloatArray, case_token_ids, write_case
-from .tiny_cases import CASES
+from support.models.mutated import Changed, mutate, mutations
+from support.parity.tiny import FloatArray, case_token_ids, write_case
+from support.parity.tiny_cases import CASES
+from support.parity.tiny_mutated import MAX_EXAMPLES, MAX_RELATIVE_RMS
+from support.parity.tiny_runs import make
 
 NUM_TOKENS = 12
-MAX_RELATIVE_RMS = 0.15
-"""Settings that no author would choose make models that magnify rounding more than real ones."""
-MAX_EXAMPLES = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 3
 DIRECTORIES = [name for name, case in CASES.items() if case.gguf is None]
 GGUFS = {name: case.gguf.architecture for name, case in CASES.items() if case.gguf is not None}
 few = settings(max_examples=MAX_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 
-from .golden import GOLDEN_DIR
-from .reference_model import GgufReference
+from support.parity.golden import GOLDEN_DIR
+from support.parity.reference_model import GgufReference
 
 ADAPTERS = {
     "qv_r4": LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),

@@ -12,7 +12,7 @@ from penstock.sched.adapters import LOAD_TIMEOUT_NS
 from penstock.testing import Driver, HashExecutor, run_to_completion
 from penstock.testing.driver import LateWorker
 from penstock.types.request import FinishReason
-from strategies import Engine, Workload, check_answers, engines, workloads
+from support.strategies import Engine, Workload, check_answers, engines, workloads
 
 
 class BothWorkers(LateWorker):

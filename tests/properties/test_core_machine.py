@@ -25,7 +25,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
-from strategies import MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
+from support.strategies import MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 
 MAX_MODEL_LEN = 40
 

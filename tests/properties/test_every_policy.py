@@ -29,7 +29,7 @@ from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
-from strategies import EOS_TOKEN_ID, MODEL
+from support.strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -18,7 +18,7 @@ from penstock.testing import Driver, run_to_completion
 from penstock.types.events import TokenEvent
 from penstock.types.plan import PaddingId
 from penstock.types.request import Request, RequestStatus
-from strategies import Engine, Workload, engines, workloads
+from support.strategies import Engine, Workload, engines, workloads
 
 PHASES = {
     RequestStatus.WAITING: {Phase.WAITING},

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.sched.policies.presets import make_policies
@@ -22,7 +21,8 @@ from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, mak
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
-from strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
+from support.memory_store import Faults
+from support.strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
 
 
 def run(

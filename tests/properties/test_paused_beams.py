@@ -8,7 +8,6 @@ from dataclasses import fields
 
 import pytest
 
-from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
@@ -20,7 +19,8 @@ from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
-from strategies import EOS_TOKEN_ID, MODEL, Engine, LowerTier
+from support.memory_store import Faults
+from support.strategies import EOS_TOKEN_ID, MODEL, Engine, LowerTier
 
 MAX_LEN = 100
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -8,7 +8,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.testing import Driver, HashExecutor, Outcome, run_to_completion
 from penstock.types.request import Request
-from strategies import Engine, Workload, check_answers, engines, workloads
+from support.strategies import Engine, Workload, check_answers, engines, workloads
 
 
 def run(engine: Engine, workload: Workload) -> tuple[EngineCore, HashExecutor, list[Request], dict[str, Outcome]]:

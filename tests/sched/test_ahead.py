@@ -13,7 +13,7 @@ from penstock.types.events import Abort, Add
 from penstock.types.request import FinishReason, RequestStatus
 from penstock.types.sampling import BeamParams, SamplingParams
 from penstock.types.stats import StepStats
-from stepwise import CAPACITY, Device, answer, ends_with_stop
+from support.stepwise import CAPACITY, Device, answer, ends_with_stop
 
 
 @pytest.fixture(params=[0, 1, 2])

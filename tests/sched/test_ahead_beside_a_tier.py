@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from memory_store import MemoryStore
 from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
@@ -19,7 +18,8 @@ from penstock.testing.driver import LateWorker
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request, RequestStatus
-from strategies import EOS_TOKEN_ID, MODEL
+from support.memory_store import MemoryStore
+from support.strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=4, max_step_tokens=64, max_model_len=80)
 EAGER = Watermark(share=0.0, growth_tokens=0)

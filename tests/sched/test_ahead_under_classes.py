@@ -7,7 +7,7 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
-from stepwise import CAPACITY, Device, answer
+from support.stepwise import CAPACITY, Device, answer
 
 
 def classed(**capacity: int) -> Device:

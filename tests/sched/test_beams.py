@@ -12,7 +12,6 @@ from types import FrameType
 
 import pytest
 
-from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.sched.choosing.beam_search import BeamSearch
@@ -35,7 +34,8 @@ from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
-from strategies import Engine, LowerTier
+from support.memory_store import Faults
+from support.strategies import Engine, LowerTier
 
 EOS = 3
 MODEL = HashModel(vocab_size=40, eos_token_id=EOS, eos_period=12)

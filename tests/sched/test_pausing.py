@@ -16,7 +16,7 @@ from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Add
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import BeamParams
-from strategies import Engine, LowerTier
+from support.strategies import Engine, LowerTier
 
 HIGH, MIDDLE, LOW = 0, 1, 2
 SECOND = 1_000_000_000

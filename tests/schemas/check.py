@@ -20,8 +20,9 @@ from random import Random
 from typing import Any
 
 import jsonschema
-from bytewise import Bytewise, spelled
-from generated import schema as generated_schema
+
+from support.schemas.bytewise import Bytewise, spelled
+from support.schemas.generated import schema as generated_schema
 
 DRAFTS: dict[str, tuple[str, Any]] = {
     "draft4": ("http://json-schema.org/draft-04/schema#", jsonschema.Draft4Validator),

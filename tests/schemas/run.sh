@@ -13,4 +13,4 @@ if [[ ! -f $CACHE/.fetched ]]; then
   .venv/bin/pip install --quiet --disable-pip-version-check --target "$CACHE/packages" "jsonschema[format]==$VERSION"
   touch "$CACHE/.fetched"
 fi
-PYTHONPATH=$CACHE/packages:src exec .venv/bin/python tests/schemas/check.py "$CACHE/jsonschema-$VERSION/json/tests" "$@"
+PYTHONPATH=$CACHE/packages:src:tests exec .venv/bin/python tests/schemas/check.py "$CACHE/jsonschema-$VERSION/json/tests" "$@"

@@ -1,13 +1,8 @@
-"""Fixtures of the server's tests; the runtime and the live server are in `harness`."""
-
-import sys
-from pathlib import Path
+"""Fixtures of the server's tests; the runtime and the live server are in `support/server/harness.py`."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import harness
+from support.server import harness
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-from harness import GatedExecutor, running, until
-from test_connections import LONG, load, send
-from test_http import GET, check_error, connected, post, read_answer
 
 from penstock.config import ServerConfig
 from penstock.serve.http import acceptor as acceptor_module
@@ -23,6 +20,9 @@ from penstock.serve.http import connection as connection_module
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
 from penstock.types.errors import ConfigError
+from support.server.connections import LONG, load, send
+from support.server.harness import GatedExecutor, running, until
+from support.server.http import GET, check_error, connected, post, read_answer
 
 MAX = 4
 MOST = MAX + NUM_EXTRA_CONNECTIONS

@@ -5,17 +5,17 @@ import http.client
 
 import httpx
 import pytest
-from harness import make_client, running
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
-from test_errors import check
 
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants, read_key_file
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import KeyRing, RequestChecks, require_admin
 from penstock.types.errors import ConfigError
+from support.server.errors import check
+from support.server.harness import make_client, running
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": "a", "max_tokens": 1}
@@ -63,7 +63,7 @@ async def test_without_keys_everything_is_open(client):
 
 
 async def test_one_keys_requests_cannot_be_cancelled_with_another():
-    import harness
+    from support.server import harness
 
     gate = harness.GatedExecutor()
     config = ServerConfig(port=0, api_keys=("one", "two"), shutdown_timeout_s=0.0)

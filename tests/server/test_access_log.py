@@ -7,13 +7,13 @@ import threading
 
 import httpx
 import pytest
-from harness import GatedExecutor, make_runtime, make_text_runtime, running, until, wait_until
 
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
 from penstock.serve.http import access_log
 from penstock.serve.http.access_log import AccessLog, json_line, text_line
 from penstock.serve.http.checks import Entry
+from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until, wait_until
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
@@ -106,7 +106,7 @@ def test_a_head_has_no_bytes(lines):
 
 
 def test_texts_are_told_with_their_tokens(lines):
-    from harness import LiveServer
+    from support.server.harness import LiveServer
 
     runtime = make_text_runtime()
     try:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
-from harness import make_client, make_runtime, until
 
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import adapters as registry_file
@@ -30,8 +29,9 @@ from penstock.serve.cards import Listed
 from penstock.serve.vllm import adapters as route_file
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_hf
+from support.server.harness import make_client, make_runtime, until
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_hf
 
 TINY = TinyLlama()
 ENDS = ("q_proj", "k_proj", "v_proj", "o_proj")

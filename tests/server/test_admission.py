@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
 from penstock.admission.door import AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
+from support.server.admission import ONE_ROW, Held
+from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
-ONE_ROW = replace(CAPACITY, max_rows=1)
 BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 
 
@@ -37,27 +37,6 @@ class JumpingClock(WallClock):
 
     def now_ns(self) -> int:
         return super().now_ns() + self.offset_ns
-
-
-class Held:
-    """A live server whose one row is taken by a request that does not go on."""
-
-    def __init__(self, config: ServerConfig | None = None, **limits) -> None:
-        self.executor = GatedExecutor(ONE_ROW)
-        self._running = running(self.executor, limits=AdmissionLimits(**limits), config=config)
-
-    async def __aenter__(self):
-        self.server = self._running.__enter__()
-        self.client = httpx.AsyncClient(base_url=self.server.url, timeout=20)
-        self.first = asyncio.create_task(self.client.post("/v1/completions", json={"prompt": "first", "max_tokens": 400}))
-        await until(lambda: self.server.runtime.engine.load().num_running == 1)
-        return self
-
-    async def __aexit__(self, *exc_info) -> None:
-        self.executor.open()
-        assert (await self.first).status_code == 200
-        await self.client.aclose()
-        self._running.__exit__(*exc_info)
 
 
 async def test_a_tenant_may_run_so_many_and_others_go_on():

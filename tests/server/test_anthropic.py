@@ -6,18 +6,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from harness import (
-    CAPACITY,
-    CHAT_TEMPLATE,
-    GatedExecutor,
-    make_client,
-    make_tokenizer,
-    running,
-    until,
-)
-from test_chat import HI_PROMPT
-from test_completions import oracle
-from test_tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
+
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
+from support.server.harness import CAPACITY, CHAT_TEMPLATE, GatedExecutor, make_client, make_tokenizer, running, until
+from support.server.tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]

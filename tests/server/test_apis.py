@@ -6,7 +6,6 @@ from typing import Literal
 
 import httpx
 import pytest
-from harness import make_runtime
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
@@ -18,6 +17,7 @@ from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import Wording
 from support.answers import AnswerCheck, find_operation
+from support.server.harness import make_runtime
 
 
 class EchoBody(Body):

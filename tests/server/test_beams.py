@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime, make_tokenizer
-from test_completions import ask, events
 
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import ROOT, mix
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
+from support.server.completions import ask, events
+from support.server.harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime, make_tokenizer
 
 CHAT = "/v1/chat/completions"
 TOKENIZER = make_tokenizer()

@@ -8,9 +8,7 @@ import time
 import httpx
 import orjson
 import pytest
-from harness import running
 from pydantic import ValidationError
-from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.anthropic.schemas import MessagesBody
 from penstock.serve.bodies import MAX_CONTAINERS, MAX_MESSAGES, MAX_TOKEN_IDS, parse_body
@@ -19,7 +17,9 @@ from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
-from work_time import others_are_no_garbage, thread_s
+from support.server.errors import CHAT, COMPLETIONS, check
+from support.server.harness import running
+from support.work_time import others_are_no_garbage, thread_s
 
 MAX_BYTES = 4 << 20
 MAX_FINDINGS = 200

@@ -1,14 +1,14 @@
 """`/v1/chat/completions`: what comes back for what was asked."""
 
 import pytest
-from harness import CAPACITY, END_ID, OTHER_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, make_client, make_runtime
-from test_completions import TOKENIZER, events, oracle
 
 from penstock.testing import HashExecutor, HashModel
+from support.server.chat import HI_PROMPT
+from support.server.completions import TOKENIZER, events, oracle
+from support.server.harness import CAPACITY, END_ID, OTHER_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, make_client, make_runtime
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-HI_PROMPT = "<|turn|>user: hi<|end|>\n<|turn|>assistant: "
 
 
 async def ask(client, messages=HI, **body):

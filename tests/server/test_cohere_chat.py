@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from harness import make_client
-from test_tools import CALL, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
+
+from support.server.harness import make_client
+from support.server.tools import CALL, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
 PATH = "/v2/chat"
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "temperature": 0}

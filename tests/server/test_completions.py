@@ -3,44 +3,11 @@
 import re
 from dataclasses import replace
 
-import orjson
 import pytest
-from harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime, make_tokenizer
 
-from penstock.testing import HashExecutor, expected_tokens
-from penstock.types.sampling import SamplingParams
-
-URL = "/v1/completions"
-TOKENIZER = make_tokenizer()
-
-
-def oracle(prompt, **sampling):
-    """The answer's text, computed without engine or server."""
-    token_ids = TOKENIZER.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-    defaults = {"max_tokens": 16, "temperature": 0.0, "seed": 7, "stop_token_ids": TOKENIZER.eos_token_ids}
-    params = SamplingParams(**(defaults | sampling))
-    return TOKENIZER.decode(expected_tokens(token_ids, params, model=PRINTABLE_MODEL, max_model_len=2048).token_ids)
-
-
-def events(text):
-    """The parsed events of a stream, and whether it ended with [DONE]."""
-    lines = [line for line in text.split("\n\n") if line and not line.startswith(": ")]
-    assert all(line.startswith("data: ") for line in lines)
-    payloads = [line.removeprefix("data: ") for line in lines]
-    is_done = payloads[-1] == "[DONE]"
-    return [orjson.loads(payload) for payload in payloads[: -1 if is_done else None]], is_done
-
-
-async def ask(client, **body):
-    response = await client.post(URL, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def ask_streaming(client, **body):
-    response = await client.post(URL, json=body | {"stream": True})
-    assert response.status_code == 200, response.text
-    return events(response.text)
+from penstock.testing import HashExecutor
+from support.server.completions import TOKENIZER, URL, ask, ask_streaming, events, oracle
+from support.server.harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime
 
 
 async def test_text_is_what_the_model_generates(client):

@@ -6,25 +6,12 @@ from dataclasses import replace
 import httpx
 import orjson
 import pytest
-from harness import CAPACITY, GatedExecutor, running, until
+
+from support.server.connections import LONG, load, send
+from support.server.harness import CAPACITY, GatedExecutor, running, until
 
 ONE_TOKEN = {"prompt": "hello", "max_tokens": 1}
 ONE_ROW = replace(CAPACITY, max_rows=1)
-LONG = {"prompt": "hello", "max_tokens": 1000, "temperature": 0}
-
-
-def load(server):
-    return server.runtime.engine.load()
-
-
-async def send(server, body, path="/v1/completions"):
-    """A raw request on its own connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    data = orjson.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    await writer.drain()
-    return reader, writer
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

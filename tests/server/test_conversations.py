@@ -6,9 +6,9 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from harness import CAPACITY, make_client, make_runtime
 
 from penstock.testing import HashExecutor
+from support.server.harness import CAPACITY, make_client, make_runtime
 
 SMALL = replace(CAPACITY, num_blocks=41)
 """Room for 640 tokens."""

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from harness import make_client, running
 
 from penstock.config import ServerConfig
 from penstock.serve.http.cors import Cors
 from penstock.types.errors import ConfigError
+from support.server.harness import make_client, running
 
 CHAT = "/v1/chat/completions"
 PAGE = "https://page.example"

@@ -5,30 +5,19 @@ import asyncio
 import httpx
 import orjson
 import pytest
-from harness import VOCAB_SIZE, GatedExecutor, make_client, make_runtime, running, until
-from test_completions import oracle
 
-from failing_executor import FailingExecutor
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.serve.errors import from_rejected
 from penstock.testing import HashExecutor
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
+from support.failing_executor import FailingExecutor
+from support.server.completions import oracle
+from support.server.errors import CHAT, COMPLETIONS, check
+from support.server.harness import VOCAB_SIZE, GatedExecutor, make_client, make_runtime, running, until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-def check(response, status, code, param=None):
-    """The response is an OpenAI error object, and says this."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
-    assert (error["code"], error["param"]) == (code, param), error
-    assert error["message"]
-    assert response.headers["x-request-id"]
-    return error
 
 
 def check_failed_stream(response, code):

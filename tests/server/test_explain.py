@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import httpx
 import orjson
 import pytest
-from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
-from test_errors import check
 
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.serve.ops import requests
+from support.server.errors import check
+from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
 COMPLETIONS = "/v1/completions"
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))

@@ -5,7 +5,6 @@ import json
 
 import orjson
 import pytest
-from harness import SPECIAL_TOKENS, make_client, make_runtime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +16,10 @@ from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.tgi.generate import TgiBody, TgiParameters
 from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
 from penstock.text import fim
+from support.server.fuzz import JSON, TEXT, as_json
+from support.server.harness import SPECIAL_TOKENS, make_client, make_runtime
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NUMBERS = st.integers(-3, 300) | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
-SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
 SCHEMAS = st.recursive(
     st.sampled_from(
         [{}, True, {"type": "integer"}, {"type": "string", "maxLength": 3}, {"enum": ["a", 1, None]}, {"const": "é"}]
@@ -147,11 +144,6 @@ def check(response):
         assert [orjson.loads(line) for line in response.text.splitlines()][-1]["done"] is True
     else:
         response.json()
-
-
-def as_json(value):
-    """JSON as clients write it; numbers beyond 64 bits are legal there, and orjson doesn't write them."""
-    return json.dumps(value).encode()
 
 
 @pytest.mark.parametrize("path", ROUTES)

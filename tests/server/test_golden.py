@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, running, until
 
-from failing_executor import FailingExecutor
+from support.failing_executor import FailingExecutor
+from support.server.harness import GatedExecutor, running, until
 
 FOLDER = Path(__file__).parent / "golden"
 HI = [{"role": "user", "content": "hi"}]

@@ -7,53 +7,13 @@ import logging
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, LiveServer, make_runtime, running, until
 
 from penstock.config import ServerConfig
 from penstock.serve.http.connection import MAX_HEAD_BYTES, HttpConnection
+from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until
+from support.server.http import BODY, CHUNKED, GET, check_error, connected, head, post, read_answer
 
-BODY = b'{"prompt": "a", "max_tokens": 2}'
 OFFER = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
-CHUNKED = "Transfer-Encoding: chunked"
-
-
-def post(body=BODY, *headers, length=None, path="/v1/completions"):
-    """A request's bytes; its connection stays open unless a header says otherwise."""
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
-    if CHUNKED not in headers:
-        lines.append(f"Content-Length: {len(body) if length is None else length}")
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@contextlib.asynccontextmanager
-async def connected(server):
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    try:
-        async with asyncio.timeout(20):
-            yield reader, writer
-    finally:
-        writer.close()
-
-
-async def read_answer(reader):
-    """Status, headers and body of the next answer."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    status, *lines = head.split("\r\n")
-    headers = dict(line.split(": ", 1) for line in lines if line)
-    body = await reader.readexactly(int(headers["content-length"]))
-    return int(status.split(" ")[1]), headers, body
-
-
-def check_error(answer, status, code):
-    assert answer[0] == status, answer
-    error = orjson.loads(answer[2])["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == code
-    assert answer[1]["connection"] == "close"
-    return error
 
 
 async def exchange(server, data):
@@ -176,10 +136,6 @@ async def test_what_is_no_http_is_an_error_object_and_not_in_the_log(live, caplo
         for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 5, b"HELO x\r\n\r\n", post(length=-5)):
             check_error(await exchange(live, data), 400, "invalid_request_error")
     assert not caplog.records
-
-
-def head(*lines):
-    return "\r\n".join([*lines, "", ""]).encode()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from harness import make_client
-from test_errors import COMPLETIONS, check
 
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.serve.app import create_app
+from support.server.errors import COMPLETIONS, check
+from support.server.harness import make_client
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 

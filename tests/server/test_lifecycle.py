@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
+from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
 
@@ -202,7 +202,7 @@ def test_run_server_returns_the_exit_code():
 PROGRAM = """
 import asyncio, ctypes, sys
 sys.path[:] = {path!r}
-import harness
+from support.server import harness
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.serve.server import run_server

@@ -5,12 +5,21 @@ import json
 from dataclasses import replace
 
 import pytest
-from harness import CAPACITY, CHAT_TEMPLATE, SPECIAL_TOKENS, GatedExecutor, make_client, make_runtime, make_text_runtime, until
-from test_completions import TOKENIZER, oracle
-from test_tools import says
 
 from penstock.calls.in_flight import InFlight
 from penstock.text import fim
+from support.server.completions import TOKENIZER, oracle
+from support.server.harness import (
+    CAPACITY,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    GatedExecutor,
+    make_client,
+    make_runtime,
+    make_text_runtime,
+    until,
+)
+from support.server.tools import says
 
 END, BEGIN, TURN = SPECIAL_TOKENS
 ASK = {"prompt": "Hi", "temperature": 0, "n_predict": 5}

@@ -4,10 +4,8 @@ import asyncio
 
 import httpx
 import pytest
-from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, running, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from failing_executor import FailingExecutor
 from penstock.clock import WallClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
@@ -16,6 +14,8 @@ from penstock.engine.thread import Engine, EngineState
 from penstock.obs.metrics import Metrics
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.tokenizer import detokenizer_factory
+from support.failing_executor import FailingExecutor
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, running, until
 
 OTHER_MODEL = HashModel(vocab_size=PRINTABLE_MODEL.vocab_size, first_token_id=PRINTABLE_MODEL.first_token_id + 30)
 ASK = {"prompt": "hello", "max_tokens": 12, "temperature": 0}

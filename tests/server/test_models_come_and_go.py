@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.calls import run as run_file
@@ -24,6 +23,7 @@ from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 
 NAMES = ("a", "b", "texts")
 ASK = {"prompt": "hello", "max_tokens": 12, "temperature": 0}

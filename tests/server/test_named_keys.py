@@ -7,14 +7,14 @@ import textwrap
 
 import httpx
 import pytest
-from harness import GatedExecutor, make_client, make_runtime, running, until, wait_until
-from test_errors import check
 
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
 from penstock.serve.http import watch
 from penstock.serve.http.checks import KeyRing
 from penstock.types.errors import ConfigError
+from support.server.errors import check
+from support.server.harness import GatedExecutor, make_client, make_runtime, running, until, wait_until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": "a", "max_tokens": 2}

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, LiveServer, wait_until
 
 from penstock.calls.call import Call
+from support.server.harness import GatedExecutor, LiveServer, wait_until
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import make_client
 from starlette.routing import Route
 
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, ServerConfig
@@ -19,8 +18,9 @@ from penstock.deploy.running import RunningModel
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.errors import ModelError
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_hf
+from support.server.harness import make_client
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_hf
 
 TINY = TinyLlama()
 BROKEN = ("dora", "wide", "not-finite", "too-large", "cut-short", "no-json")

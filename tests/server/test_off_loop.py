@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from harness import LiveServer, fixed_sources, make_client, make_runtime, running, until
-from test_errors import COMPLETIONS, check
 
 from penstock.calls.run import MAX_TEXT_CHARS
 from penstock.config import ServerConfig
@@ -16,6 +14,8 @@ from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
+from support.server.errors import COMPLETIONS, check
+from support.server.harness import LiveServer, fixed_sources, make_client, make_runtime, running, until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

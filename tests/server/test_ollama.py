@@ -7,14 +7,14 @@ import time
 
 import httpx
 import pytest
-from harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
-from test_tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ModelCard
 from penstock.serve.app import create_app
 from penstock.text import fim
+from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
+from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "options": {"temperature": 0, "num_predict": 5}}
 PROMPT = {"model": "toy", "prompt": "Hi", "options": {"temperature": 0, "num_predict": 5}}

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from typing import Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
-from test_chat import HI_PROMPT
-from test_completions import oracle
+
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
+from support.server.openai_client import Answer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -66,11 +66,6 @@ def test_extra_body_fields_of_vllm(sync_client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "return_token_ids": True}
     answer = sync_client.chat.completions.create(model="toy", messages=HI, temperature=0, max_tokens=3, extra_body=extra)
     assert len(answer.choices[0].model_extra["token_ids"]) == 3
-
-
-class Answer(BaseModel):
-    colour: Literal["red", "green"]
-    sizes: list[Literal[1, 2, 3]]
 
 
 def test_an_answer_that_follows_a_schema(sync_client):

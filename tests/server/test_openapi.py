@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from harness import make_client, make_runtime
+
+from support.server.harness import make_client, make_runtime
 
 
 @pytest.fixture

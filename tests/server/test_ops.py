@@ -6,11 +6,11 @@ from html import unescape
 
 import httpx
 import pytest
-from harness import make_runtime
 from prometheus_client.parser import text_string_to_metric_families
-from test_completions import events
 
 import penstock
+from support.server.completions import events
+from support.server.harness import make_runtime
 
 COUNTED = (
     "penstock_request_success_total",

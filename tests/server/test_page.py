@@ -4,13 +4,13 @@ import hashlib
 import re
 from pathlib import Path
 
-import harness
 import pytest
 
 import penstock.serve
 from penstock.config import ServerConfig
 from penstock.serve.ops.page import PAGE_PATHS, POLICY
 from penstock.serve.server import ready_text
+from support.server import harness
 
 KINDS = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 MAX_BYTES = 100_000

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-from harness import make_client
-from test_chat import HI_PROMPT
-from test_completions import oracle
-from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
 from penstock.serve.bodies import (
@@ -46,6 +42,10 @@ from penstock.serve.responses.schemas import (
     TextPart,
 )
 from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
+from support.server.errors import CHAT, COMPLETIONS, check
+from support.server.harness import make_client
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}

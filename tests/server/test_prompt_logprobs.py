@@ -3,13 +3,13 @@
 import math
 
 import pytest
-from harness import PRINTABLE_MODEL, make_tokenizer
-from test_completions import TOKENIZER, ask, ask_streaming, oracle
 
 from penstock.calls import run
 from penstock.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from penstock.testing.hash_executor import expected_prompt_logprobs
 from penstock.types.result import TokenLogprobs
+from support.server.completions import TOKENIZER, ask, ask_streaming, oracle
+from support.server.harness import PRINTABLE_MODEL, make_tokenizer
 
 CHAT_URL = "/v1/chat/completions"
 PROMPT = "a prompt of more than twenty tokens"

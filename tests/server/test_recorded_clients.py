@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from harness import CAPACITY, END_ID, VOCAB_SIZE, make_client, make_runtime, make_text_runtime, make_tokenizer
 
 from clients.recorder import lacking, shape_of, shape_of_answer
 from penstock.testing import HashExecutor, HashModel
+from support.server.harness import CAPACITY, END_ID, VOCAB_SIZE, make_client, make_runtime, make_text_runtime, make_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "clients" / "recorded"
 EXCHANGES = [json.loads(line) for path in sorted(FOLDER.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]

@@ -3,23 +3,15 @@
 import json
 
 import pytest
-from harness import make_client, make_runtime
-from test_chat import HI_PROMPT
-from test_completions import oracle
-from test_tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
-PATH = "/v1/responses"
-ASK = {"input": "hi", "temperature": 0, "max_output_tokens": 12}
-FUNCTIONS = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
+from support.server.harness import make_client, make_runtime
+from support.server.responses import ASK, FUNCTIONS, PATH, ROME, ask
+from support.server.tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
+
 NOW_TOOL = FUNCTIONS[1]
 CLOCK = {"type": "namespace", "name": "clock", "description": "Times.", "tools": [NOW_TOOL]}
-ROME = {"place": "Rome", "days": 3}
-
-
-async def ask(client, expects=200, **body):
-    response = await client.post(PATH, json=ASK | body)
-    assert response.status_code == expects, response.text
-    return response.json()
 
 
 def events_of(text):

@@ -5,13 +5,14 @@ import json
 
 import openai
 import pytest
-from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, running, wait_until
 from pydantic import BaseModel
-from test_chat import HI_PROMPT
-from test_completions import oracle
-from test_openai_client import Answer
-from test_responses import FUNCTIONS, ROME
-from test_tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
+
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, running, wait_until
+from support.server.openai_client import Answer
+from support.server.responses import FUNCTIONS, ROME
+from support.server.tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
 
 ASK = {"model": "toy", "input": "hi", "temperature": 0}
 

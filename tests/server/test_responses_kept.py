@@ -7,8 +7,6 @@ from dataclasses import replace
 import httpx
 import orjson
 import pytest
-from harness import make_client
-from test_responses import ASK, PATH, ask
 
 from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
@@ -19,6 +17,8 @@ from penstock.serve.errors import ApiError
 from penstock.serve.responses.routes import API as RESPONSES
 from penstock.serve.responses.routes import routes
 from penstock.serve.responses.store import Kept, MemoryStore, as_json, past_of
+from support.server.harness import make_client
+from support.server.responses import ASK, PATH, ask
 
 ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")
 SECOND_NS = 1_000_000_000

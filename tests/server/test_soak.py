@@ -8,10 +8,10 @@ from collections import Counter
 import httpx
 import orjson
 import pytest
-from harness import CAPACITY, PRINTABLE_MODEL, running, until
 
 from penstock.admission.door import AdmissionLimits
 from penstock.testing import HashExecutor
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, running, until
 
 NUM_REQUESTS = 500
 CONCURRENCY = 40

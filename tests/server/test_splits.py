@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import CAPACITY, make_client, make_runtime, make_text_runtime
 
 from penstock.deploy.splits import Split
 from penstock.testing import HashExecutor
+from support.server.harness import CAPACITY, make_client, make_runtime, make_text_runtime
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "chat", "prompt": "abc", "max_tokens": 2, "temperature": 0}

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, LiveServer, running, until
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.http import connection as connection_module
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.exchange import Exchange
+from support.server.harness import GatedExecutor, LiveServer, running, until
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import LiveServer, make_client, running, until
-from test_admission import Held
-from test_completions import events, oracle
-from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import MAX_GRAMMARS
@@ -27,6 +23,10 @@ from penstock.text.grammar import (
     Grammars,
 )
 from penstock.types.errors import GrammarFailure
+from support.server.admission import Held
+from support.server.completions import events, oracle
+from support.server.errors import CHAT, COMPLETIONS, check
+from support.server.harness import LiveServer, make_client, running, until
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 COLOUR = {"enum": ["red", "green", "blue"]}

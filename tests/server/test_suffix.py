@@ -1,10 +1,10 @@
 """`suffix` of completions: the model fills in the middle."""
 
 import pytest
-from harness import SPECIAL_TOKENS
-from test_completions import TOKENIZER, ask, oracle
 
 from penstock.text import fim
+from support.server.completions import TOKENIZER, ask, oracle
+from support.server.harness import SPECIAL_TOKENS
 
 END, BEGIN, TURN = SPECIAL_TOKENS
 

@@ -6,18 +6,6 @@ import math
 import struct
 
 import pytest
-from harness import (
-    CLASSIFIER,
-    EMBEDDER,
-    RERANKER,
-    TEXT_CAPACITY,
-    GatedExecutor,
-    make_client,
-    make_text_runtime,
-    make_tokenizer,
-    until,
-)
-from test_errors import check
 
 from penstock.clock import VirtualClock
 from penstock.engine.ports import OutputChunk
@@ -27,23 +15,18 @@ from penstock.serve.texts.tokens import named
 from penstock.testing import expected_state, make_request
 from penstock.types.encoder import TextTokens
 from penstock.types.request import FinishReason
-
-TOKENIZER = make_tokenizer(has_ends=True)
-
-
-def numbers(text, **options):
-    """The hash executor's answer to a text or a pair."""
-    [tokens] = TOKENIZER.encode_texts([text], **options)
-    return list(struct.unpack("4f", expected_state(tokens.token_ids, tokens.second_at)))
-
-
-def unit(values):
-    length = math.sqrt(sum(value * value for value in values))
-    return [value / length for value in values]
-
-
-def near(values):
-    return pytest.approx(values, abs=1e-6)
+from support.server.errors import check
+from support.server.harness import (
+    CLASSIFIER,
+    EMBEDDER,
+    RERANKER,
+    TEXT_CAPACITY,
+    GatedExecutor,
+    make_client,
+    make_text_runtime,
+    until,
+)
+from support.server.texts import TOKENIZER, near, numbers, unit
 
 
 def dot(first, second):

@@ -4,8 +4,9 @@ import math
 
 import openai
 import pytest
-from harness import EMBEDDER, LiveServer, make_text_runtime
-from test_texts import near, numbers, unit
+
+from support.server.harness import EMBEDDER, LiveServer, make_text_runtime
+from support.server.texts import near, numbers, unit
 
 
 @pytest.fixture(scope="module")

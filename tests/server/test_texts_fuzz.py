@@ -3,10 +3,8 @@
 import asyncio
 
 import pytest
-from harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runtime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fuzz import JSON, TEXT, as_json
 
 from penstock.serve.cohere.embed import CohereEmbedBody
 from penstock.serve.cohere.rerank import RerankBody
@@ -14,6 +12,8 @@ from penstock.serve.openai.embeddings import EmbeddingsBody
 from penstock.serve.tei.routes import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
 from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
 from penstock.serve.vllm.tokenize import TokenizeBody
+from support.server.fuzz import JSON, TEXT, as_json
+from support.server.harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runtime
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXTS = TEXT | st.lists(TEXT.filter(bool), min_size=1, max_size=3) | st.lists(TEXT, max_size=3)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy
 import orjson
 import pytest
-from harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runtime
-from test_errors import check
 
 from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
 from penstock.serve.texts import desk, endpoint, tokens
 from penstock.serve.texts import write as json_writer
 from penstock.text.tokenizer import Tokenizer
+from support.server.errors import check
+from support.server.harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runtime
 
 
 @pytest.fixture

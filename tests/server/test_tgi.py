@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from harness import make_client, make_runtime
+
+from support.server.harness import make_client, make_runtime
 
 PROMPT = {"inputs": "Hi", "parameters": {"max_new_tokens": 12}}
 

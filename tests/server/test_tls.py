@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from harness import running, wait_until
 
 from penstock.cli.main import cli
 from penstock.config import ServerConfig
@@ -18,6 +17,7 @@ from penstock.lab.target import Questions, Target
 from penstock.serve.http import watch
 from penstock.serve.http.tls import server_context
 from penstock.types.errors import ConfigError, PenstockError
+from support.server.harness import running, wait_until
 
 
 def make_certificate(folder, name="localhost", *, password=None):

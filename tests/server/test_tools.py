@@ -1,66 +1,28 @@
 """Tools and reasoning in `/v1/chat/completions`: what is asked, what the prompt says, and how answers are taken apart."""
 
 import json
-from dataclasses import dataclass
 
 import openai
 import pytest
-from harness import CAPACITY, CHAT_TEMPLATE, END_ID, VOCAB_SIZE, LiveServer, make_client, make_runtime, make_tokenizer
-from test_completions import events
-from test_errors import CHAT, check
 
 from penstock.testing import HashExecutor, HashModel
 from penstock.text.dialects import Dialect, ReasoningFormat
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammars
+from support.server.completions import events
+from support.server.errors import CHAT, check
+from support.server.harness import (
+    CAPACITY,
+    CHAT_TEMPLATE,
+    END_ID,
+    VOCAB_SIZE,
+    LiveServer,
+    make_client,
+    make_runtime,
+    make_tokenizer,
+)
+from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
-TOOLS_TEMPLATE = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
-    "{% for message in messages %}"
-    "<|turn|>{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
-)
-THINKING_TEMPLATE = (
-    CHAT_TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n\n{% endif %}"
-)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["place", "days"],
-        },
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
 ASK = {"messages": [{"role": "user", "content": "What is the weather?"}], "temperature": 0, "max_tokens": 400}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome", "days": 3}}\n</tool_call>'
-CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scripted(HashModel):
-    """Says a text, as far as masks let it: else the first token that they allow."""
-
-    vocab_size: int = VOCAB_SIZE
-    text: str = ""
-
-    def sample(self, value, sampling, num_generated, mask=None):
-        ids = [*make_tokenizer().encode(self.text, add_special_tokens=False), END_ID]
-        token_id = ids[min(num_generated, len(ids) - 1)]
-        if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
-            return token_id
-        return next(each for each in range(VOCAB_SIZE) if mask[each // 8] >> each % 8 & 1)
-
-
-def says(text, **fields):
-    return make_runtime(HashExecutor(CAPACITY, model=Scripted(text=text)), **fields)
 
 
 async def ask(text, *, chat_template=TOOLS_TEMPLATE, expects=200, **body):

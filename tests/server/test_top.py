@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from click.testing import CliRunner
-from harness import CAPACITY, GatedExecutor, make_runtime, running, until
 
 from penstock.cli.main import cli
 from penstock.cli.top import _LEAVE, Look, Snapshot, _show_live, counters, render
 from penstock.config import ServerConfig
 from penstock.types.errors import PenstockError
+from support.server.harness import CAPACITY, GatedExecutor, make_runtime, running, until
 
 LOAD = {
     "requests_running": 2,

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
-from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 from penstock.calls.call import TokenPrompt
 from penstock.calls.run import tokenise
@@ -24,6 +23,7 @@ from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingDefaults
+from support.server.harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 MODEL = ModelInfo(

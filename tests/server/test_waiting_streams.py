@@ -14,7 +14,6 @@ import httpx
 import httpx2
 import openai
 import pytest
-from harness import GatedExecutor, LiveServer, running, until
 from starlette.requests import Request as HttpRequest
 
 from penstock.calls.call import Owner, Terms
@@ -25,6 +24,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.streams import ChoiceRecord, EventStream, Writer
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
+from support.server.harness import GatedExecutor, LiveServer, running, until
 
 HI = [{"role": "user", "content": "hi"}]
 FEW = {"temperature": 0, "max_tokens": 4}

@@ -19,7 +19,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import penstock
-from server.harness import LiveServer, make_runtime, wait_until
+from support.server.harness import LiveServer, make_runtime, wait_until
 
 ROOT = str(Path(penstock.__file__).parent) + "/"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "stream": True, "max_tokens": 8}

@@ -23,7 +23,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.process import RealServer, serving, until
+from support.e2e.process import RealServer, serving, until
+from support.soak.memory import resident_bytes
 
 pytestmark = [
     pytest.mark.model,
@@ -49,12 +50,6 @@ SETTINGS = (
     "--explained-requests=100",  # as many as have ended before the warm-up is over
     "--log-level=error",
 )
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory that the process has now."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Clients:

@@ -7,8 +7,8 @@ import pytest
 from penstock.text import gbnf
 from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind
 from penstock.types.errors import Rejected
-from schemas.bytewise import Bytewise
-from work_time import thread_s
+from support.schemas.bytewise import Bytewise
+from support.work_time import thread_s
 
 BYTES = Bytewise()
 JSON = r"""

@@ -18,7 +18,7 @@ from penstock.text.grammar import ANSWERS_PER_COMPILATION, MAX_LARK_CHARS, STACK
 from penstock.text.grammar_source import of_lark
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
-from work_time import thread_s
+from support.work_time import thread_s
 
 UNUSED_IDS = 40
 AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "b"\n'

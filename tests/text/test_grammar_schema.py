@@ -12,7 +12,7 @@ from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Gramma
 from penstock.text.grammar_source import of_schema
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected
-from work_time import thread_s
+from support.work_time import thread_s
 
 
 @pytest.fixture

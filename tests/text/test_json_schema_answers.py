@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from schemas.bytewise import Bytewise
+from support.schemas.bytewise import Bytewise
 
 ANSWERS = Bytewise()
 TWO = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"], "additionalProperties": False}

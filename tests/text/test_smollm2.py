@@ -9,7 +9,7 @@ from penstock.models.catalog import default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
-from work_time import thread_s
+from support.work_time import thread_s
 
 pytestmark = pytest.mark.model
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import torch
-from absent_gpu import AbsentGpu, Figures
 
 from penstock.backends.cuda.kernels.attention import INTERPRETED, AttentionWorkspace, paged_attention
 from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_write, rope_table
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.types.kv_dtype import KvDtype
+from support.backends.cuda.absent_gpu import AbsentGpu, Figures
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 MAX_LEN = 8192

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from absent_gpu import SHARED_BYTES, AbsentGpu
 
 from penstock.backends.cuda.adapters import AdapterFormat
 from penstock.backends.cuda.executor import CudaExecutor
@@ -37,6 +36,7 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec, spec_of_equal_layers
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.backends.cuda.absent_gpu import SHARED_BYTES, AbsentGpu
 
 BLOCK_SIZE = 16
 MAX_LEN = 2048

@@ -7,7 +7,7 @@ from typing import Never
 
 import pytest
 
-from interpreted import HAS_DEVICE, MISSING
+from support.interpreted import HAS_DEVICE, MISSING
 
 
 class SkippedModule(pytest.Module):

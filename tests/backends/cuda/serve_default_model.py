@@ -21,9 +21,9 @@ import urllib.request
 
 import pytest
 
-from backends.cuda.emulated_gpu import emulate_gpu
 from penstock.backends.cuda import memory
 from penstock.cli.main import main as penstock
+from support.backends.cuda.emulated_gpu import emulate_gpu
 
 PROMPT = "The capital of France is"
 ANSWER_S = 4 * 3600.0

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from interpreted import DEVICE, HAS_DEVICE
-from packed_models import Packing, write_packed_hf
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -27,8 +23,12 @@ from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
-from random_adapters import random_factors
-from tiny_models import TinyLlama, write_gguf
+from support.interpreted import DEVICE, HAS_DEVICE
+from support.packed_models import Packing, write_packed_hf
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.random_adapters import random_factors
+from support.tiny_models import TinyLlama, write_gguf
 
 SHAPE = TinyLlama(is_tied=False, num_layers=2, num_heads=2, num_kv_heads=1, hidden_size=64, intermediate_size=96)
 TOKENS = tuple(int(i) for i in np.random.default_rng(3).integers(0, 264, 21))

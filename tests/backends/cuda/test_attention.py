@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda.paged import F32, Scene, Span
-from interpreted import DEVICE
 from penstock.backends.cuda.kernels import attention
 from penstock.types.kv_dtype import KvDtype
+from support.backends.cuda.paged import F32, Scene, Span
+from support.interpreted import DEVICE
 
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.cuda.paged import F32, Scene, Span
 from penstock.backends.cuda.kernels import attention
 from penstock.types.kv_dtype import KvDtype
+from support.backends.cuda.paged import F32, Scene, Span
 
 LENGTH = 2 * attention.DETERMINISTIC_SPLIT + 70
 SPOTS = (0, 63, 64, 500, 511, 512, 513, 1023, 1024, LENGTH - 1)

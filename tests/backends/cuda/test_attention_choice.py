@@ -18,9 +18,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cuda import fake_flashinfer
-from backends.cuda.twins import BLOCK_SIZE, BLOCKS_PER_ROW, Twins
-from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.cuda import attention_choice, attention_trial, flashinfer_attention
 from penstock.backends.cuda.attention import RowLens, StepKind
 from penstock.backends.cuda.attention_trial import Clock, largest_error, trial_steps
@@ -35,7 +32,10 @@ from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.backends.cuda import fake_flashinfer
+from support.backends.cuda.twins import BLOCK_SIZE, BLOCKS_PER_ROW, Twins
+from support.interpreted import DEVICE, HAS_DEVICE
+from support.tiny_models import TinyLlama, write_gguf
 
 pytestmark = pytest.mark.skipif(HAS_DEVICE, reason="the stand-in for FlashInfer computes on the CPU")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda.paged import LAYER, Scene, Span
-from interpreted import DEVICE
 from penstock.backends.cuda.kernels.attention import paged_attention
 from penstock.types.kv_dtype import KvDtype
+from support.backends.cuda.paged import LAYER, Scene, Span
+from support.interpreted import DEVICE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kv_dtype", KvDtype)]
 LENGTH = 1700

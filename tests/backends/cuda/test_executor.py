@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, HashProgram, hash_logits, mix
-from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.batch import NO_USABLE_LOGIT
 from penstock.backends.cuda import executor as module
 from penstock.backends.cuda.executor import CudaExecutor
@@ -20,9 +18,9 @@ from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
-
-BLOCK_SIZE = 4
-GREEDY = SamplingParams(temperature=0.0)
+from support.backends.cuda.executor import BLOCK_SIZE, GREEDY, admit, decodes, opened
+from support.backends.cuda.hash_program import hash_logits, mix
+from support.interpreted import HAS_DEVICE
 
 
 def answer(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREEDY) -> list[int]:
@@ -33,36 +31,6 @@ def answer(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREE
             value = mix(value, token)
         tokens.append(sample(hash_logits(value), params, tokens, len(prompt)).token_id)
     return tokens[len(prompt) :]
-
-
-@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@contextmanager
-def opened(monkeypatch: pytest.MonkeyPatch, *, depth: int, **changes: Any) -> Iterator[CudaExecutor]:
-    monkeypatch.setattr(module, "CompiledProgram", HashProgram)
-    settings = {
-        "num_blocks": 20,
-        "block_size": BLOCK_SIZE,
-        "max_rows": 3,
-        "max_step_tokens": 16,
-        "max_model_len": 16,
-        "device": DEVICE,
-        "dtype": torch.float32,
-        "poison": True,
-        "use_graphs": not HAS_DEVICE,  # a model that asks the device for its numbers can't be captured
-    }
-    executor = CudaExecutor(HASH_MODEL, HASH_PROGRAM, depth=depth, **(settings | changes))
-    yield executor
-    executor.close()
-
-
-@pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch, depth: int) -> Iterator[CudaExecutor]:
-    with opened(monkeypatch, depth=depth) as made:
-        yield made
 
 
 class Pipe:
@@ -88,14 +56,6 @@ class Pipe:
         while self._tickets:
             self.collect()
         return [token for result in self.results for token in result.token_ids.get(request_id, ())]
-
-
-def admit(request_id: str, tokens: Sequence[int], blocks: Sequence[int], params: SamplingParams = GREEDY) -> AdmitRow:
-    return AdmitRow(request_id, tuple(tokens), len(tokens), tuple(blocks), 0, params)
-
-
-def decodes(contexts: Mapping[str, int]) -> list[RowPlan]:
-    return [RowPlan(name, context, 1, (), True) for name, context in contexts.items()]
 
 
 def test_a_step_uses_the_token_that_the_one_in_flight_samples(executor: CudaExecutor) -> None:

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda.hash_program import VOCAB_SIZE, hash_logits, mix
-from backends.cuda.test_executor import GREEDY, admit, decodes, opened
-from interpreted import HAS_DEVICE
 from penstock.backends.cuda import executor as module
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
@@ -23,6 +20,9 @@ from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
+from support.backends.cuda.executor import GREEDY, admit, decodes, opened
+from support.backends.cuda.hash_program import VOCAB_SIZE, hash_logits, mix
+from support.interpreted import HAS_DEVICE
 
 GRAMMAR = replace(GREEDY, follows_grammar=True)
 MANY = {"max_rows": 5, "max_step_tokens": 20, "num_blocks": 30}

@@ -14,9 +14,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interpreted import DEVICE, HAS_DEVICE
-from parity.tiny import write_case
-from parity.tiny_cases import CASES
 from penstock.backends.cuda import launcher
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
@@ -29,7 +26,10 @@ from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
-from tiny_models import TinyLlama, write_gguf
+from support.interpreted import DEVICE, HAS_DEVICE
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_models import TinyLlama, write_gguf
 
 SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
 CAPACITY = Capacity(num_blocks=40, block_size=16, max_rows=5, max_step_tokens=40, max_model_len=60)

@@ -9,8 +9,6 @@ import random
 import pytest
 import torch
 
-from backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, VOCAB_SIZE, HashProgram, hash_logits, mix
-from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.cuda import executor as module
 from penstock.backends.reference.sampling import sample
 from penstock.sched.policies.presets import make_policies
@@ -20,6 +18,8 @@ from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
+from support.backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, VOCAB_SIZE, HashProgram, hash_logits, mix
+from support.interpreted import DEVICE, HAS_DEVICE
 
 NUM_REQUESTS = 10
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -10,10 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from backends.cuda.float8_weights import float8_blocks, float8_rows, rounded
-from backends.cuda.test_weights import quantised
-from backends.cuda.twins import compile_program
-from interpreted import DEVICE
 from penstock.backends.cuda.experts import Mixture, Scratch
 from penstock.backends.cuda.kernels.experts import sort_by_expert
 from penstock.backends.reference.interpreter import Interpreter, RowRun
@@ -24,6 +20,10 @@ from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Activation
+from support.backends.cuda.float8_weights import float8_blocks, float8_rows, rounded
+from support.backends.cuda.twins import compile_program
+from support.backends.cuda.weights import quantised
+from support.interpreted import DEVICE
 
 F32 = NDArray[np.float32]
 NUM_IDS = 40

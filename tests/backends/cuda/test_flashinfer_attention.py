@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda import fake_flashinfer
-from backends.cuda.paged import F32, LAYER, Scene, Span
-from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.cuda.attention import AttentionShape, RowLens
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.flashinfer_attention import (
@@ -29,7 +26,10 @@ from penstock.backends.cuda.kernels.page_indices import PAGES_AT_ONCE, page_indi
 from penstock.backends.cuda.stream import open_stream
 from penstock.models.architectures import describe
 from penstock.models.gguf import load_gguf
-from tiny_models import TinyLlama, write_gguf
+from support.backends.cuda import fake_flashinfer
+from support.backends.cuda.paged import F32, LAYER, Scene, Span
+from support.interpreted import DEVICE, HAS_DEVICE
+from support.tiny_models import TinyLlama, write_gguf
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SHAPE = AttentionShape(8, 2, 64, 0.125)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda import fake_flashinfer
-from interpreted import HAS_DEVICE
 from penstock.backends.cuda.attention import AttentionShape, RowLens
 from penstock.backends.cuda.flashinfer_attention import VERSIONS, FlashInferAttention, import_package, is_installed
 from penstock.backends.cuda.kv_cache import KvLayer
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.stream import open_stream
+from support.backends.cuda import fake_flashinfer
+from support.interpreted import HAS_DEVICE
 
 WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
 HEADS = ("num_qo_heads", "num_kv_heads")

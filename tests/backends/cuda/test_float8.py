@@ -11,11 +11,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from backends.cuda.float8_weights import float8_blocks, float8_rows
-from backends.cuda.test_gemm import activations, dense, expected, product
-from backends.cuda.test_weights import load, quantised, values
-from fp8_models import to_e4m3
-from interpreted import DEVICE
 from penstock.backends.cuda import float8
 from penstock.backends.cuda.kernels import dequantise
 from penstock.backends.cuda.kernels.numbers import float8_widening
@@ -23,6 +18,11 @@ from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix,
 from penstock.models.formats import E4M3_VALUES, Floats, WeightFormat, held_bytes
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
+from support.backends.cuda.float8_weights import float8_blocks, float8_rows
+from support.backends.cuda.gemm import activations, dense, expected, product
+from support.backends.cuda.weights import load, quantised, values
+from support.fp8_models import to_e4m3
+from support.interpreted import DEVICE
 
 F32 = NDArray[np.float32]
 NUMBERS = np.array(E4M3_VALUES, np.float32)

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from backends.cuda.float8_weights import float8_blocks, float8_rows
-from backends.cuda.test_weights import quantised
-from interpreted import DEVICE
 from penstock.backends.cuda.kernels import gemm
 from penstock.backends.cuda.linear import Linear, Workspace
 from penstock.backends.cuda.weights import load_matrices
 from penstock.models.formats import BLOCKS, WeightFormat
 from penstock.models.weights import WeightTensor
+from support.backends.cuda.float8_weights import float8_blocks, float8_rows
+from support.backends.cuda.gemm import F32, activations, dense, expected, product
+from support.backends.cuda.weights import quantised
+from support.interpreted import DEVICE
 
-F32 = NDArray[np.float32]
 LAYOUTS = (
     WeightFormat.F32,
     WeightFormat.F8_E4M3,
@@ -32,61 +31,14 @@ LAYOUTS = (
 """Floats of 32 and 8 bits; 4 and 8 bits with and without offsets; groups of 16."""
 
 
-def dense(rows: int, cols: int, seed: int = 0) -> WeightTensor:
-    numbers = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32) / np.float32(np.sqrt(cols))
-    return WeightTensor("w", rows, cols, WeightFormat.F32, numbers)
-
-
 def weights(fmt: WeightFormat, rows: int, cols: int, seed: int = 0) -> WeightTensor:
     if fmt is WeightFormat.F8_E4M3:
         return float8_rows(rows, cols, seed)
     return quantised(fmt, rows, cols // BLOCKS[fmt][0], seed) if fmt in BLOCKS else dense(rows, cols, seed)
 
 
-def activations(tokens: int, cols: int, seed: int = 1) -> F32:
-    return np.random.default_rng(seed).standard_normal((tokens, cols)).astype(np.float32)
-
-
 def on_device(array: F32 | None) -> torch.Tensor | None:
     return None if array is None else torch.from_numpy(array.copy()).to(DEVICE)
-
-
-def product(
-    tensors: list[WeightTensor],
-    x: F32,
-    *,
-    bias: F32 | None = None,
-    residual: F32 | None = None,
-    deterministic: bool = False,
-    in_place: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> F32:
-    """The result of `Linear`, written into the middle of wider rows."""
-    device = torch.device(DEVICE)
-    workspace = Workspace(device, dtype)
-    bias_on_device = None if bias is None else torch.from_numpy(bias).to(device, dtype)
-    linear = Linear.from_weights(tensors, bias_on_device, dtype, device, workspace, deterministic=deterministic)
-    linear.reserve(len(x))
-    workspace.allocate()
-    workspace.partials.fill_(torch.nan)
-    wide = torch.full((len(x), linear.num_rows + 6), torch.nan, dtype=dtype, device=device)
-    out = wide[:, 2 : 2 + linear.num_rows]
-    added = None if residual is None else torch.from_numpy(residual).to(device, dtype)
-    if in_place and added is not None:
-        out.copy_(added)
-        added = out
-    wide_x = torch.full((len(x), x.shape[1] + 16), torch.nan, dtype=dtype, device=device)
-    wide_x[:, : x.shape[1]] = torch.from_numpy(x)
-    linear(out, wide_x[:, : x.shape[1]], added)
-    assert wide[:, :2].isnan().all()
-    assert wide[:, -4:].isnan().all()
-    return out.float().cpu().numpy()
-
-
-def expected(tensors: list[WeightTensor], x: F32, bias: F32 | None = None, residual: F32 | None = None) -> F32:
-    matrix = np.concatenate([tensor.dequantize() for tensor in tensors]).astype(np.float64)
-    out = x.astype(np.float64) @ matrix.T
-    return np.asarray(out + (0 if bias is None else bias) + (0 if residual is None else residual), np.float32)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

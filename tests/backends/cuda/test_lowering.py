@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda.float8_weights import rounded
-from backends.cuda.twins import Twins, compile_program
-from fp8_models import Scales, write_fp8_hf
-from packed_models import Packing, write_packed_hf
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
@@ -38,7 +34,11 @@ from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Activation
-from tiny_models import TinyLlama, write_gguf, write_hf
+from support.backends.cuda.float8_weights import rounded
+from support.backends.cuda.twins import Twins, compile_program
+from support.fp8_models import Scales, write_fp8_hf
+from support.packed_models import Packing, write_packed_hf
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 SMALL = TinyLlama(num_layers=2)

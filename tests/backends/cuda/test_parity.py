@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interpreted import HAS_DEVICE
-from parity.compare import compare_greedy, summarise_greedy
-from parity.executors import ParityExecutor, find_model, open_executor
-from parity.free_running import free_running_mismatch, generate_greedily
-from parity.golden import load_greedy
-from parity.tiny import case_token_ids, kept_positions, load_golden, write_case
-from parity.tiny_cases import CASES
 from penstock.models import catalog
 from penstock.types.errors import ModelError
+from support.interpreted import HAS_DEVICE
+from support.parity.compare import compare_greedy, summarise_greedy
+from support.parity.executors import ParityExecutor, find_model, open_executor
+from support.parity.free_running import free_running_mismatch, generate_greedily
+from support.parity.golden import load_greedy
+from support.parity.tiny import case_token_ids, kept_positions, load_golden, write_case
+from support.parity.tiny_cases import CASES
 
 MAX_RELATIVE_RMS = 0.05 if HAS_DEVICE else 1e-3
 """Share of the logits' standard deviation, as in parity/test_tiny.py: bf16 on a device, float32 in the interpreter."""

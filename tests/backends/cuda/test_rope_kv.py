@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda.paged import F32, quantise
-from interpreted import DEVICE
 from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_write, rope_table
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+from support.backends.cuda.paged import F32, quantise
+from support.interpreted import DEVICE
 
 RNG = np.random.default_rng(5)
 POSITIONS = np.array([0, 1, 300, 7], np.int32)

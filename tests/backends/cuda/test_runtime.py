@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cuda import fake_flashinfer
-from backends.cuda.emulated_gpu import GIB, emulate_gpu
-from fp8_models import write_fp8_hf
-from interpreted import HAS_DEVICE
-from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
@@ -37,9 +32,14 @@ from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request, make_text
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError
-from reading import chunks_of
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_gguf
+from support.backends.cuda import fake_flashinfer
+from support.backends.cuda.emulated_gpu import GIB, emulate_gpu
+from support.fp8_models import write_fp8_hf
+from support.interpreted import HAS_DEVICE
+from support.parity.encoder_cases import ENCODERS, write_encoder
+from support.reading import chunks_of
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama, write_gguf
 
 SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
 SESSION = [token % 200 for token in range(1, 38)]

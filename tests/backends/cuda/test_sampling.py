@@ -13,7 +13,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interpreted import DEVICE
 from penstock.backends.cuda.sampling import SampledWords, Sampler
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.reference.sampling import (
@@ -29,6 +28,7 @@ from penstock.backends.reference.sampling import (
 from penstock.types.plan import AdmitRow, Capacity
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
+from support.interpreted import DEVICE
 
 EDGE = 1e-6
 """How near to a boundary two ways to round may fall on its two sides."""

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from interpreted import DEVICE
 from penstock.backends.batch import BatchBuilder
 from penstock.backends.cuda.sample_plan import make_changes, make_plan
 from penstock.backends.cuda.staging import Download, Upload, mask_message_words, message_words, step_arrays
@@ -14,6 +13,7 @@ from penstock.backends.cuda.stream import HostStream, Stream, open_stream
 from penstock.backends.cuda.tables import RowTables, num_mask_words
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.interpreted import DEVICE
 
 CAPACITY = Capacity(num_blocks=9, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=12)
 

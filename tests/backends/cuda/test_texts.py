@@ -14,8 +14,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from interpreted import DEVICE
-from parity.encoder_cases import ENCODERS, load_states, texts, write_encoder
 from penstock.backends.batch import NO_USABLE_STATE
 from penstock.backends.cuda import attention_choice
 from penstock.backends.cuda.executor import CudaExecutor
@@ -42,6 +40,8 @@ from penstock.types.events import Add
 from penstock.types.model_spec import Pooling
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.interpreted import DEVICE
+from support.parity.encoder_cases import ENCODERS, load_states, texts, write_encoder
 
 F32 = NDArray[np.float32]
 Text = tuple[tuple[int, ...], int]

@@ -5,35 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from backends.format_blocks import SPOILABLE, random_blocks, spoiled
-from interpreted import DEVICE
 from penstock.backends.cuda.kernels import dequantise
-from penstock.backends.cuda.weights import CENTRES, DenseMatrix, Matrix, QuantisedMatrix, load_matrices
+from penstock.backends.cuda.weights import CENTRES, DenseMatrix, QuantisedMatrix
 from penstock.models.formats import BLOCKS, WeightFormat, grouped_integers
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
+from support.backends.cuda.weights import load, quantised, values
+from support.backends.format_blocks import SPOILABLE, spoiled
+from support.interpreted import DEVICE
 
 FOUR_BITS = {"Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K"}
 HAS_OFFSET = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
-
-
-def quantised(fmt: WeightFormat, rows: int, num_blocks: int, seed: int = 0) -> WeightTensor:
-    raw = random_blocks(np.random.default_rng(seed), fmt, rows, num_blocks * BLOCKS[fmt][0])
-    return WeightTensor("w", rows, num_blocks * BLOCKS[fmt][0], fmt, raw)
-
-
-def load(*tensors: WeightTensor, dtype: torch.dtype = torch.float32) -> list[Matrix]:
-    return load_matrices(tensors, dtype, torch.device(DEVICE))
-
-
-def values(matrix: Matrix) -> NDArray[np.float32]:
-    """All rows, looked up the last one first, in order."""
-    out = torch.full((matrix.num_rows, matrix.num_cols), torch.nan, device=DEVICE)
-    ids = torch.arange(matrix.num_rows - 1, -1, -1, dtype=torch.int32, device=DEVICE)
-    dequantise.look_up(out, matrix, ids)
-    return out.cpu().numpy()[::-1]
 
 
 @pytest.mark.parametrize("fmt", BLOCKS)

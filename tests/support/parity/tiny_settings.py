@@ -1,0 +1,90 @@
+"""Helpers that `parity/test_tiny_settings.py` shares with other tests."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from penstock.types import model_spec
+from penstock.types.model_spec import ModelSpec, PlainMlp, Rotation
+from support.parity.tiny_runs import MAX_RELATIVE_RMS
+
+MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
+
+KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layers", "ending"})
+"""Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
+in `test_encoders.py`."""
+
+SIZES = frozenset(
+    {"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts", "kernel"}
+    | {"num_types", "first_position", "num_distances"}
+)
+
+MEANT_FOR: Mapping[bool, frozenset[str]] = {
+    True: frozenset({"mask"}),
+    False: frozenset({"softcap", "logit_softcap", "logit_scale"}),
+}
+"""Fields that matter to encoders alone, and to others alone."""
+
+IF_ABSENT: Mapping[str, Any] = {
+    "scale": 0.3,
+    "window": 5,
+    "softcap": 1.0,
+    "logit_softcap": 2.0,
+    "rotation": Rotation(inv_freq=(1.0, 0.3, 0.1, 0.03)),
+    "query_growth": 0.5,
+}
+"""Values that matter where a model does without: their default is None or 0."""
+
+NOTHING_WITHOUT = {"growth_len": "query_growth"}
+"""Settings that mean nothing while another one is 0."""
+
+
+def settings(value: Any) -> Iterator[tuple[str, Any]]:
+    """(name, a copy in which it is another one) for each setting of a dataclass, or of those inside."""
+    kinds = typing.get_type_hints(type(value), vars(model_spec))
+    for field in fields(value):
+        found = getattr(value, field.name)
+        if field.name in KEPT | SIZES or field.name.startswith("has_"):
+            continue
+        if field.name in NOTHING_WITHOUT and not getattr(value, NOTHING_WITHOUT[field.name]):
+            continue
+        if is_dataclass(found) and not isinstance(found, type):
+            for name, changed in settings(found):
+                yield f"{field.name}.{name}", replace(value, **{field.name: changed})
+        else:
+            for changed in other_values(field.name, found, kinds[field.name]):
+                if not (isinstance(value, PlainMlp) and changed == "swiglu_clamped"):  # which is of a gate
+                    yield field.name, replace(value, **{field.name: changed})
+
+
+def other_values(name: str, value: Any, kind: Any) -> Iterator[Any]:
+    if typing.get_origin(kind) is typing.Literal:
+        yield from (choice for choice in typing.get_args(kind) if choice != value)
+    elif isinstance(value, bool):
+        yield not value
+    elif value:
+        match value:
+            case tuple():
+                yield tuple(1.3 * item for item in value)
+            case int():
+                yield value + 1
+            case float():
+                yield 1.3 * value
+            case _:
+                raise AssertionError(f"say here how {name} may be changed")
+    else:
+        yield IF_ABSENT[name]
+
+
+def variants(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
+    """The spec with one setting changed, of the model or of one layer."""
+    found = list(settings(spec))
+    for number, layer in enumerate(spec.layers):
+        for name, changed in settings(layer):
+            layers = (*spec.layers[:number], changed, *spec.layers[number + 1 :])
+            found.append((f"layers.{number}.{name}", replace(spec, layers=layers)))
+    meaningless = MEANT_FOR[spec.ending is None]
+    yield from ((name, changed) for name, changed in found if name.rpartition(".")[2] not in meaningless)
