@@ -299,7 +299,7 @@ async def test_a_request_ends_with_the_adapter_that_it_began_with(client, folder
         ({"lora_path": "/etc"}, 400, "--lora-dir"),
         ({"lora_path": "x\0y"}, 400, "--lora-dir"),
         ({"lora_path": "{folder}/adapters/nobody"}, 400, "adapter_config.json"),
-        ({"lora_name": "tiny"}, 400, "A model is called"),
+        ({"lora_name": "tiny"}, 400, "the name of a model"),
         ({"lora_name": "a" * 500}, 400, "can't be the name of an adapter"),
         ({"lora_name": ""}, 400, "lora_name"),
         ({"model": "mauve"}, 404, "mauve"),
@@ -699,9 +699,9 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
             path = str(folder / "adapters" / "green")
             look_up("green", deployment)
             status, text = await change(client, "load", model="tiny", lora_name="green", lora_path=path)
-            assert (status, "An adapter of another model" in text) == (400, True), text
+            assert (status, "an adapter of another model" in text) == (400, True), text
             status, text = await change(client, "load", model="tiny", lora_name="other", lora_path=path)
-            assert (status, "A model is called" in text) == (400, True), text
+            assert (status, "the name of a model" in text) == (400, True), text
     finally:
         deployment.close(10)
         shutil.rmtree(folder / "none")

@@ -610,7 +610,7 @@ async def test_tokens_of_a_content_and_back(client):
     assert data.decode() == text
     assert any(isinstance(one["piece"], list) for one in told), "parts of a character are bytes"
     long = (await client.post("/tokenize", json={"content": "a" * 70_000, "with_pieces": True})).json()["error"]
-    assert "'content' has 70000 tokens; the pieces of 65536" in long["message"]
+    assert "'content' has 70000 tokens; one answer has the pieces of at most 65536" in long["message"]
     assert (await client.post("/detokenize", json={"tokens": ids})).json()["content"] == text
 
 

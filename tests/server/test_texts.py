@@ -201,7 +201,7 @@ async def test_a_model_that_writes_has_no_embeddings(client):
     for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})):
         response = await client.post(path, json=body)
         check(response, 400, "invalid_request_error", "model")
-        assert "writes text" in response.json()["error"]["message"]
+        assert "generates text" in response.json()["error"]["message"]
     response = await client.post("/embed", json={"inputs": "a"})
     assert response.status_code == 400
     assert response.json()["error_type"] == "Validation"

@@ -97,5 +97,5 @@ def _page(listed: Sequence[Listed], query: Mapping[str, str]) -> AnthropicModelL
 
 def _place(name: str, ids: list[str], param: str) -> int:
     if name not in ids:
-        raise invalid(f"'{param}' is {shorten(name)!r}, the id of no model here.", param)
+        raise invalid(f"'{param}' is {shorten(name)!r}, which is not the id of a model here.", param)
     return ids.index(name)

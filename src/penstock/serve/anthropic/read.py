@@ -103,7 +103,7 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
     body = parse_body(data, CountTokensBody, reader.ignored)
     running = find_model(body.model, reader.deployment, scope)
     if running.model.encoder is not None:
-        raise invalid(f"{running.name} turns texts into numbers and takes no messages. Ask another model.", "model")
+        raise invalid(f"{running.name} is an encoder and takes no messages. Choose another model.", "model")
     _reasoning_budget(body, running.dialect)
     tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
     conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))

@@ -112,7 +112,7 @@ def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:
         return {"tokens": list(token_ids)}
     if len(token_ids) > MAX_TOLD_TOKENS:
         raise invalid(
-            f"'content' has {len(token_ids)} tokens; the pieces of {MAX_TOLD_TOKENS} are told in one answer. Send it in parts, "
+            f"'content' has {len(token_ids)} tokens; one answer has the pieces of at most {MAX_TOLD_TOKENS}. Send it in parts, "
             "or leave out 'with_pieces'.",
             "with_pieces",
         )

@@ -74,8 +74,8 @@ class OllamaFace:
                 entry.model = running.name
         if not keep(body, served, self._deployment, http.scope) and leaves:
             raise invalid(
-                "'keep_alive' is 0, but this model is not unloaded so: that needs --idle-unload, and an admin's key if any "
-                "key is asked for. An admin may also POST /models/unload.",
+                "'keep_alive' is 0, but clients can't unload this model: that needs --idle-unload, and an admin's key if the "
+                "server asks for keys. An admin can also POST /models/unload.",
                 "keep_alive",
             )
         created_at = utc(self._deployment.sources.unix_time_s())

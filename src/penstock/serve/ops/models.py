@@ -56,7 +56,7 @@ class LifeEndpoint:
         body = parse_body(data, UnloadModelBody, self._ignored)
         served = self._find(body.model)
         if served.is_fixed:
-            raise invalid(f"The model {served.name} is loaded for good, as models on a GPU are.", "model")
+            raise invalid(f"The model {served.name} can't be unloaded: models on a GPU stay loaded.", "model")
         await unless_gone(http, _result(self._deployment.unload(served, body.timeout_s)))
         return _success()
 

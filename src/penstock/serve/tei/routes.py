@@ -238,8 +238,8 @@ class TeiEndpoint:
             num_tokens += sum(map(len, lists[-len(piece) :]))
             if num_tokens > MAX_TOLD_TOKENS:
                 raise invalid(
-                    f"The texts have more than {MAX_TOLD_TOKENS} tokens, the most that one answer tells. Send the texts in "
-                    "several requests, or one of them as 'prompt'.",
+                    f"The texts have more than {MAX_TOLD_TOKENS} tokens, the limit for one answer. Send the texts in several "
+                    "requests, or one of them as 'prompt'.",
                     "inputs",
                 )
             give_way()

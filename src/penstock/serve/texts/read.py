@@ -122,13 +122,13 @@ class TextsRequest:
         if encoder is None:
             encoders = [one.name for one in self.deployment.served if one.info is not None and one.info.encoder is not None]
             remedy = (
-                f"Ask for 'model': {encoders[0]!r}, which is served, too."
+                f"Or set 'model' to {encoders[0]!r}, which is also served."
                 if encoders
-                else "Have an encoder served, for example by `penstock serve minilm`."
+                else "Or serve an encoder, for example `penstock serve minilm`."
             )
             raise invalid(
-                f"{running.name} writes text: it has no embeddings and no scores. It is asked by /v1/chat/completions and "
-                f"/v1/completions. {remedy}",
+                f"{running.name} generates text and has no embeddings or scores: use /v1/chat/completions or /v1/completions. "
+                f"{remedy}",
                 "model",
             )
         terms = read_terms(
@@ -260,9 +260,7 @@ def require_embeddings(asked: Asked) -> None:
     if encoder.task is not Task.EMBED:
         _refuse_task(asked, "has no embeddings")
     if encoder.is_per_token:
-        raise invalid(
-            f"{asked.running.name} has a vector for each token of a text, and none of the text itself. Ask /pooling.", "model"
-        )
+        raise invalid(f"{asked.running.name} returns a vector for each token, not one for the text. Use /pooling.", "model")
 
 
 def require_scores(asked: Asked) -> None:
@@ -278,7 +276,7 @@ def require_labels(asked: Asked) -> None:
     if asked.encoder.task is Task.EMBED:
         _refuse_task(asked, "has no labels")
     if asked.encoder.is_per_token:
-        raise invalid(f"{asked.running.name} has labels for each token of a text, and none of the text. Ask /pooling.", "model")
+        raise invalid(f"{asked.running.name} has labels for each token, not for the text. Use /pooling.", "model")
 
 
 def _refuse_task(asked: Asked, lack: str) -> NoReturn:
@@ -309,7 +307,7 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 def _text(text: str, param: str, prefix: str) -> str:
     if not text:
-        raise invalid(f"'{param}' is an empty string, which has no meaning to tell. Leave it out.", param)
+        raise invalid(f"'{param}' is an empty string. Leave it out.", param)
     return prefix + text
 
 

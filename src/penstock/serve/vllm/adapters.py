@@ -54,10 +54,12 @@ class AdaptersEndpoint:
         body = parse_body(data, LoadAdapterBody, self._ignored)
         served, adapters = self._served(body.model)
         if self._deployment.find(body.lora_name) is not None:
-            raise invalid(f"A model is called {shorten(body.lora_name)!r} already.", "lora_name")
+            raise invalid(f"'lora_name' is {shorten(body.lora_name)!r}, the name of a model. Choose another name.", "lora_name")
         owner = self._deployment.adapters_of(body.lora_name)
         if owner not in (None, served):
-            raise invalid(f"An adapter of another model is called {shorten(body.lora_name)!r} already.", "lora_name")
+            raise invalid(
+                f"'lora_name' is {shorten(body.lora_name)!r}, an adapter of another model. Choose another name.", "lora_name"
+            )
         served.answerer()
         try:
             done = adapters.load(body.lora_name, Path(body.lora_path), may_replace=bool(body.load_inplace))
