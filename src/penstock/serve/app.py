@@ -77,7 +77,7 @@ def create_app(
         ignored=ignored,
         reader=reader,
         calls=CallEndpoint(reader, in_flight, deployment.off_loop),
-        texts=TextsEndpoint(deployment, config, in_flight, ignored),
+        texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
         cards=ModelCards(),
     )

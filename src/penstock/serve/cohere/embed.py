@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import Body, NotYet
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.shapes import ApiVersion, Count, Vector
@@ -18,10 +19,10 @@ from penstock.serve.texts.read import (
     QUERY_PROMPTS,
     Priority,
     Texts,
-    TextsRequest,
     check_dimensions,
     check_length,
     name_in,
+    open_model,
     prompt_for,
     read_texts,
     require_embeddings,
@@ -70,11 +71,11 @@ class CohereEmbeddings(TypedDict):
     response_type: str
 
 
-def embed(body: CohereEmbedBody, request: TextsRequest) -> Answer:
-    """Turn texts into vectors, by the type of number that is asked for."""
-    asked = request.open(model=body.model, priority=body.priority)
-    require_embeddings(asked)
-    encoder = asked.encoder
+def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
+    """Turn texts into vectors, by the type of number that is opened for."""
+    opened = open_model(asked, model=body.model, priority=body.priority)
+    require_embeddings(opened)
+    encoder = opened.encoder
     check_dimensions(body.output_dimension, encoder, "output_dimension")
     kinds = body.embedding_types or ["float"]
     for index, kind in enumerate(kinds):
@@ -85,7 +86,7 @@ def embed(body: CohereEmbedBody, request: TextsRequest) -> Answer:
         raise invalid("'texts' must be a list of strings.", "texts")
     check_length(body.texts, "texts")
     texts = read_texts(body.texts, "texts", prefix=prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
-    limit = asked.running.model.max_model_len
+    limit = opened.running.model.max_model_len
     if body.truncate == "NONE":
         if body.max_tokens is not None and body.max_tokens < limit:
             raise invalid("'max_tokens' cuts texts, and 'truncate' is NONE: leave one of them out.", "max_tokens")
@@ -101,11 +102,11 @@ def embed(body: CohereEmbedBody, request: TextsRequest) -> Answer:
         if "base64" in kinds:
             embeddings["base64"] = [as_base64(vector) for vector in vectors]
         return {
-            "id": f"embd-{asked.terms.request_id}",
+            "id": f"embd-{opened.terms.request_id}",
             "embeddings": embeddings,
             "texts": body.texts,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": results.num_tokens}},
             "response_type": "embeddings_by_type",
         }
 
-    return Answer(asked.call(texts, name_in("texts", body.texts), truncation), write)
+    return Answer(opened.call(texts, name_in("texts", body.texts), truncation), write)

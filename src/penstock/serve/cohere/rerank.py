@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import ApiVersion, Count, TokenUsage
@@ -18,7 +19,7 @@ from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
     Documents,
     TextsBody,
-    TextsRequest,
+    open_body,
     read_documents,
     read_text,
     read_truncation,
@@ -58,21 +59,21 @@ class Ranking(TypedDict):
     meta: RankingMeta
 
 
-def rerank(body: RerankBody, request: TextsRequest) -> Answer:
+def rerank(body: RerankBody, asked: Asked) -> Answer:
     """Score documents by how well they answer a question, and sort them."""
-    return _rerank(body, request, is_v2=False)
+    return _rerank(body, asked, is_v2=False)
 
 
-def rerank_v2(body: RerankBody, request: TextsRequest) -> Answer:
+def rerank_v2(body: RerankBody, asked: Asked) -> Answer:
     """As `/v1/rerank`, by Cohere's second version: long texts are cut, and documents are not returned."""
-    return _rerank(body, request, is_v2=True)
+    return _rerank(body, asked, is_v2=True)
 
 
-def _rerank(body: RerankBody, request: TextsRequest, *, is_v2: bool) -> Answer:
-    asked = request.open_body(body)
+def _rerank(body: RerankBody, asked: Asked, *, is_v2: bool) -> Answer:
+    opened = open_body(asked, body)
     documents = read_documents(body.documents, "documents")
     pairs = Pairs([read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
-    limit = asked.running.model.max_model_len
+    limit = opened.running.model.max_model_len
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < limit:
         raise invalid(
             f"'max_tokens_per_doc' is {body.max_tokens_per_doc}, and less than the {limit} tokens that the model takes is "
@@ -82,19 +83,19 @@ def _rerank(body: RerankBody, request: TextsRequest, *, is_v2: bool) -> Answer:
     kept = body.truncate_prompt_tokens
     if kept is None and (is_v2 or body.max_tokens_per_doc is not None):
         kept = -1
-    call = pairs.call(asked, read_truncation(kept, body.truncation_side, asked.running), is_search=True)
+    call = pairs.call(opened, read_truncation(kept, body.truncation_side, opened.running), is_search=True)
     has_documents = not is_v2 if body.return_documents is None else body.return_documents
 
     def write(results: TextResults) -> Ranking:
-        found = pairs.scores(asked.encoder, results.results)
+        found = pairs.scores(opened.encoder, results.results)
         results_told: list[Ranked] = []
         for index in ranking(found)[: body.top_n]:
             results_told.append({"index": index, "relevance_score": found[index]})
             if has_documents:
                 results_told[-1]["document"] = {"text": documents[index]}
         return {
-            "id": f"rerank-{asked.terms.request_id}",
-            "model": asked.model_name,
+            "id": f"rerank-{opened.terms.request_id}",
+            "model": opened.model_name,
             "results": results_told,
             "usage": results.usage,
             "meta": {

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import Body
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import Count, Vector
@@ -14,7 +15,7 @@ from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding as vector_of
 from penstock.serve.texts.numbers import scaled
-from penstock.serve.texts.read import TextsOrIds, TextsRequest, name_in, read_prompted, require_embeddings
+from penstock.serve.texts.read import TextsOrIds, name_in, open_model, read_prompted, require_embeddings
 
 EUCLIDEAN, AS_IT_IS = 2, -1
 
@@ -30,17 +31,17 @@ class LlamaEmbeddingBody(Body):
 LlamaEmbedding = TypedDict("LlamaEmbedding", {"index": Count, "embedding": list[Vector]})
 
 
-def embedding(body: LlamaEmbeddingBody, request: TextsRequest) -> Answer:
+def embedding(body: LlamaEmbeddingBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors."""
-    asked = request.open(model=body.model)
-    require_embeddings(asked)
-    encoder, norm = asked.encoder, EUCLIDEAN if body.embd_normalize is None else body.embd_normalize
+    opened = open_model(asked, model=body.model)
+    require_embeddings(opened)
+    encoder, norm = opened.encoder, EUCLIDEAN if body.embd_normalize is None else body.embd_normalize
     if norm != EUCLIDEAN and encoder.is_normalised:
         raise invalid(
             "The model's own files have its vectors normalised: 'embd_normalize' must be 2, which is the default.",
             "embd_normalize",
         )
-    texts = read_prompted(body.content, "content", asked, None)
+    texts = read_prompted(body.content, "content", opened, None)
 
     def write(results: TextResults) -> list[LlamaEmbedding]:
         vectors = [vector_of(result, encoder, is_unit=norm == EUCLIDEAN) for result in results.results]
@@ -48,4 +49,4 @@ def embedding(body: LlamaEmbeddingBody, request: TextsRequest) -> Answer:
             vectors = [scaled(vector, norm) for vector in vectors]
         return [{"index": index, "embedding": [vector]} for index, vector in enumerate(vectors)]
 
-    return Answer(asked.call(texts, name_in("content", body.content)), write)
+    return Answer(opened.call(texts, name_in("content", body.content)), write)

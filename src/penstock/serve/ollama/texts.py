@@ -7,17 +7,18 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.ollama.read import OllamaBody, keep, name_of
 from penstock.serve.shapes import Count, Vector
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding
 from penstock.serve.texts.read import (
-    Asked,
+    Opened,
     TextsOrIds,
-    TextsRequest,
     check_dimensions,
     name_in,
+    open_model,
     read_prompted,
     read_truncation,
     require_embeddings,
@@ -46,41 +47,41 @@ class OllamaEmbed(TypedDict):
 OllamaEmbedding = TypedDict("OllamaEmbedding", {"embedding": Vector})
 
 
-def embed(body: OllamaEmbedBody, request: TextsRequest) -> Answer:
+def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors of length 1."""
-    asked = _open(body, request)
-    encoder, running = asked.encoder, asked.running
+    opened = _open(body, asked)
+    encoder, running = opened.encoder, opened.running
     check_dimensions(body.dimensions, encoder)
-    texts = read_prompted(body.input, "input", asked, None)
+    texts = read_prompted(body.input, "input", opened, None)
     truncation = None if body.truncate is False else read_truncation(-1, None, running)
 
     def write(results: TextResults) -> OllamaEmbed:
         return {
             "model": body.model,
             "embeddings": [embedding(result, encoder, body.dimensions) for result in results.results],
-            "total_duration": running.clock.now_ns() - asked.terms.arrival_ns,
-            "load_duration": asked.terms.model_wait_ns,
+            "total_duration": running.clock.now_ns() - opened.terms.arrival_ns,
+            "load_duration": opened.terms.model_wait_ns,
             "prompt_eval_count": results.num_tokens,
         }
 
-    return Answer(asked.call(texts, name_in("input", body.input), truncation), write)
+    return Answer(opened.call(texts, name_in("input", body.input), truncation), write)
 
 
-def embeddings(body: OllamaEmbeddingsBody, request: TextsRequest) -> Answer:
+def embeddings(body: OllamaEmbeddingsBody, asked: Asked) -> Answer:
     """Turn one text into a vector, in the older shape."""
-    asked = _open(body, request)
-    texts = read_prompted(body.prompt, "prompt", asked, None)
+    opened = _open(body, asked)
+    texts = read_prompted(body.prompt, "prompt", opened, None)
 
     def write(results: TextResults) -> OllamaEmbedding:
         [result] = results.results
-        return {"embedding": embedding(result, asked.encoder, None)}
+        return {"embedding": embedding(result, opened.encoder, None)}
 
-    return Answer(asked.call(texts, name_in("prompt", body.prompt), read_truncation(-1, None, asked.running)), write)
+    return Answer(opened.call(texts, name_in("prompt", body.prompt), read_truncation(-1, None, opened.running)), write)
 
 
-def _open(body: OllamaBody, request: TextsRequest) -> Asked:
-    asked = request.open(model=name_of(body.model, request.deployment))
-    require_embeddings(asked)
-    if (served := request.deployment.find(asked.running.name)) is not None:
-        keep(body, served, request.deployment, request.scope)
-    return asked
+def _open(body: OllamaBody, asked: Asked) -> Opened:
+    opened = open_model(asked, model=name_of(body.model, asked.reader.deployment))
+    require_embeddings(opened)
+    if (served := asked.reader.deployment.find(opened.running.name)) is not None:
+        keep(body, served, asked.reader.deployment, asked.scope)
+    return opened

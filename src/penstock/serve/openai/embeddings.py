@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
 from penstock.serve.texts.call import TextResults
@@ -15,9 +16,9 @@ from penstock.serve.texts.numbers import as_base64, embedding
 from penstock.serve.texts.read import (
     TextsBody,
     TextsOrIds,
-    TextsRequest,
     check_dimensions,
     name_in,
+    open_body,
     read_prompted,
     read_truncation,
     require_embeddings,
@@ -45,16 +46,16 @@ class Embeddings(TypedDict):
     usage: TokenUsage
 
 
-def create(body: EmbeddingsBody, request: TextsRequest) -> Answer:
+def create(body: EmbeddingsBody, asked: Asked) -> Answer:
     """Turn one or more texts, or their tokens, into vectors of length 1."""
-    asked = request.open_body(body)
-    require_embeddings(asked)
-    check_dimensions(body.dimensions, asked.encoder)
-    texts = read_prompted(body.input, "input", asked, body.prompt_name)
-    truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, asked.running)
+    opened = open_body(asked, body)
+    require_embeddings(opened)
+    check_dimensions(body.dimensions, opened.encoder)
+    texts = read_prompted(body.input, "input", opened, body.prompt_name)
+    truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
 
     def write(results: TextResults) -> Embeddings:
-        vectors = [embedding(result, asked.encoder, body.dimensions) for result in results.results]
+        vectors = [embedding(result, opened.encoder, body.dimensions) for result in results.results]
         is_base64 = body.encoding_format == "base64"
         return {
             "object": "list",
@@ -62,8 +63,8 @@ def create(body: EmbeddingsBody, request: TextsRequest) -> Answer:
                 {"object": "embedding", "index": index, "embedding": as_base64(vector) if is_base64 else vector}
                 for index, vector in enumerate(vectors)
             ],
-            "model": asked.model_name,
+            "model": opened.model_name,
             "usage": results.usage,
         }
 
-    return Answer(asked.call(texts, name_in("input", body.input), truncation), write)
+    return Answer(opened.call(texts, name_in("input", body.input), truncation), write)

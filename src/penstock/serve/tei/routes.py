@@ -18,7 +18,7 @@ from penstock.calls.run import check_text_size
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Api, Parts, Route
-from penstock.serve.asking import find_model
+from penstock.serve.asking import Asked, find_model
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import JsonEndpoint, Wording
@@ -28,13 +28,13 @@ from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding, ranking, scores
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
-    Asked,
+    Opened,
     Texts,
     TextsOrIds,
-    TextsRequest,
     check_dimensions,
     check_length,
     name_in,
+    open_model,
     prompt_text,
     read_prompted,
     read_text,
@@ -112,28 +112,28 @@ class TeiInfo(TypedDict):
     docker_label: None
 
 
-def embed(body: EmbedBody, request: TextsRequest) -> Answer:
+def embed(body: EmbedBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors."""
-    asked = request.open()
-    require_embeddings(asked)
-    encoder = asked.encoder
+    opened = open_model(asked)
+    require_embeddings(opened)
+    encoder = opened.encoder
     check_dimensions(body.dimensions, encoder)
     if body.normalize is False and encoder.is_normalised:
         raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
-    texts = read_prompted(body.inputs, "inputs", asked, body.prompt_name)
+    texts = read_prompted(body.inputs, "inputs", opened, body.prompt_name)
     is_unit = body.normalize is not False
 
     def write(results: TextResults) -> list[Vector]:
         return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
 
-    return Answer(asked.call(texts, name_in("inputs", body.inputs), _truncation(body, asked)), write)
+    return Answer(opened.call(texts, name_in("inputs", body.inputs), _truncation(body, opened)), write)
 
 
-def predict(body: PredictBody, request: TextsRequest) -> Answer:
+def predict(body: PredictBody, asked: Asked) -> Answer:
     """The scores of a classifier's labels, the best first."""
-    asked = request.open()
-    require_labels(asked)
-    encoder = asked.encoder
+    opened = open_model(asked)
+    require_labels(opened)
+    encoder = opened.encoder
     texts, is_batch = _predict_inputs(body.inputs)
     function = ScoreFunction.NONE if body.raw_scores else encoder.scores
 
@@ -145,20 +145,20 @@ def predict(body: PredictBody, request: TextsRequest) -> Answer:
         return lists if is_batch else lists[0]
 
     name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
-    return Answer(asked.call(texts, name_of, _truncation(body, asked)), write)
+    return Answer(opened.call(texts, name_of, _truncation(body, opened)), write)
 
 
-def rerank(body: TeiRerankBody, request: TextsRequest) -> Answer:
+def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
     """Score texts by how well they answer a question, and sort them."""
-    asked = request.open()
+    opened = open_model(asked)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
     texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
     pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
-    call = pairs.call(asked, _truncation(body, asked), is_search=True)
+    call = pairs.call(opened, _truncation(body, opened), is_search=True)
 
     def write(results: TextResults) -> list[TeiRanked]:
-        found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
+        found = pairs.scores(opened.encoder, results.results, is_raw=bool(body.raw_scores))
         ranked: list[TeiRanked] = []
         for index in ranking(found)[: body.top_n]:
             ranked.append({"index": index, "score": found[index]})
@@ -277,14 +277,14 @@ def _model_type(encoder: EncoderInfo) -> dict[str, Any]:
     return {"reranker" if encoder.task is Task.RERANK else "classifier": labels}
 
 
-def _truncation(body: TruncatedBody, asked: Asked) -> Truncation | None:
+def _truncation(body: TruncatedBody, opened: Opened) -> Truncation | None:
     is_left = (body.truncation_direction or "").lower() == "left"
     if not body.truncate:
         if is_left:
             param = "truncation_direction"
             raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate', too.", param)
         return None
-    return Truncation(asked.running.model.max_model_len, "left" if is_left else "right")
+    return Truncation(opened.running.model.max_model_len, "left" if is_left else "right")
 
 
 def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:

@@ -15,16 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.calls.in_flight import InFlight
-from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
+from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.http.checks import JsonEndpoint, entry_of
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
-from penstock.serve.texts.read import TextsRequest
 from penstock.serve.texts.tokens import work_size
 from penstock.serve.texts.write import write_json
 
@@ -37,7 +35,7 @@ class Answer:
 
 
 _Body = TypeVar("_Body", bound=Body)
-_Read = Callable[[_Body, TextsRequest], Answer]
+_Read = Callable[[_Body, Asked], Answer]
 """Reads the body of an API. Raises `ApiError`."""
 _Check = Callable[[Any, type[_Body], IgnoredParameters | None], _Body]
 """Makes a body of its JSON value. Raises `ApiError`."""
@@ -46,17 +44,12 @@ _Check = Callable[[Any, type[_Body], IgnoredParameters | None], _Body]
 class TextsEndpoint:
     """Answers the bodies of all APIs of encoders. Has the desk of each model."""
 
-    def __init__(
-        self, deployment: Deployment, config: ServerConfig, in_flight: InFlight, ignored: IgnoredParameters | None
-    ) -> None:
-        """`ignored`: as for `parse_body`."""
-        self._deployment = deployment
-        self._config = config
+    def __init__(self, reader: Reader, in_flight: InFlight) -> None:
+        self._reader = reader
         self._in_flight = in_flight
-        self._ignored = ignored
         self._desks: WeakKeyDictionary[RunningModel, Desk] = WeakKeyDictionary()
         """The desk of each loaded encoder, without a reference to the encoder."""
-        for running in deployment.running:
+        for running in reader.deployment.running:
             if running.model.encoder is not None:
                 self._desk(running)
 
@@ -66,10 +59,10 @@ class TextsEndpoint:
         @wraps(read)
         async def answer(data: bytes, http: HttpRequest) -> Response:
             def make() -> Answer:
-                body = check(load_json(data), body_type, self._ignored)
-                return read(body, TextsRequest(self._deployment, self._config, data, http.scope))
+                body = check(load_json(data), body_type, self._reader.ignored)
+                return read(body, Asked(self._reader, data, http.scope))
 
-            made = await self._deployment.off_loop.run(len(data), make, limit=INLINE_MAX_BYTES)
+            made = await self._reader.deployment.off_loop.run(len(data), make, limit=INLINE_MAX_BYTES)
             return await self._respond(made, http)
 
         return answer
@@ -80,7 +73,7 @@ class TextsEndpoint:
                 running.bridge,
                 running.metrics,
                 isolates_tenants=self._in_flight.isolates_tenants(running),
-                max_cache_bytes=self._config.embedding_cache_bytes,
+                max_cache_bytes=self._reader.config.embedding_cache_bytes,
             )
         return self._desks[running]
 

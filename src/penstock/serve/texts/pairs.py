@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.serve.texts.call import TextResult, TextsCall, Truncation
 from penstock.serve.texts.numbers import cosine, embedding, scores
-from penstock.serve.texts.read import DOCUMENT_PROMPTS, QUERY_PROMPTS, Asked, prompt_for, require_scores
+from penstock.serve.texts.read import DOCUMENT_PROMPTS, QUERY_PROMPTS, Opened, prompt_for, require_scores
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
 
@@ -24,13 +24,13 @@ class Pairs:
     """Where a text stands in the body, for messages."""
     second_name: Callable[[int], str]
 
-    def call(self, asked: Asked, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
+    def call(self, opened: Opened, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
         """Return the call that computes the scores. `is_search`: as for `texts`. Raises 400 if the model has no scores."""
-        require_scores(asked)
-        texts = self.texts(asked.encoder, is_search=is_search)
-        if asked.encoder.task is Task.RERANK:
-            return asked.call(texts, self.second_name, truncation, first_name_of=self.first_name)
-        return asked.call(texts, self._name, truncation)
+        require_scores(opened)
+        texts = self.texts(opened.encoder, is_search=is_search)
+        if opened.encoder.task is Task.RERANK:
+            return opened.call(texts, self.second_name, truncation, first_name_of=self.first_name)
+        return opened.call(texts, self._name, truncation)
 
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs, or the firsts followed by the seconds.

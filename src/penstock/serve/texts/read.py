@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, TypeAdapter, WithJsonSchema
-from starlette.types import Scope
 
 from penstock.calls.call import Terms
-from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import claim_of, find_answering, read_terms
+from penstock.serve.asking import Asked, claim_of, find_answering, read_terms
 from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, NoEffect
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -64,7 +61,7 @@ _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLAS
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Opened:
     """The model and the terms of a request."""
 
     running: RunningModel
@@ -93,52 +90,44 @@ class Asked:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TextsRequest:
-    """A request as an API's function reads it beside its body."""
+def open_body(asked: Asked, body: TextsBody) -> Opened:
+    """As `open_model`, with the fields of a body."""
+    return open_model(asked, model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
 
-    deployment: Deployment
-    config: ServerConfig
-    data: bytes
-    scope: Scope
 
-    def open_body(self, body: TextsBody) -> Asked:
-        """As `open`, with the fields of a body."""
-        return self.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
-
-    def open(
-        self,
-        *,
-        model: str | None = None,
-        user: str | None = None,
-        priority: int | None = None,
-        request_id: str | None = None,
-    ) -> Asked:
-        """Return the model and the terms. Raises 400 unless the model is an encoder."""
-        if request_id is not None:
-            identity_of(self.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
-        running = find_answering(model, self.deployment, self.scope, self.config, user or "")[0].answerer()
-        encoder = running.model.encoder
-        if encoder is None:
-            encoders = [one.name for one in self.deployment.served if one.info is not None and one.info.encoder is not None]
-            remedy = (
-                f"Or set 'model' to {encoders[0]!r}, which is also served."
-                if encoders
-                else "Or serve an encoder, for example `penstock serve minilm`."
-            )
-            raise invalid(
-                f"{running.name} generates text and has no embeddings or scores: use /v1/chat/completions or /v1/completions. "
-                f"{remedy}",
-                "model",
-            )
-        terms = read_terms(
-            self.scope,
-            running.clock.now_ns(),
-            self.config,
-            is_priority_scheduled=running.model.is_priority_scheduled,
-            priority=priority,
+def open_model(
+    asked: Asked,
+    *,
+    model: str | None = None,
+    user: str | None = None,
+    priority: int | None = None,
+    request_id: str | None = None,
+) -> Opened:
+    """Return the model and the terms. Raises 400 unless the model is an encoder."""
+    if request_id is not None:
+        identity_of(asked.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
+    running = find_answering(model, asked.reader.deployment, asked.scope, asked.reader.config, user or "")[0].answerer()
+    encoder = running.model.encoder
+    if encoder is None:
+        encoders = [one.name for one in asked.reader.deployment.served if one.info is not None and one.info.encoder is not None]
+        remedy = (
+            f"Or set 'model' to {encoders[0]!r}, which is also served."
+            if encoders
+            else "Or serve an encoder, for example `penstock serve minilm`."
         )
-        return Asked(running, encoder, terms, claim_of(terms.owner.tenant, self.data), model or running.name)
+        raise invalid(
+            f"{running.name} generates text and has no embeddings or scores: use /v1/chat/completions or /v1/completions. "
+            f"{remedy}",
+            "model",
+        )
+    terms = read_terms(
+        asked.scope,
+        running.clock.now_ns(),
+        asked.reader.config,
+        is_priority_scheduled=running.model.is_priority_scheduled,
+        priority=priority,
+    )
+    return Opened(running, encoder, terms, claim_of(terms.owner.tenant, asked.data), model or running.name)
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
@@ -168,15 +157,15 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
     return texts
 
 
-def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None) -> list[TextInput]:
+def read_prompted(value: Any, param: str, opened: Opened, prompt_name: str | None) -> list[TextInput]:
     """As `read_texts`, with a prompt of the model before each text. Raises 400."""
-    prompt = prompt_text(asked.encoder, prompt_name)
+    prompt = prompt_text(opened.encoder, prompt_name)
     if isinstance(value, list):
         if any(type(item) is int for item in value):
-            value = _spelled(value, param, asked.running)
+            value = _spelled(value, param, opened.running)
         else:
-            value = [_spelled(item, f"{param}[{index}]", asked.running) for index, item in enumerate(value)]
-    texts = read_texts(value, param, vocab_size=asked.running.model.vocab_size, prefix=prompt)
+            value = [_spelled(item, f"{param}[{index}]", opened.running) for index, item in enumerate(value)]
+    texts = read_texts(value, param, vocab_size=opened.running.model.vocab_size, prefix=prompt)
     if prompt_name is not None and any(isinstance(text, TokenIds) for text in texts):
         raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
     return texts
@@ -254,34 +243,34 @@ def check_dimensions(dimensions: int | None, encoder: EncoderInfo, param: str = 
         raise invalid(f"'{param}' is {dimensions}; this model's vectors can be cut to 1 to {encoder.width}.", param)
 
 
-def require_embeddings(asked: Asked) -> None:
+def require_embeddings(opened: Opened) -> None:
     """Raise 400 unless the model returns one vector for a text."""
-    encoder = asked.encoder
+    encoder = opened.encoder
     if encoder.task is not Task.EMBED:
-        _refuse_task(asked, "has no embeddings")
+        _refuse_task(opened, "has no embeddings")
     if encoder.is_per_token:
-        raise invalid(f"{asked.running.name} returns a vector for each token, not one for the text. Use /pooling.", "model")
+        raise invalid(f"{opened.running.name} returns a vector for each token, not one for the text. Use /pooling.", "model")
 
 
-def require_scores(asked: Asked) -> None:
+def require_scores(opened: Opened) -> None:
     """Raise 400 unless the model scores pairs of texts, or has embeddings to compare."""
-    if asked.encoder.task is Task.CLASSIFY:
-        _refuse_task(asked, "has no scores for pairs of texts")
-    if asked.encoder.task is Task.EMBED:
-        require_embeddings(asked)
+    if opened.encoder.task is Task.CLASSIFY:
+        _refuse_task(opened, "has no scores for pairs of texts")
+    if opened.encoder.task is Task.EMBED:
+        require_embeddings(opened)
 
 
-def require_labels(asked: Asked) -> None:
+def require_labels(opened: Opened) -> None:
     """Raise 400 unless the model's head scores whole texts."""
-    if asked.encoder.task is Task.EMBED:
-        _refuse_task(asked, "has no labels")
-    if asked.encoder.is_per_token:
-        raise invalid(f"{asked.running.name} has labels for each token, not for the text. Use /pooling.", "model")
+    if opened.encoder.task is Task.EMBED:
+        _refuse_task(opened, "has no labels")
+    if opened.encoder.is_per_token:
+        raise invalid(f"{opened.running.name} has labels for each token, not for the text. Use /pooling.", "model")
 
 
-def _refuse_task(asked: Asked, lack: str) -> NoReturn:
-    task = asked.encoder.task
-    raise invalid(f"{asked.running.name} is {_KINDS[task]} and {lack}. Ask {_ENDPOINTS[task]}.", "model")
+def _refuse_task(opened: Opened, lack: str) -> NoReturn:
+    task = opened.encoder.task
+    raise invalid(f"{opened.running.name} is {_KINDS[task]} and {lack}. Ask {_ENDPOINTS[task]}.", "model")
 
 
 def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_name") -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from typing_extensions import TypedDict
 
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
@@ -14,12 +15,12 @@ from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, rows, scores
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
-    Asked,
+    Opened,
     Texts,
     TextsBody,
     TextsOrIds,
-    TextsRequest,
     name_in,
+    open_body,
     read_prompted,
     read_texts,
     read_truncation,
@@ -87,9 +88,9 @@ class Pooling(ListHead):
     data: list[Pooled]
 
 
-def score(body: ScoreBody, request: TextsRequest) -> Answer:
+def score(body: ScoreBody, asked: Asked) -> Answer:
     """Score pairs of texts: by a reranker's head, or by the cosine of an embedding model's vectors."""
-    asked = request.open_body(body)
+    opened = open_body(asked, body)
     firsts = [text for text in read_texts(body.text_1, "text_1") if isinstance(text, str)]
     seconds = [text for text in read_texts(body.text_2, "text_2") if isinstance(text, str)]
     if len(firsts) not in (1, len(seconds)):
@@ -98,22 +99,22 @@ def score(body: ScoreBody, request: TextsRequest) -> Answer:
             "text_1",
         )
     pairs = Pairs(firsts, seconds, name_in("text_1", body.text_1), name_in("text_2", body.text_2))
-    call = pairs.call(asked, _truncation(body, asked), is_search=False)
+    call = pairs.call(opened, _truncation(body, opened), is_search=False)
 
     def write(results: TextResults) -> Scores:
-        found = pairs.scores(asked.encoder, results.results, is_raw=body.use_activation is False)
+        found = pairs.scores(opened.encoder, results.results, is_raw=body.use_activation is False)
         items: list[Score] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
-        return {**_head("score", asked, results), "data": items}
+        return {**_head("score", opened, results), "data": items}
 
     return Answer(call, write)
 
 
-def classify(body: ClassifyBody, request: TextsRequest) -> Answer:
+def classify(body: ClassifyBody, asked: Asked) -> Answer:
     """The probabilities of a classifier's labels, and the likeliest label of each text."""
-    asked = request.open_body(body)
-    require_labels(asked)
-    encoder = asked.encoder
-    texts = read_texts(body.input, "input", vocab_size=asked.running.model.vocab_size)
+    opened = open_body(asked, body)
+    require_labels(opened)
+    encoder = opened.encoder
+    texts = read_texts(body.input, "input", vocab_size=opened.running.model.vocab_size)
     function = ScoreFunction.NONE if body.use_activation is False else encoder.scores
 
     def write(results: TextResults) -> Classes:
@@ -122,36 +123,36 @@ def classify(body: ClassifyBody, request: TextsRequest) -> Answer:
             found = scores(result, function)
             label = encoder.labels[found.index(max(found))]
             items.append({"index": index, "label": label, "probs": found, "num_classes": len(found)})
-        return {**_head("classify", asked, results), "data": items}
+        return {**_head("classify", opened, results), "data": items}
 
-    return Answer(asked.call(texts, name_in("input", body.input), _truncation(body, asked)), write)
+    return Answer(opened.call(texts, name_in("input", body.input), _truncation(body, opened)), write)
 
 
-def pooling(body: PoolingBody, request: TextsRequest) -> Answer:
+def pooling(body: PoolingBody, asked: Asked) -> Answer:
     """The model's numbers as they are: a vector, a row for each token, or what a head says before any function."""
-    asked = request.open_body(body)
-    texts = read_prompted(body.input, "input", asked, body.prompt_name)
+    opened = open_body(asked, body)
+    texts = read_prompted(body.input, "input", opened, body.prompt_name)
 
     def write(results: TextResults) -> Pooling:
         items: list[Pooled] = []
         for index, result in enumerate(results.results):
-            numbers = rows(result, asked.encoder)
+            numbers = rows(result, opened.encoder)
             content = as_base64(numbers) if body.encoding_format == "base64" else numbers
             items.append({"index": index, "object": "pooling", "data": content})
-        return {**_head("pool", asked, results), "data": items}
+        return {**_head("pool", opened, results), "data": items}
 
-    return Answer(asked.call(texts, name_in("input", body.input), _truncation(body, asked)), write)
-
-
-def _truncation(body: TextsBody, asked: Asked) -> Truncation | None:
-    return read_truncation(body.truncate_prompt_tokens, body.truncation_side, asked.running)
+    return Answer(opened.call(texts, name_in("input", body.input), _truncation(body, opened)), write)
 
 
-def _head(kind: str, asked: Asked, results: TextResults) -> ListHead:
+def _truncation(body: TextsBody, opened: Opened) -> Truncation | None:
+    return read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
+
+
+def _head(kind: str, opened: Opened, results: TextResults) -> ListHead:
     return {
-        "id": f"{kind}-{asked.terms.request_id}",
+        "id": f"{kind}-{opened.terms.request_id}",
         "object": "list",
-        "created": asked.running.sources.unix_time_s(),
-        "model": asked.model_name,
+        "created": opened.running.sources.unix_time_s(),
+        "model": opened.model_name,
         "usage": {**results.usage, "completion_tokens": 0, "prompt_tokens_details": None},
     }
