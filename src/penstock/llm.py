@@ -4,11 +4,8 @@
 
     with LLM("smollm2:135m") as llm:
         [answer] = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(max_tokens=40))
-        print(answer.outputs[0].text)
 
-An encoder answers with numbers: `embed`, `score` and `classify`. Names are vLLM's where it has them. A request is checked by
-the rules of the server, and runs on the same engine: what comes at once is batched. All errors are `PenstockError`s that name
-a remedy. `docs/python-api.md` is the guide.
+Names are vLLM's. Requests are checked and batched as in the server. docs/python-api.md is the guide.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeGuard, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeGuard, TypeVar, Unpack
 
 from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
@@ -36,8 +32,6 @@ from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectRe
 from penstock.types.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
@@ -76,9 +70,9 @@ Message = Mapping[str, object]
 """One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts."""
 
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend")
-_OTHER_KEYS = ("seed",)
 _NOT_HERE = ("model", "served_model_name")
-"""Settings of these components that are no keyword: the model is an argument, and it has no clients to be named for."""
+"""Settings of these components that are not keywords."""
+_TEXTS_AT_ONCE = 256
 
 
 class ChatOptions(TypedDict, total=False):
@@ -87,7 +81,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool | None
     """False: do not open the model's turn. By default it is opened, unless the last message is continued."""
     continue_final_message: bool
-    """Have the model go on with the last message."""
+    """Have the model continue the last message."""
     chat_template_kwargs: Mapping[str, object] | None
     """Further variables of the template."""
 
@@ -105,7 +99,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A grammar in Lark's notation, or in GBNF, whose rules are written with `::=`."""
     grammar_syntax: str | None = None
-    """`lark` or `gbnf`, if the grammar shall be read as that alone."""
+    """`lark` or `gbnf`, to read the grammar only as that."""
     structural_tag: str | Mapping[str, object] | None = None
     """Tags with a form in free text, as an object or as JSON text."""
     json_object: bool | None = None
@@ -119,7 +113,7 @@ class SamplingParams:
     n: int = 1
     """Answers to each prompt."""
     max_tokens: int | None = 16
-    """Tokens of one answer at most; None: what the context leaves. An answer ends where the context does, too."""
+    """Most tokens of one answer. None: the rest of the context, where every answer ends."""
     min_tokens: int = 0
     temperature: float = 1.0
     """0 always takes the likeliest token."""
@@ -131,23 +125,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repeat_last_n: int = -1
-    """The penalties count only the last so many tokens. -1: all; 0: no penalties."""
+    """The penalties count only this many last tokens. -1: all; 0: no penalties."""
     seed: int | None = None
-    """The same seed gives the same answer, whatever else runs; None draws one for each prompt."""
+    """The same seed gives the same answer, whatever else runs. None draws one for each prompt."""
     stop: str | Sequence[str] | None = None
-    """Texts that end an answer, and are no part of it."""
+    """Texts that end an answer and are not part of it."""
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """Leave special tokens, such as the end of a turn, out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of each token, and of as many of the likeliest; None: none."""
+    """Log-probabilities of each token and of this many of the likeliest. None: no log-probabilities."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a prompt; -1: as many as fit beside `max_tokens`; None: all."""
+    """Keep this many last tokens of a prompt. -1: as many as fit beside `max_tokens`; None: all."""
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -167,23 +161,23 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer, or as much of it as there is yet."""
+    """One answer, or what there is of it so far."""
 
     index: int
     """Number of the answer among the `n` to its prompt."""
     text: str
     new_text: str
-    """The part of `text` that came since the output before; of a whole answer all of it."""
+    """The part of `text` that came since the output before. For a whole answer, all of it."""
     token_ids: list[int]
     """All generated tokens, also those that are not shown."""
     cumulative_logprob: float | None
-    """Sum of the log-probabilities of all tokens; None if none were asked for."""
+    """Sum of the log-probabilities of all tokens, or None if the request has no `logprobs`."""
     logprobs: list[dict[int, Logprob]] | None
-    """By token id, for each of `token_ids`: that token, and the likeliest. None if none were asked for."""
+    """By token id, for each of `token_ids`: that token, and the likeliest."""
     finish_reason: str | None = None
-    """`stop`, `length`, or None while it goes on."""
+    """`stop`, `length`, or None while the answer grows."""
     stop_reason: int | str | None = None
-    """The stop token or stop text that ended it; None at the model's own end."""
+    """The stop token or stop text that ended the answer. None: the model's own end."""
 
     @property
     def finished(self) -> bool:
@@ -196,7 +190,7 @@ class RequestMetrics:
 
     arrival_time_s: float
     first_token_time_s: float | None
-    """The first token of any of its answers; None if there is none yet."""
+    """The first token of any of its answers, or None so far."""
     last_token_time_s: float
 
 
@@ -206,13 +200,13 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """The text: of a conversation what the chat template made of it. None for a prompt of token ids."""
+    """The text; for a conversation, the text that the chat template made. None for a prompt of token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """`n` answers, by index."""
     finished: bool
     num_cached_tokens: int
-    """Tokens of the prompt that the prefix cache had."""
+    """Tokens of the prompt that were in the prefix cache."""
     metrics: RequestMetrics
 
 
@@ -257,26 +251,14 @@ class ScoringOutput:
 class ScoringRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
-    """Those of a pair; those of the second text if an embedding model compares two vectors."""
+    """Those of a pair, or of the second text if an embedding model compares two vectors."""
     outputs: ScoringOutput
 
 
-class AsyncLLM:
-    """A model for one event loop. `async for` reads an answer as it grows; what is asked at once is batched.
+class _Facts:
+    """What a user can ask about the model of either class."""
 
-        async with AsyncLLM("smollm2:135m") as llm:
-            async for output in llm.generate("The capital of France is"):
-                print(output.outputs[0].new_text, end="")
-
-    Leaving the loop early ends the request. The constructor loads the model, which takes a moment and blocks.
-    """
-
-    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
-        """As `LLM`."""
-        config = _config(model, settings)
-        self._running = start_model(config, locate(config))
-        # Also at the interpreter's end: its threads must not outlive it.
-        self._closer = weakref.finalize(self, _close_unasked, self._running.close)
+    _running: RunningModel
 
     @property
     def model_name(self) -> str:
@@ -289,7 +271,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens; of an encoder the longest text."""
+        """Longest prompt and answer together, in tokens. For an encoder, the longest text."""
         return self._running.model.max_model_len
 
     @property
@@ -297,13 +279,31 @@ class AsyncLLM:
         """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
         return self._running.defaults.named()
 
+
+class AsyncLLM(_Facts):
+    """A model for one event loop. `async for` reads an answer as it grows. Requests at the same time are batched.
+
+        async with AsyncLLM("smollm2:135m") as llm:
+            async for output in llm.generate("The capital of France is"):
+                print(output.outputs[0].new_text, end="")
+
+    Leaving the loop early ends the request. The constructor loads the model, and blocks meanwhile.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
+        """As `LLM`."""
+        config = _config(model, settings)
+        self._running = start_model(config, locate(config))
+        # Also at the interpreter's end: its threads must not outlive it.
+        self._closer = weakref.finalize(self, _close_unasked, self._running.close)
+
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a text. Yields the answers so far, whenever there is more, and last when they are `finished`.
+        """Continue a text. Yields the answers so far whenever there is more, and last when they are `finished`.
 
-        `adapter` is the name of one of `lora_modules`, or in `lora_dir`; None: the model alone. Raises PenstockError, when it
-        is first awaited, if the prompt does not fit or there is no such adapter, and later if the engine fails.
+        `adapter` is the name of one of `lora_modules`, or in `lora_dir`. Raises PenstockError when it is first awaited if the
+        prompt does not fit or there is no such adapter, and later if the engine fails.
         """
         return self._stream(_Asked([prompt], sampling_params, adapters=adapter))
 
@@ -327,7 +327,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts; `LLM.embed` says what the arguments mean."""
+        """As `LLM.embed`."""
         from penstock.serve.texts.numbers import embedding
         from penstock.serve.texts.read import check_dimensions, prompt_text
 
@@ -346,22 +346,17 @@ class AsyncLLM:
         ]
 
     async def classify(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = False,
+        self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = False
     ) -> list[ClassificationRequestOutput]:
-        """The scores of labels; `LLM.classify` says what the arguments mean."""
+        """As `LLM.classify`."""
         from penstock.serve.texts.numbers import scores
 
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
         answers = await self._read_texts(_several(texts, int), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        found = [ClassificationOutput(scores(result, encoder.scores), encoder.labels) for _, _, result in answers]
         return [
-            ClassificationRequestOutput(
-                name, list(text.token_ids), ClassificationOutput(scores(result, encoder.scores), encoder.labels)
-            )
-            for name, text, result in answers
+            ClassificationRequestOutput(name, list(text.token_ids), output)
+            for (name, text, _), output in zip(answers, found, strict=True)
         ]
 
     async def score(
@@ -372,7 +367,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
-        """The scores of pairs; `LLM.score` says what the arguments mean."""
+        """As `LLM.score`."""
         from penstock.serve.texts.pairs import Pairs
 
         encoder = self._encoder(Task.RERANK, Task.EMBED)
@@ -401,37 +396,39 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
     async def _stream(self, asked: _Asked) -> AsyncGenerator[RequestOutput, None]:
-        reading = await self._open(asked)
-        with reading.stream:
+        with await self._open(asked) as reading:
             while await self._more(reading):
                 yield reading.answers[0].output()
 
     async def _all(self, asked: _Asked, *, use_tqdm: bool) -> list[RequestOutput]:
-        reading = await self._open(asked)
-        has_bar = use_tqdm and sys.stderr.isatty()
-        with reading.stream, _bar(len(reading.answers)) if has_bar else contextlib.nullcontext() as bar:
+        with await self._open(asked) as reading, _progress(use_tqdm, len(reading.answers), "Answers", " prompt") as count:
             while touched := await self._more(reading):
-                if bar is not None:
-                    bar.update(sum(answer.is_finished for answer in touched))
-        return [answer.output() for answer in reading.answers]
+                count(sum(answer.is_finished for answer in touched))
+            return [answer.output() for answer in reading.answers]
+
+    async def _open(self, asked: _Asked) -> _Reading:
+        """Submit what is asked. Everything is checked before anything runs."""
+        self._check_open()
+        answers = await asyncio.to_thread(asked.answers, self._running)
+        return _Reading(self._running.bridge.open([request for one in answers for request in one.requests]), answers)
 
     async def _more(self, reading: _Reading) -> set[_Answer]:
         try:
             return await reading.more()
         except PenstockError:
-            if self._closer.alive:
-                raise
-            raise _closed() from None  # the engine speaks of a server that stops
+            self._check_open()  # the engine speaks of a server that stops
+            raise
+
+    def _check_open(self) -> None:
+        if not self._closer.alive:
+            raise _closed() from None
 
     def _encoder(self, *tasks: Task) -> EncoderInfo:
-        """The facts of the model, which must be an encoder for one of these tasks, with one answer for each text. Raises
-        ConfigError."""
+        """Return the facts of the encoder. Raises ConfigError unless it is for one of these tasks, with one answer per text."""
         encoder = self._running.model.encoder
         if encoder is None:
             raise ConfigError(
@@ -445,65 +442,55 @@ class AsyncLLM:
     async def _read_texts(
         self, texts: Sequence[Prompt | tuple[str, str]], keep: int | None, *, use_tqdm: bool
     ) -> list[tuple[str, TextTokens, TextResult]]:
-        """The id, the tokens and the numbers of each text. The engine has some of a long list at a time."""
+        """Return the id, the tokens and the numbers of each text. The engine has a part of a long list at a time."""
         from penstock.serve.texts.call import TextResult
         from penstock.serve.texts.desk import SAMPLING
 
-        if not self._closer.alive:
-            raise _closed()
+        self._check_open()
+        running, found = self._running, dict[str, bytes]()
         size = sum([sum(map(len, text)) if _is_pair(text) else len(text) for text in texts])
         # Never refused, unlike `run`: the caller is this process itself.
-        tokens = await self._running.off_loop.finish(size, partial(_text_tokens, texts, keep, self._running))
-        parent_id, found = self._running.sources.new_request_id(), dict[str, bytes]()
+        tokens = await running.off_loop.finish(size, partial(_text_tokens, texts, keep, running))
+        parent_id = running.sources.new_request_id()
         names = [f"{parent_id}.{index}" for index in range(len(texts))]
         starts = iter(range(0, len(texts), _TEXTS_AT_ONCE))
-        has_bar = use_tqdm and sys.stderr.isatty()
 
-        async def read() -> None:
+        async def read(count: Callable[[int], object]) -> None:
             for start in starts:
-                arrival_ns = self._running.clock.now_ns()
+                arrival_ns = running.clock.now_ns()
                 requests = [
                     Request(name, text.token_ids, SAMPLING, arrival_ns, parent_id=parent_id, second_at=text.second_at)
                     for name, text in zip(names[start : start + _TEXTS_AT_ONCE], tokens[start:], strict=False)
                 ]
-                with self._running.bridge.open(requests) as stream:
+                with running.bridge.open(requests) as stream:
                     while chunks := await stream.next_chunks():
                         for chunk in chunks:
                             if chunk.finish_reason is not FinishReason.STOP:
                                 raise _ended_early(chunk, "text")
                             found[chunk.request_id] = chunk.states
-                        if bar is not None:
-                            bar.update(len(chunks))
+                        count(len(chunks))
 
-        with _bar(len(texts), "Texts", " text") if has_bar else contextlib.nullcontext() as bar:
-            readers = [asyncio.ensure_future(read()) for _ in range(2)]  # while one's texts end, the other's are there
+        with _progress(use_tqdm, len(texts), "Texts", " text") as count:
+            readers = [asyncio.ensure_future(read(count)) for _ in range(2)]  # while one's texts end, the other's are there
             try:
                 await asyncio.gather(*readers)
             except PenstockError:
-                if self._closer.alive:
-                    raise
-                raise _closed() from None
+                self._check_open()
+                raise
             finally:
                 for reader in readers:
                     reader.cancel()
         return [(name, text, TextResult(found[name], len(text.token_ids))) for name, text in zip(names, tokens, strict=True)]
 
-    async def _open(self, asked: _Asked) -> _Reading:
-        """Submit what is asked. Everything is checked before anything runs."""
-        if not self._closer.alive:
-            raise _closed()
-        answers = await asyncio.to_thread(asked.answers, self._running)
-        return _Reading(self._running.bridge.open([choice.request for one in answers for choice in one.choices]), answers)
 
-
-class LLM:
-    """A model for scripts and notebooks. Thread-safe; what several threads ask at once is batched.
+class LLM(_Facts):
+    """A model for scripts and notebooks. Thread-safe: requests of several threads are batched.
 
     A context manager: leaving it frees the model. Ctrl-C ends the requests that are waited for.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
-        """Load a model, fetched first if it is one that can be and is not here.
+        """Load a model. It is fetched first if it is not here and can be.
 
         `model` is a catalogue name, a .gguf file, a Hugging Face directory or `hf:org/repo[:file]`. `settings` are those of
         `penstock serve` about model, KV cache, adapters, scheduling and computing, by their keys in docs/configuration.md and
@@ -512,32 +499,14 @@ class LLM:
         Raises PenstockError for an unknown setting, with the list, and for a model that can't be loaded or does not fit.
         """
         self._async = AsyncLLM(model, **settings)
+        self._running = self._async._running
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
         self._thread.start()
         self._asking = threading.RLock()
-        """Held from the look whether the model is open until the loop has the work. A generator may be collected meanwhile."""
+        """Held from the check that the model is open until the loop has the work. A generator may be collected meanwhile."""
         end = partial(_end, self._async, self._loop, self._thread, self._asking)
         self._closer = weakref.finalize(self, _close_unasked, end)
-
-    @property
-    def model_name(self) -> str:
-        return self._async.model_name
-
-    @property
-    def fingerprint(self) -> str:
-        """A short text that changes with what the answers depend on beside the request: files, settings, kernels."""
-        return self._async.fingerprint
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens; of an encoder the longest text."""
-        return self._async.max_model_len
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
-        return self._async.default_sampling
 
     def generate(
         self,
@@ -547,15 +516,14 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue texts: the whole answers, in the order of the prompts.
+        """Continue texts. Returns the whole answers, in the order of the prompts.
 
-        `sampling_params` are for all prompts, or a sequence with one for each. `adapter` likewise: it is the name of one of
+        `sampling_params` are for all prompts, or a sequence with one for each. So is `adapter`: the name of one of
         `lora_modules`, or in `lora_dir`; None: the model alone. `use_tqdm` shows the progress on stderr, if that is a
         terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
         """
-        return self._wait(
-            self._async._all(_Asked(_several(prompts, int), sampling_params, adapters=adapter), use_tqdm=use_tqdm)
-        )
+        asked = _Asked(_several(prompts, int), sampling_params, adapters=adapter)
+        return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
 
     def chat(
         self,
@@ -566,7 +534,7 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """The model's next message of a conversation, or of each of several. Otherwise as `generate`.
+        """Return the model's next message of a conversation, or of each of several. Otherwise as `generate`.
 
         The model's chat template makes the prompt; `options` are those of `ChatOptions`.
         """
@@ -582,28 +550,20 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts, in their order. The model must be an encoder that embeds.
+        """Return the vectors of texts, in their order. The model must be an encoder that embeds.
 
-        Vectors have length 1, unless the model's modules.json lists no `Normalize` module.
-
-        `prompt_name` is a prompt of the model's files that is put before each text (`query`, `passage`); None: the files'
-        default. Vectors are cut to `dimensions`; those of length 1 get it again. A text that is too long is an error, unless
-        `truncate_prompt_tokens` says how many tokens to keep; -1: as many as the model reads. Raises PenstockError.
+        Vectors have length 1, unless the model's modules.json lists no `Normalize` module. `prompt_name` is a prompt of the
+        model's files to put before each text (`query`, `passage`); None: the files' default. Vectors are cut to `dimensions`;
+        those of length 1 get it again. A text that is too long is an error, unless `truncate_prompt_tokens` says how many
+        tokens to keep; -1: as many as the model reads. Raises PenstockError.
         """
-        return self._wait(
-            self._async.embed(
-                texts,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                use_tqdm=use_tqdm,
-            )
-        )
+        options: dict[str, Any] = {"prompt_name": prompt_name, "dimensions": dimensions, "use_tqdm": use_tqdm}
+        return self._wait(self._async.embed(texts, truncate_prompt_tokens=truncate_prompt_tokens, **options))
 
     def classify(
         self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
-        """The scores of a classifier's labels for each text. Otherwise as `embed`."""
+        """Return the scores of a classifier's labels for each text. Otherwise as `embed`."""
         return self._wait(self._async.classify(texts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm))
 
     def score(
@@ -614,7 +574,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """A score for each pair of texts: of a reranker, or the cosine of an embedding model's vectors.
+        """Return a score for each pair of texts: of a reranker, or the cosine of an embedding model's vectors.
 
         One `text_1` is paired with each `text_2`. Otherwise as `embed`.
         """
@@ -623,7 +583,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue a text: the answers so far, whenever there is more. Leaving the loop early ends the request."""
+        """Continue a text. Yields the answers so far whenever there is more. Leaving the loop early ends the request."""
         return self._iterate(self._async.generate(prompt, sampling_params, adapter=adapter))
 
     def stream_chat(
@@ -644,19 +604,22 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _iterate(self, outputs: AsyncGenerator[RequestOutput, None]) -> Iterator[RequestOutput]:
+        async def following() -> RequestOutput | None:
+            return await anext(outputs, None)
+
         try:
-            while (output := self._wait(_next(outputs))) is not None:
+            while (output := self._wait(following())) is not None:
                 yield output
         finally:
             if self._closer.alive:
                 asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
+        """Return the result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
         # A queue, as Ctrl-C may leave the lock of a `concurrent.futures.Future` locked: it comes between two lines of Python.
         tasks: list[asyncio.Task[_Result]] = []
         done: SimpleQueue[asyncio.Task[_Result]] = SimpleQueue()
@@ -682,11 +645,7 @@ class LLM:
             raise _closed() from None
 
 
-# From what is asked to requests.
-
-
-async def _next(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
-    return await anext(outputs, None)
+# From prompts to requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -700,56 +659,42 @@ class _Asked:
     """The name of an adapter for all, or one for each."""
 
     def answers(self, running: RunningModel) -> list[_Answer]:
-        """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
-        from penstock.calls.check import check_token_ids
+        """Return an answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
         from penstock.calls.run import check_encoded
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
-        adapters = self._adapters(running)
+        all_params = self._each(self.params or SamplingParams(**running.defaults.named()), SamplingParams, "sampling_params")
+        names = self._each(self.adapters, str | None, "adapters")
+        adapters = [None if name is None else _adapter(running, name) for name in names]
         prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
-        arrival_ns = running.clock.now_ns()
-        answers = []
-        for index, (prompt, params, adapter) in enumerate(zip(prompts, self._params(running), adapters, strict=True)):
-            token_ids = next(encoded) if isinstance(prompt, str) else prompt
-            with _own_errors():
-                if isinstance(prompt, str):
-                    check_encoded(token_ids, running, self._name(index))
-                else:
-                    check_token_ids(token_ids, running.model.vocab_size, self._name(index))
-            requests = _requests(running, token_ids, params, arrival_ns, self._name(index), adapter)
-            answers.append(_Answer(running, prompt if isinstance(prompt, str) else None, params, requests))
+        arrival_ns, answers = running.clock.now_ns(), []
+        for index, (prompt, params, adapter) in enumerate(zip(prompts, all_params, adapters, strict=True)):
+            name, text = self._name(index), prompt if isinstance(prompt, str) else None
+            token_ids: Sequence[int] = next(encoded) if isinstance(prompt, str) else prompt
+            if text is not None:
+                check_encoded(token_ids, running, name)
+            requests = _requests(running, token_ids, params, arrival_ns, name, adapter)
+            answers.append(_Answer(running, text, params, requests))
         return answers
 
-    def _params(self, running: RunningModel) -> Sequence[SamplingParams]:
-        """Those of each prompt: without any, the model's own."""
-        if self.params is None or isinstance(self.params, SamplingParams):
-            return [self.params or SamplingParams(**running.defaults.named())] * len(self.prompts)
-        if len(self.params) != len(self.prompts):
+    def _each(self, given: Any, kind: Any, what: str) -> Sequence[Any]:
+        """Return a value for each prompt. One value is for all."""
+        values = [given] * len(self.prompts) if isinstance(given, kind) else given
+        if len(values) != len(self.prompts):
             raise ConfigError(
-                f"There are {len(self.prompts)} prompts and {len(self.params)} sampling_params.",
-                remedy="Give one for all, or one for each.",
+                f"There are {len(self.prompts)} prompts and {len(values)} {what}.", remedy="Give one for all, or one for each."
             )
-        return self.params
-
-    def _adapters(self, running: RunningModel) -> list[AdapterRef | None]:
-        """The adapter of each prompt, which begins to be loaded."""
-        one = self.adapters
-        names = [one] * len(self.prompts) if one is None or isinstance(one, str) else one
-        if len(names) != len(self.prompts):
-            raise ConfigError(
-                f"There are {len(self.prompts)} prompts and {len(names)} adapters.", remedy="Give one for all, or one for each."
-            )
-        return [None if name is None else _adapter(running, name) for name in names]
+        return values
 
     def _name(self, index: int) -> str:
         name = "prompt" if self.template is None else "messages"
         return name if len(self.prompts) == 1 else f"{name}[{index}]"
 
     def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> str | Sequence[int]:
-        """The prompt's text, or the ids of its tokens."""
+        """Return the prompt's text, or the ids of its tokens."""
         if self.template is None:
             if isinstance(prompt, str):
                 return prompt
@@ -862,9 +807,6 @@ def _several(asked: Sequence[Any], part: type) -> Sequence[Any]:
     return [asked] if is_one else asked
 
 
-_TEXTS_AT_ONCE = 256
-
-
 def _is_pair(text: Prompt | tuple[str, str]) -> TypeGuard[tuple[str, str]]:
     """Whether these are two texts that a reranker reads together: token ids are numbers."""
     return isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str)
@@ -878,53 +820,48 @@ def _check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
 
 
 def _text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
-    """The tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
+    """Return the tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
     from penstock.calls.check import check_token_ids
     from penstock.serve.texts.read import read_truncation
 
     with _own_errors():
         cut = read_truncation(keep, None, running)
-    most = None if cut is None else cut.max_tokens
-    to_encode: list[str | tuple[str, str]] = []
-    given: list[tuple[int, ...] | None] = []
-    for index, text in enumerate(texts):
-        if isinstance(text, str) or _is_pair(text):
-            to_encode.append(text)
-            given.append(None)
-            continue
-        with _own_errors():
-            ids = list(cast("Sequence[int]", text))
-            check_token_ids(ids, running.model.vocab_size, f"texts[{index}]")
-        given.append(tuple(ids))
+    most, limit = None if cut is None else cut.max_tokens, running.model.max_model_len
+    to_encode = [text for text in texts if isinstance(text, str) or _is_pair(text)]
     encoded = iter(running.tokenizer.encode_texts(to_encode, max_tokens=most))
-    found = [next(encoded) if ids is None else TextTokens(ids[:most], 0) for ids in given]
-    limit = running.model.max_model_len
-    for index, (text, tokens) in enumerate(zip(texts, found, strict=True)):
-        if not text or not 1 <= len(tokens.token_ids) <= limit:
-            name, num_tokens = f"texts[{index}]", len(tokens.token_ids)
-            cause = "is empty" if not text else f"has {num_tokens} tokens, and {running.name} takes 1 to {limit}"
-            detail = f"'{name}' {cause}. Shorten it, or set truncate_prompt_tokens." if text else f"'{name}' {cause}."
-            raise Rejected(RejectReason.CONTEXT_LENGTH, detail, param=name)
+    found: list[TextTokens] = []
+    for index, text in enumerate(texts):
+        name = f"texts[{index}]"
+        if isinstance(text, str) or _is_pair(text):
+            tokens = next(encoded)
+        else:
+            ids: Any = list(text)
+            check_token_ids(ids, running.model.vocab_size, name)
+            tokens = TextTokens(tuple(ids[:most]), 0)
+        num_tokens = len(tokens.token_ids)
+        if not text or not 1 <= num_tokens <= limit:
+            cause = f"has {num_tokens} tokens, and {running.name} takes 1 to {limit}" if text else "is empty"
+            remedy = " Shorten it, or set truncate_prompt_tokens." if text else ""
+            raise Rejected(RejectReason.CONTEXT_LENGTH, f"'{name}' {cause}.{remedy}", param=name)
+        found.append(tokens)
     return found
 
 
-# From chunks to outputs.
+# From chunks to outputs
 
 
 class _Choice:
     """One of a prompt's answers, as far as it has come."""
 
-    def __init__(self, index: int, request: Request, *, has_logprobs: bool) -> None:
-        self.request = request
-        self._index = index
+    def __init__(self, *, has_logprobs: bool) -> None:
+        self.last: OutputChunk | None = None
+        """The newest chunk."""
         self._text = ""
-        self._num_told = 0
+        self._num_shown = 0
         """Characters of the text in the outputs so far."""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self._cumulative_logprob = 0.0
-        self.last: OutputChunk | None = None
-        """The newest chunk."""
 
     @property
     def is_finished(self) -> bool:
@@ -938,46 +875,45 @@ class _Choice:
             self._logprobs += [_logprobs_of(entry, running) for entry in chunk.logprobs]
             self._cumulative_logprob += sum(entry.logprob for entry in chunk.logprobs)
 
-    def output(self, end_token_ids: frozenset[int]) -> CompletionOutput:
+    def output(self, index: int, end_token_ids: frozenset[int]) -> CompletionOutput:
         last = self.last
         finish_reason = None if last is None else last.finish_reason
-        stop_reason = None if last is None or last.stop_reason in end_token_ids else last.stop_reason
-        new_text, self._num_told = self._text[self._num_told :], len(self._text)
+        new_text, self._num_shown = self._text[self._num_shown :], len(self._text)
         return CompletionOutput(
-            index=self._index,
+            index=index,
             text=self._text,
             new_text=new_text,
             token_ids=list(self._token_ids),
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=None if finish_reason is None else finish_reason.name.lower(),
-            stop_reason=stop_reason,
+            stop_reason=None if last is None or last.stop_reason in end_token_ids else last.stop_reason,
         )
 
 
 class _Answer:
     """A prompt's answers, as far as they have come."""
 
-    def __init__(self, running: RunningModel, prompt: str | None, params: SamplingParams, requests: list[Request]) -> None:
+    def __init__(self, running: RunningModel, prompt: str | None, params: SamplingParams, requests: Sequence[Request]) -> None:
         self.running = running
+        self.requests = requests
         self._prompt = prompt
         self._end_token_ids = frozenset(running.model.eos_token_ids) - frozenset(params.stop_token_ids or ())
-        has_logprobs = params.logprobs is not None
-        self.choices = [_Choice(index, request, has_logprobs=has_logprobs) for index, request in enumerate(requests)]
+        self.choices = [_Choice(has_logprobs=params.logprobs is not None) for _ in requests]
 
     @property
     def is_finished(self) -> bool:
         return all(choice.is_finished for choice in self.choices)
 
     def output(self) -> RequestOutput:
-        first = self.choices[0].request
+        first = self.requests[0]
         chunks = [choice.last for choice in self.choices if choice.last is not None]
         first_token_ns = min((chunk.first_token_ns for chunk in chunks if chunk.first_token_ns is not None), default=None)
         return RequestOutput(
             request_id=first.parent_id,
             prompt=self._prompt,
             prompt_token_ids=list(first.prompt_token_ids),
-            outputs=[choice.output(self._end_token_ids) for choice in self.choices],
+            outputs=[choice.output(index, self._end_token_ids) for index, choice in enumerate(self.choices)],
             finished=self.is_finished,
             num_cached_tokens=chunks[0].num_cached_tokens,
             metrics=RequestMetrics(
@@ -989,23 +925,33 @@ class _Answer:
 
 
 class _Reading:
-    """Answers, and the stream that they come from: leaving that ends the requests that have not finished."""
+    """Answers and their stream. Leaving the context ends the requests that have not finished."""
 
     def __init__(self, stream: Stream, answers: Sequence[_Answer]) -> None:
-        self.stream = stream
         self.answers = answers
-        self._of = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
+        self._stream = stream
+        self._of = {
+            request.request_id: (answer, choice)
+            for answer in answers
+            for request, choice in zip(answer.requests, answer.choices, strict=True)
+        }
         self._failure: PenstockError | None = None
 
-    async def more(self) -> set[_Answer]:
-        """Wait until there is more. Answers that have got something; empty after the end.
+    def __enter__(self) -> Self:
+        return self
 
-        Raises PenstockError if an answer failed, after what it had said before.
+    def __exit__(self, *_error: object) -> None:
+        self._stream.close()
+
+    async def more(self) -> set[_Answer]:
+        """Wait for more, and return the answers that have grown; none after the end.
+
+        Raises PenstockError if an answer failed, after its last text.
         """
         if self._failure is not None:
             raise self._failure
         touched = set()
-        for chunk in await self.stream.next_chunks():
+        for chunk in await self._stream.next_chunks():
             answer, choice = self._of[chunk.request_id]
             choice.add(chunk, answer.running)
             touched.add(answer)
@@ -1015,15 +961,21 @@ class _Reading:
 
 
 def _ended_early(chunk: OutputChunk, what: str) -> PenstockError:
-    """The error of a request that the engine ended. One that it refused would be refused again."""
+    """Return the error of a request that the engine ended. What it refused, it would refuse again."""
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
     return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
 
 
-def _bar(total: int, what: str = "Answers", unit: str = " prompt") -> tqdm[NoReturn]:
+@contextlib.contextmanager
+def _progress(use_tqdm: bool, total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts what is done, on a bar if one is wanted and stderr is a terminal."""
+    if not (use_tqdm and sys.stderr.isatty()):
+        yield lambda _number: None
+        return
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=what, unit=unit)
+    with tqdm(total=total, desc=what, unit=unit) as bar:
+        yield bar.update
 
 
 def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logprob]:
@@ -1034,23 +986,20 @@ def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logpr
     return found
 
 
-# Beginning and end.
+# Beginning and end
 
 
 def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Config:
-    """Raises ConfigError for what is no setting here, with the list."""
+    """Raises ConfigError for an unknown setting, with the list."""
     given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
-    values = parse_settings({key: value for key, value in given.items() if value is not None}, _keywords())
+    named = [item for name, component in COMPONENTS if name in _COMPONENTS for item in settings_of(component)]
+    named += [item for item in settings_of(ServerConfig) if item.key == "seed"]
+    keywords: list[Setting] = [item for item in named if item.key not in _NOT_HERE]
+    values = parse_settings({key: value for key, value in given.items() if value is not None}, keywords)
     if "cache" not in values and (folder := os.environ.get("PENSTOCK_CACHE")):
         values["cache"] = folder
     config = config_from({**values, "model": os.fspath(model)})
-    return replace(config, server=replace(config.server, explained_requests=0))  # there is nobody to ask for them
-
-
-def _keywords() -> list[Setting]:
-    named = [item for name, component in COMPONENTS if name in _COMPONENTS for item in settings_of(component)]
-    others = [item for item in settings_of(ServerConfig) if item.key in _OTHER_KEYS]
-    return [item for item in (*named, *others) if item.key not in _NOT_HERE]
+    return replace(config, server=replace(config.server, explained_requests=0))  # nobody asks why a request takes long
 
 
 def _closed() -> PenstockError:
