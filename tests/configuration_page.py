@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from penstock.config.components import COMPONENTS
-from penstock.config.setting import Kind, Setting, settings_of
+from penstock.config.setting import Setting, settings_of
 
 _HEAD = """# Configuration
 
-Written by `make docs` from `src/penstock/config`; do not edit.
+All settings of Penstock. Written by `make docs` from `src/penstock/config`; do not edit.
 
-Every setting can be given as a flag, as an environment variable or as a key of a TOML file that `--config FILE.toml`
-(or `PENSTOCK_CONFIG`) names. A flag goes before the environment, that before the file, that before the default.
-An unknown key, a wrong type and a value that is not available are errors, never ignored; an environment variable that begins
-with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file, but for what is said
-of one model of several: [how-to/several-models.md](how-to/several-models.md).
+Each setting is a flag (`--max-num-seqs 32`), an environment variable (`PENSTOCK_MAX_NUM_SEQS=32`) and a key
+(`max_num_seqs = 32`) of the TOML file that `--config FILE.toml` or `PENSTOCK_CONFIG` names. The flag wins over the
+environment, that over the file, that over the default. An unknown key, a wrong type and a value that is not available
+are errors; an unknown environment variable that begins with `PENSTOCK_` is a warning. Keys stand at the top level of
+the file, except those of [one model of several](how-to/several-models.md).
 
-Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
-(a bare number is seconds), shares `1%` or `0.01`; several counts `128,512`, or as a list in the file. What may be repeated
-is a list in the file, and separated by spaces in the environment. A table is one of TOML in the file (`[policy_args]`, below
-the keys at the top level), and an inline one elsewhere: `--policy-args '{max_delay_ns = 2_000_000_000}'`.
+- Counts: `4k` (4,000), `2Mi` (2,097,152); several: `128,512`, or a list in the file.
+- Sizes: `512MB`, `4GiB`. Durations: `250ms`, `30s`, `2m`; a bare number is seconds. Shares: `1%`, `0.01`.
+- Flags may be negated: `--no-page`, `page = false`, `PENSTOCK_PAGE=false`.
+- Repeatable settings: a list in the file, separated by spaces in the environment.
+- Tables: a TOML table in the file (`[policy_args]`, below the keys at the top level), inline elsewhere:
+  `--policy-args '{max_delay_ns = 2_000_000_000}'`.
+- `module:Class` may name [a class of your own](how-to/policy.md), as `package.module:Class` or `./file.py:Class`.
 
-Where the value may be `module:Class`, it may name a class of your own, as `package.module:Class` or `./file.py:Class`;
-[how-to/policy.md](how-to/policy.md) shows how to write, try and serve one.
-
-`penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute that mean
-something to a single request (`--help` lists them), `pull` the model and the cache, `models` and `env` the cache; they pass
-over the others in a file.
+`penstock serve` takes all settings; `run` and `chat` take those of Model, KV cache and Compute that concern a single
+request (see `--help`), `pull` the model and the cache, `models` and `env` the cache. They ignore the others in a file.
 
 ```toml
 # penstock.toml
@@ -45,17 +46,15 @@ def render() -> str:
 
 
 def _section(title: str, settings: tuple[Setting, ...]) -> str:
-    lines = [f"\n## {title}\n", "| flag | environment | key | value | default | |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {_flag(item)} | `{item.env}` | `{item.key}` | {_value(item)} | {_default(item)} | {item.doc} |" for item in settings
-    ]
-    return "\n".join(lines) + "\n"
+    items = [f"- **{_flag(item)}** ({_value(item)}; default {_default(item)}): {item.doc}" for item in settings]
+    lines = [fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) for item in items]
+    return "\n".join([f"\n## {title}\n", *lines]) + "\n"
 
 
 def _flag(item: Setting) -> str:
     if item.key == "model":
         return "`MODEL` (an argument; `serve` takes several), `-m`, `--model`"
-    return f"`{item.flag}`, `--no-{item.flag[2:]}`" if item.kind is Kind.FLAG else f"`{item.flag}`"
+    return f"`{item.flag}`"
 
 
 def _value(item: Setting) -> str:

@@ -143,6 +143,26 @@ def test_commands_for_beginners_exist(page: Path) -> None:
             assert {word for word in words[start:] if word.startswith("--")} <= flags, line
 
 
+READ_PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "notes"]
+"""The pages to read; notes keep tables of figures as they were printed."""
+MAX_COLUMNS = 120
+MAX_WORDS = 80_000
+
+
+@pytest.mark.parametrize("page", READ_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_fit_a_screen(page: Path) -> None:
+    """Code and addresses do not count."""
+    text = re.sub(
+        r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), page.read_text(encoding="utf-8"), flags=re.M | re.S
+    )
+    lines = [re.sub(r"https?://\S+", "", line) for line in text.splitlines()]
+    assert not [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and not line.startswith("    ")]
+
+
+def test_the_pages_can_be_read_in_a_working_day() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in READ_PAGES) <= MAX_WORDS
+
+
 def site_pages() -> list[str]:
     """The pages in the navigation of the documentation site, as paths below docs/."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
