@@ -24,6 +24,8 @@ help:  ## show this list
 	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, test, bench)"
 
 install: $(INSTALLED)  ## make .venv and build Penstock into it
+	@test "$(origin PYTHON)" = file || test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" || \
+	  echo "note: PYTHON=$(PYTHON) is ignored: .venv exists, with $$($(BIN)/python -V). Remove .venv, or run make clean, to use another." >&2
 
 # Editable: Python is used from src/, so that only a change of native/ needs a new build.
 $(INSTALLED): $(SOURCES) | .venv
