@@ -120,9 +120,10 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED_TEST)  ## write docs/configuration.md from the settings, and into docs/models.md what was checked
+docs: $(INSTALLED_TEST)  ## write docs/configuration.md, and tables in docs/models.md and docs/http-api.md
 	@$(BIN)/python tests/configuration_page.py > docs/configuration.md
 	@PYTHONPATH=tests $(BIN)/python -m parity.checked
+	@$(BIN)/python tests/sampling_table.py
 
 docs-site: $(INSTALLED_DOCS)  ## build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

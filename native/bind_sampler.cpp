@@ -9,6 +9,7 @@
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,24 +25,28 @@ namespace {
 template <typename T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void init_row(RowSampling* self, double temperature, int top_k, double top_p, double min_p, float repetition_penalty,
-              float frequency_penalty, float presence_penalty, uint64_t seed, int min_tokens, int num_logprobs,
-              std::optional<std::vector<int32_t>> allowed_ids, const std::vector<std::pair<int32_t, float>>& bias,
-              const std::vector<std::vector<int32_t>>& banned_sequences, std::vector<int32_t> stop_ids, int num_prompt_logprobs,
-              std::optional<int32_t> penalty_window) {
+void init_row(RowSampling* self, const nb::kwargs& given) {
     new (self) RowSampling();
-    self->temperature = temperature;
-    self->top_k = top_k;
-    self->top_p = top_p;
-    self->min_p = min_p;
-    self->repetition_penalty = repetition_penalty;
-    self->frequency_penalty = frequency_penalty;
-    self->presence_penalty = presence_penalty;
+    size_t num_read = 0;
+    const auto read = [&](const char* name, auto& field) {
+        if (!given.contains(name)) return;
+        field = nb::cast<std::decay_t<decltype(field)>>(nb::object(given[name]));
+        ++num_read;
+    };
+    std::optional<int32_t> penalty_window;
+    std::optional<std::vector<int32_t>> allowed_ids;
+    std::vector<std::pair<int32_t, float>> bias;
+    std::vector<std::vector<int32_t>> banned_sequences;
+    each_number(*self, read);
+    read("num_logprobs", self->num_logprobs);
+    read("num_prompt_logprobs", self->num_prompt_logprobs);
+    read("stop_ids", self->stop_ids);
+    read("penalty_window", penalty_window);
+    read("allowed_ids", allowed_ids);
+    read("bias", bias);
+    read("banned_sequences", banned_sequences);
+    if (num_read != given.size()) throw nb::type_error("RowSampling has no field of one of these names");
     if (penalty_window) self->penalty_window = *penalty_window;
-    self->seed = seed;
-    self->min_tokens = min_tokens;
-    self->num_logprobs = num_logprobs;
-    self->num_prompt_logprobs = num_prompt_logprobs;
     self->restricts_ids = allowed_ids.has_value();
     if (allowed_ids) self->allowed_ids = std::move(*allowed_ids);
     for (const auto& [id, value] : bias) {
@@ -53,7 +58,6 @@ void init_row(RowSampling* self, double temperature, int top_k, double top_p, do
         self->banned_tokens.insert(self->banned_tokens.end(), sequence.begin(), sequence.end());
         self->banned_starts.push_back(static_cast<int32_t>(self->banned_tokens.size()));
     }
-    self->stop_ids = std::move(stop_ids);
 }
 
 nb::tuple sample(const Vector<float>& logits, const RowSampling& row, const Vector<int32_t>& tokens, int num_prompt_tokens,
@@ -85,12 +89,7 @@ nb::tuple score(const Vector<float>& logits, int token, int num_top) {
 
 void bind_sampler(nb::module_& m) {
     nb::class_<RowSampling>(m, "RowSampling", "What one request asked for; made by backends/native/executor.py.")
-        .def("__init__", &init_row, nb::kw_only(), "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
-             "repetition_penalty"_a = 1.0f, "frequency_penalty"_a = 0.0f, "presence_penalty"_a = 0.0f, "seed"_a = 0,
-             "min_tokens"_a = 0, "num_logprobs"_a = -1, "allowed_ids"_a.none() = nb::none(),
-             "bias"_a = std::vector<std::pair<int32_t, float>>(),
-             "banned_sequences"_a = std::vector<std::vector<int32_t>>(), "stop_ids"_a = std::vector<int32_t>(),
-             "num_prompt_logprobs"_a = 0, "penalty_window"_a.none() = nb::none());
+        .def("__init__", &init_row);
     nb::class_<SamplerScratch>(m, "SamplerScratch", "Working memory that calls of `sample` may share, one at a time.")
         .def(nb::init<>());
     m.def("sample", &sample, "logits"_a, "row"_a, "tokens"_a, "num_prompt_tokens"_a, "scratch"_a.none() = nb::none(),

@@ -39,6 +39,20 @@ struct RowSampling {
     }
 };
 
+// Calls `visit` with the name, as in types/sampling.py, and the field of each number that a request can set.
+template <typename Visit>
+void each_number(RowSampling& row, const Visit& visit) {
+    visit("repetition_penalty", row.repetition_penalty);
+    visit("presence_penalty", row.presence_penalty);
+    visit("frequency_penalty", row.frequency_penalty);
+    visit("temperature", row.temperature);
+    visit("top_k", row.top_k);
+    visit("top_p", row.top_p);
+    visit("min_p", row.min_p);
+    visit("min_tokens", row.min_tokens);
+    visit("seed", row.seed);
+}
+
 struct SampleResult {
     int32_t token = -1;    // -1: no logit was a number above -inf, or one was +inf: the model's output is broken
     float logprob = 0.0f;  // this and what follows hold only if logprobs were asked for

@@ -1,5 +1,6 @@
 """Which parameters are taken because they ask for nothing, which are refused by name, and which a setting lets pass."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+import sampling_table
+from penstock.llm import SamplingParams
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
 from penstock.serve.bodies import (
     MAX_LOGGED_CHARS,
@@ -46,6 +49,7 @@ from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
 from support.server.errors import CHAT, COMPLETIONS, check
 from support.server.harness import make_client
+from penstock.types.sampling import PARAMETERS
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
@@ -352,3 +356,27 @@ def test_what_is_logged_and_remembered_of_names_is_bounded(caplog):
 async def test_a_body_of_unknown_names_alone_is_answered(tolerant, caplog):
     await check_plain(tolerant, COMPLETIONS, {f"x{number}": 1 for number in range(10_000)})
     assert len(ignored_names(caplog)) == MAX_LOGGED_NAMES
+
+
+# The table of sampling parameters
+
+
+def test_the_docs_have_the_table_of_sampling_parameters():
+    assert sampling_table.page() == sampling_table.PAGE.read_text(encoding="utf-8"), "make docs"
+
+
+def test_the_python_api_has_the_parameters_that_the_table_gives_it():
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    named = {name for name, one in PARAMETERS.items() if "python" in one.spellings}
+    assert named == fields.keys() & PARAMETERS.keys()
+    assert all(fields[name] == PARAMETERS[name].neutral for name in named)
+
+
+async def test_a_parameter_that_the_backend_does_not_compute_is_refused(runtime, client):
+    runtime.model = dataclasses.replace(runtime.model, unsupported_parameters=frozenset({"min_p"}))
+    check(await client.post(COMPLETIONS, json={"prompt": "a", "min_p": 0.1}), 400, "invalid_request_error", "min_p")
+    assert (await client.post(COMPLETIONS, json={"prompt": "a", "min_p": 0})).status_code == 200
+    options = {"model": "toy", "prompt": "a", "options": {"min_p": 0.1}}
+    answer = await client.post("/api/generate", json=options)
+    assert answer.status_code == 400
+    assert "'options.min_p' can't be computed" in answer.json()["error"]

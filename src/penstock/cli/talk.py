@@ -13,7 +13,7 @@ from penstock.cli.options import config_options, warn_of_unknown_variables
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import settings_of
 from penstock.types.errors import counted
-from penstock.types.sampling import MIN_TEMPERATURE
+from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
 if TYPE_CHECKING:
     from penstock.llm import RequestOutput, StructuredOutputsParams
@@ -56,6 +56,13 @@ class NotEmpty(click.ParamType[str]):
         return str(value)
 
 
+def _range(one: Parameter) -> click.ParamType[Any]:
+    if one.kind is int:
+        return click.IntRange(int(one.low), int(one.high))
+    return NumberRange(one.low, one.high, min_open=one.excludes_low)
+
+
+_SAMPLING = tuple(name for name, one in PARAMETERS.items() if one.is_in_cli and name != "seed")
 _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
     click.option(
@@ -64,19 +71,16 @@ _OPTIONS = (
         show_default="the model's, or what the context has room for",
         help="Longest answer.",
     ),
-    click.option(
-        "--temperature", type=NumberRange(0, 2), show_default="the model's, or 0.7", help="0 always takes the likeliest."
-    ),
-    click.option(
-        "--top-p",
-        type=NumberRange(0, 1, min_open=True),
-        show_default="the model's, or 1",
-        help="Share of probability kept.",
-    ),
-    click.option(
-        "--top-k", type=click.IntRange(0, MAX_INT32), show_default="the model's, or 0", help="Tokens kept; 0 keeps all."
-    ),
-    click.option("--min-p", type=NumberRange(0, 1), show_default="the model's, or 0", help="Least share of the likeliest."),
+    *[
+        click.option(
+            f"--{name.replace('_', '-')}",
+            type=_range(one),
+            show_default=f"the model's, or {DEFAULT_TEMPERATURE if name == 'temperature' else one.neutral:g}",
+            help=one.text,
+        )
+        for name, one in PARAMETERS.items()
+        if name in _SAMPLING
+    ],
     click.option(
         "--seed", "answer_seed", type=click.IntRange(-(2**63), 2**63 - 1), show_default="drawn", help="Same seed, same answer."
     ),
@@ -105,8 +109,7 @@ class Session:
         if 0 < (values["temperature"] or 0) < MIN_TEMPERATURE:
             raise click.BadParameter(f"0 is greedy; otherwise at least {MIN_TEMPERATURE}.", param_hint="'--temperature'")
         warn_of_unknown_variables()
-        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
-        asked = {name: values[name] for name in names if values[name] is not None}
+        asked = {name: values[name] for name in ("max_tokens", "stop", *_SAMPLING) if values[name] is not None}
         asked |= {"seed": values["answer_seed"], "structured_outputs": structured_outputs}
         SamplingParams(**asked)  # what is out of range is told before the model is loaded
         keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]

@@ -30,7 +30,7 @@ from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
-from penstock.backends.cuda.tables import num_mask_words
+from penstock.backends.cuda.tables import COMPUTED, num_mask_words
 from penstock.backends.cuda.text_launcher import TextLauncher
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
@@ -42,6 +42,7 @@ from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
+from penstock.types.sampling import PARAMETERS
 
 
 class CudaExecutor:
@@ -84,7 +85,8 @@ class CudaExecutor:
         if program.is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass)
+        unsupported = PARAMETERS.keys() - COMPUTED
+        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass, unsupported_parameters=frozenset(unsupported))
         self._num_positions = max_model_len
         self._depth = depth
         self._device = torch.device(device)

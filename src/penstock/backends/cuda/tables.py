@@ -17,6 +17,22 @@ PARAM_WORDS = 16
 """Words of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the
 seed, num_prompt_tokens; float32 repetition, frequency and presence penalty; int32 penalty window."""
 
+COMPUTED = frozenset(
+    {
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "repeat_last_n",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "min_tokens",
+        "seed",
+    }
+)
+"""Names of `types.sampling.PARAMETERS` that the kernels compute."""
+
 MAX_INVERSE_TEMPERATURE = 1e250
 """So that neither 0 nor the largest difference of logits times it leaves the range of float64."""
 

@@ -17,23 +17,16 @@ class RowSampling:
     def __init__(
         self,
         *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        seed: int = 0,
-        min_tokens: int = 0,
         num_logprobs: int = -1,
+        num_prompt_logprobs: int = 0,
         allowed_ids: Sequence[int] | None = None,
         bias: Sequence[tuple[int, float]] = ...,
         banned_sequences: Sequence[Sequence[int]] = ...,
         stop_ids: Sequence[int] = ...,
-        num_prompt_logprobs: int = 0,
         penalty_window: int | None = None,
-    ) -> None: ...
+        **numbers: float,
+    ) -> None:
+        """`numbers`: those of `PARAMETERS` that are fields of `SamplingParams`."""
 
 class SamplerScratch:
     def __init__(self) -> None: ...

@@ -34,7 +34,7 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype, padded_head_dim
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import PARAMETERS, SamplingParams
 
 KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16}
 TIME_PARTS = ("rows", "linear", "attention", "sampling")
@@ -427,15 +427,7 @@ class _Packer:
 
 def make_row_sampling(params: SamplingParams) -> RowSampling:
     return RowSampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        seed=params.seed,
-        min_tokens=params.min_tokens,
+        **{name: getattr(params, name) for name in PARAMETERS if name != "repeat_last_n"},
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         allowed_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         bias=list(params.logit_bias),
