@@ -21,12 +21,29 @@ from penstock.backends.reference.sampling import (
     sample,
     uniform,
 )
-from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
+from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS, SamplingParams
 
 EDGE = 1e-6
 """How near to a boundary two ways to round may fall on its two sides."""
 
 VOCAB_SIZES = [1, 2, 16, 17, 63, 64, 65, 200, 1000, 20000]
+
+
+VALUES: dict[str, list[float]] = {
+    name: [one.neutral, one.neutral, 0.3, 1.0, one.high]
+    for name, one in PARAMETERS.items()
+    if one.neutral is not None and name != "repeat_last_n"
+} | {
+    "temperature": [0.0, 1e-300, 0.2, 0.7, 1.0, 3.0],
+    "top_k": [0, 0, 1, 2, 40, 700, 30000],
+    "top_p": [1.0, 1.0, 1e-9, 0.5, 0.95, 0.9999],
+    "min_p": [0.0, 0.0, 0.01, 0.5, 1.0],
+    "repetition_penalty": [1.0, 1.3, 0.5],
+    "presence_penalty": [0.0, 0.7, -0.3],
+    "frequency_penalty": [0.0, 0.2, -1.1],
+    "min_tokens": [0, 0, 4],
+}
+"""Values that are drawn for each number of the table."""
 
 
 @st.composite
@@ -48,13 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int, 
     history = draw(st.lists(ids, min_size=1, max_size=12))
     some_ids = draw(st.lists(ids, min_size=1, max_size=6, unique=True).map(sorted))
     params = SamplingParams(
-        temperature=draw(st.sampled_from([0.0, 1e-300, 0.2, 0.7, 1.0, 3.0])),
-        top_k=draw(st.sampled_from([0, 0, 1, 2, 40, 700, 30000])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 1e-9, 0.5, 0.95, 0.9999])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.5])),
-        presence_penalty=draw(st.sampled_from([0.0, 0.7, -0.3])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.2, -1.1])),
+        **{name: draw(st.sampled_from(values)) for name, values in VALUES.items()},
         penalty_window=draw(st.sampled_from([None, None, 1, 3, 100])),
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, 0, 3, MAX_LOGPROBS])),
@@ -62,7 +73,6 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int, 
         allowed_token_ids=tuple(draw(st.lists(ids, min_size=1, unique=True).map(sorted))) if draw(st.booleans()) else None,
         banned_token_sequences=((*history[-2:], some_ids[0]), (some_ids[-1],)) if draw(st.booleans()) else (),
         stop_token_ids=tuple(some_ids),
-        min_tokens=draw(st.sampled_from([0, 0, 4])),
     )
     mask = draw(masks(len(logits))) if draw(st.booleans()) else None
     return logits, params, history, draw(st.integers(1, len(history))), mask

@@ -134,7 +134,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
     if request.beams is not None:
         return _beam_sampling(request, shown, running)
     for name, value in request.sampling.items():
-        if name in model.unsupported_parameters and value != PARAMETERS[name].neutral:
+        if name in model.unsupported_parameters and not PARAMETERS[name].is_neutral(value):
             raise _invalid(names, ("sampling", name), "can't be computed by this server's backend: leave it out")
     values = {name: _value(name, request, running) for name, parameter in PARAMETERS.items() if parameter.neutral is not None}
     if 0 < values["temperature"] < MIN_TEMPERATURE:
@@ -180,10 +180,11 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
             "is not supported for a model whose files name tokens that no answer may have (suppress_tokens): that needs "
             "`penstock serve --generation-config none`",
         )
+    accepted = [("repeat_last_n", request.sampling.get("repeat_last_n")), ("temperature", 0)]
     given: list[tuple[str, ...]] = [
         ("sampling", name)
         for name, value in request.sampling.items()
-        if name != "repeat_last_n" and value not in _WITH_BEAMS.get(name, ())
+        if not PARAMETERS[name].is_neutral(value) and (name, value) not in accepted
     ]
     given += [(name,) for name in ("logit_bias", "bad_words", "stop") if getattr(request, name)]
     if request.allowed_token_ids is not None:
@@ -210,14 +211,6 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
         num_logprobs=request.logprobs,
     )
     return replace(shown, temperature=0.0, beams=beams, logprobs=max(request.n + num_stops, request.logprobs or 0))
-
-
-_WITH_BEAMS: Mapping[str, tuple[float | None, ...]] = {
-    **{name: (parameter.neutral,) for name, parameter in PARAMETERS.items() if parameter.neutral is not None},
-    "temperature": (0, 1),
-    "top_k": (0, -1),
-}
-"""Values of parameters that a beam search accepts."""
 
 
 def _logit_bias(biases: Mapping[str, Any], vocab_size: int, param: str) -> tuple[tuple[int, float], ...]:

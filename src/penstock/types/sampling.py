@@ -88,8 +88,12 @@ class Parameter:
     """By API. An API that is not listed does not have the parameter."""
     excludes_low: bool = False
     is_in_cli: bool = False
+    also_neutral: tuple[float, ...] = ()
     sampler: str = ""
     """llama.cpp's name of the sampler that the parameter belongs to."""
+
+    def is_neutral(self, value: float) -> bool:
+        return value == self.neutral or value in self.also_neutral
 
     def within(self, api: str) -> Spelling:
         """Return the name and the bounds in an API."""
@@ -182,6 +186,7 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
                     cohere=Spelling("k", 0, 500),
                 ),
                 is_in_cli=True,
+                also_neutral=(-1,),
                 sampler="top_k",
             ),
             Parameter(

@@ -35,13 +35,13 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.generation import grammar_of, json_grammar
-from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
+from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
 from penstock.text.grammar import MAX_LARK_CHARS, GrammarKind
 from penstock.types.errors import counted
-from penstock.types.sampling import MAX_LOGPROBS, LineLimits, SamplingParams
+from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS, LineLimits, SamplingParams
 
 _Body = TypeVar("_Body", bound="LlamaBody")
 
@@ -57,6 +57,13 @@ MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
 
+SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        sampler: {name: one.neutral for name, one in PARAMETERS.items() if one.sampler == sampler and one.neutral is not None}
+        for sampler in dict.fromkeys(one.sampler for one in PARAMETERS.values() if one.sampler)
+    }
+)
+"""Samplers in the order in which they apply. Each has its fields of `SamplingParams`, with the values that switch it off."""
 _LLAMA_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 """llama.cpp's default."""
 _OTHER_SAMPLERS = tuple(name for name in (*_LLAMA_ORDER, "adaptive_p") if name not in SAMPLERS)
@@ -473,3 +480,26 @@ def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float], tuple[
     if (num_tokens := len(biases) + len(banned)) > MAX_BIASED_TOKENS:
         raise invalid(f"'logit_bias' names {num_tokens} tokens; at most {MAX_BIASED_TOKENS} are taken.", "logit_bias")
     return {str(token_id): bias for token_id, bias in biases.items()}, tuple(banned)
+
+
+_OFF: Mapping[str, Any] = MappingProxyType(
+    {name: mark.neutral[0] for name, mark in LlamaBody.unsupported.items() if name != "stream_options"}
+    | {"dynatemp_exponent": 1.0, "xtc_threshold": 0.1, "n_keep": 0}
+)
+"""Settings that no request can change."""
+
+
+def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
+    """Return how answers are sampled. `n_predict`: as the client asked; -1: the rest of the context."""
+    lines = sampling.lines
+    return {
+        **_OFF,
+        **{one.spellings["llama_cpp"].name: getattr(sampling, name) for name, one in PARAMETERS.items() if one.sampler},
+        "repeat_last_n": -1 if sampling.penalty_window is None else sampling.penalty_window,
+        "stop": sampling.stop,
+        "logit_bias": [{"bias": bias, "token": token_id} for token_id, bias in sampling.logit_bias],
+        "n_predict": n_predict,
+        "max_tokens": n_predict,
+        "n_indent": 0 if lines is None else lines.min_indent,
+        "samplers": tuple(SAMPLERS),
+    }

@@ -19,7 +19,7 @@ from penstock.deploy.served import ModelCard
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, find_model, read_owner
 from penstock.serve.errors import unavailable
-from penstock.serve.llama_cpp.write import generation_settings
+from penstock.serve.llama_cpp.read import generation_settings
 from penstock.serve.shapes import Count, Object
 from penstock.text.dialects import Dialect, find_dialect
 from penstock.types.errors import ModelAway

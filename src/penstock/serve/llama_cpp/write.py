@@ -20,7 +20,6 @@ from penstock.serve.timings import Timings
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
-from penstock.types.sampling import PARAMETERS, SamplingParams
 
 _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
@@ -34,30 +33,6 @@ _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
 """By status. All others have OpenAI's type."""
 NOT_SUPPORTED = "not_supported"
 """Code of the error for what another model could do."""
-_OFF: Mapping[str, Any] = MappingProxyType(
-    {
-        "dynatemp_range": 0.0,
-        "dynatemp_exponent": 1.0,
-        "top_n_sigma": -1.0,
-        "xtc_probability": 0.0,
-        "xtc_threshold": 0.1,
-        "typical_p": 1.0,
-        "dry_multiplier": 0.0,
-        "mirostat": 0,
-        "n_keep": 0,
-        "min_keep": 0,
-        "post_sampling_probs": False,
-        "lora": [],
-    }
-)
-"""Settings that no request can change here."""
-SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {
-        sampler: {name: one.neutral for name, one in PARAMETERS.items() if one.sampler == sampler and one.neutral is not None}
-        for sampler in dict.fromkeys(one.sampler for one in PARAMETERS.values() if one.sampler)
-    }
-)
-"""Samplers in the order in which they apply. Each has its fields of `SamplingParams`, with the values that switch it off."""
 
 
 LlamaToken = TypedDict("LlamaToken", {"id": Count, "token": str, "bytes": list[Count], "logprob": float})
@@ -113,22 +88,6 @@ def llama_words(error: ApiError) -> LlamaError:
     if error.sizes is not None:
         detail["n_prompt_tokens"], detail["n_ctx"] = error.sizes
     return {"error": detail}
-
-
-def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
-    """Return how answers are sampled. `n_predict`: as the client asked; -1: up to the context."""
-    lines = sampling.lines
-    return {
-        **_OFF,
-        **{one.spellings["llama_cpp"].name: getattr(sampling, name) for name, one in PARAMETERS.items() if one.sampler},
-        "repeat_last_n": -1 if sampling.penalty_window is None else sampling.penalty_window,
-        "stop": sampling.stop,
-        "logit_bias": [{"bias": bias, "token": token_id} for token_id, bias in sampling.logit_bias],
-        "n_predict": n_predict,
-        "max_tokens": n_predict,
-        "n_indent": 0 if lines is None else lines.min_indent,
-        "samplers": tuple(SAMPLERS),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
