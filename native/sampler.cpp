@@ -217,6 +217,28 @@ std::optional<Candidate> end_of_prefix(double target, const WeightOf& weight_of,
     return ranked[low - 1];
 }
 
+// top_n_sigma: -inf for logits further below the largest than `num_sigmas` standard deviations of all. Sums in order of id.
+void keep_near_largest(float* logits, int vocab_size, double num_sigmas) {
+    const auto is_possible = [](float logit) { return logit > -std::numeric_limits<float>::infinity(); };
+    float max = -std::numeric_limits<float>::infinity();
+    double sum = 0.0, squares = 0.0;
+    int count = 0;
+    for (int i = 0; i < vocab_size; ++i) {
+        if (!is_possible(logits[i])) continue;
+        max = std::max(max, logits[i]);
+        sum += logits[i];
+        ++count;
+    }
+    const double mean = sum / count;
+    for (int i = 0; i < vocab_size; ++i) {
+        if (is_possible(logits[i])) squares += (logits[i] - mean) * (logits[i] - mean);
+    }
+    const double least = max - num_sigmas * std::sqrt(squares / count);
+    for (int i = 0; i < vocab_size; ++i) {
+        if (logits[i] < least) logits[i] = -std::numeric_limits<float>::infinity();
+    }
+}
+
 // top_k, then top_p: collects candidates and returns the last, in order of likelihood, that is kept.
 Candidate narrow(const float* logits, int vocab_size, const RowSampling& row, const WeightOf& weight_of,
                  SamplerScratch& scratch) {
@@ -335,11 +357,13 @@ int32_t token_of(const BestLogit& best) { return std::isfinite(best.logit) ? bes
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
                 int num_tokens, int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {
     const float* raw = logits;
-    if (row.num_logprobs >= 0 && (mask || changes_logits(row))) {
+    const bool drops = row.top_n_sigma > 0.0 && row.temperature != 0.0;
+    if (row.num_logprobs >= 0 && (mask || drops || changes_logits(row))) {
         scratch.raw.assign(logits, logits + vocab_size);
         raw = scratch.raw.data();
     }
     change_logits(logits, vocab_size, row, mask, tokens, num_tokens, num_prompt_tokens, scratch);
+    if (drops) keep_near_largest(logits, vocab_size, row.top_n_sigma);
     result.token = choose(logits, vocab_size, row, num_tokens, scratch);
     if (row.num_logprobs >= 0 && result.token >= 0)
         fill_logprobs(raw, vocab_size, std::min(row.num_logprobs, kMaxLogprobs), scratch, result);

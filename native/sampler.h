@@ -18,6 +18,7 @@ struct RowSampling {
     int32_t top_k = 0;         // 0 keeps all
     double top_p = 1.0;
     double min_p = 0.0;
+    double top_n_sigma = 0.0;  // > 0: drops logits that far below the largest
     float repetition_penalty = 1.0f;
     float frequency_penalty = 0.0f;
     float presence_penalty = 0.0f;
@@ -45,6 +46,7 @@ void each_number(RowSampling& row, const Visit& visit) {
     visit("repetition_penalty", row.repetition_penalty);
     visit("presence_penalty", row.presence_penalty);
     visit("frequency_penalty", row.frequency_penalty);
+    visit("top_n_sigma", row.top_n_sigma);
     visit("temperature", row.temperature);
     visit("top_k", row.top_k);
     visit("top_p", row.top_p);

@@ -4,8 +4,12 @@ import asyncio
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from penstock.backends.native import _native
+from penstock.backends.native.executor import make_row_sampling
+from penstock.backends.reference.sampling import narrow
 from penstock.calls.in_flight import InFlight
 from penstock.text import fim
 from support.server.completions import TOKENIZER, oracle
@@ -20,6 +24,7 @@ from support.server.harness import (
     until,
 )
 from support.server.tools import says
+from penstock.types.sampling import SamplingParams
 
 END, BEGIN, TURN = SPECIAL_TOKENS
 ASK = {"prompt": "Hi", "temperature": 0, "n_predict": 5}
@@ -176,8 +181,36 @@ async def test_only_the_samplers_that_are_listed_are_applied(client):
     assert likeliest["content"] == said("Hi", 12)
 
 
+async def test_top_n_sigma_reaches_the_engine_by_both_spellings(client, monkeypatch):
+    drawn, opens = [], InFlight.open
+
+    def open_call(in_flight, call, requests, *rest):
+        drawn.extend([request.sampling.top_n_sigma for request in requests])
+        return opens(in_flight, call, requests, *rest)
+
+    monkeypatch.setattr(InFlight, "open", open_call)
+    assert (await ask(client, top_n_sigma=1.5))["generation_settings"]["top_n_sigma"] == 1.5
+    assert (await client.post("/v1/completions", json={"prompt": "a", "top_n_sigma": 2})).status_code == 200
+    await ask(client, top_n_sigma=1.5, samplers=["top_k"])
+    assert drawn == [1.5, 2, 0]
+
+
+def test_top_n_sigma_keeps_what_is_near_the_largest_logit_at_any_temperature():
+    logits = np.array([5, 4, 1, 0, np.nan, -np.inf], np.float32)  # of four: mean 2.5, standard deviation 2.06
+    for num_sigmas, kept in ((0.4, [0]), (0.5, [0, 1]), (2, [0, 1, 2]), (0, [0, 1, 2, 3]), (-1, [0, 1, 2, 3])):
+        for temperature in (0.1, 1, 50):
+            params = SamplingParams(top_n_sigma=num_sigmas, temperature=temperature)
+            assert narrow(logits, params)[0].tolist() == kept
+            drawn = {
+                _native.sample(logits, make_row_sampling(replace(params, seed=seed)), np.zeros(1, np.int32), 1)[0]
+                for seed in range(40)
+            }
+            assert drawn <= set(kept)
+            assert drawn == set(kept) or temperature < 50
+
+
 DRAWN = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "presence_penalty": 1, "seed": 3, "n_predict": 12}
-ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+ORDER = ["penalties", "top_n_sigma", "temperature", "top_k", "top_p", "min_p"]
 OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "presence_penalty": 0}
 
 
@@ -384,14 +417,14 @@ async def test_lines_end_answers():
         ({"xtc_probability": 0.5}, "'xtc_probability' is not supported yet"),
         ({"typical_p": 0.5}, "'typical_p' is not supported yet"),
         ({"dynatemp_range": 0.5}, "'dynatemp_range' is not supported yet"),
-        ({"top_n_sigma": 1}, "'top_n_sigma' is not supported yet"),
+        ({"top_n_sigma": 1001}, "'top_n_sigma' must be at most 1000"),
         ({"post_sampling_probs": True}, "'post_sampling_probs' is not supported yet"),
         ({"lora": [{"id": 0, "scale": 1}]}, "'lora' is not supported yet"),
         ({"repeat_penalty": 1.1, "repeat_last_n": -2}, "'repeat_last_n' must be at least -1"),
         ({"repeat_penalty": 1000}, "'repeat_penalty' must be at most 100"),
         ({"seed": 2**64}, "'seed' must be an integer of at most 64 bits"),
         ({"samplers": ["top_k", "top_k"]}, "'samplers' has 'top_k' twice"),
-        ({"samplers": ["magic"]}, "'samplers' has 'magic'; known are penalties, temperature, top_k"),
+        ({"samplers": ["magic"]}, "'samplers' has 'magic'; known are penalties, top_n_sigma, temperature"),
         ({"samplers": "kz"}, "'samplers' has the letter 'z'"),
         ({"samplers": 4}, "'samplers' must be a list of names"),
         ({"n_probs": 21}, "'n_probs' must be at most 20"),

@@ -9,8 +9,9 @@ The order is the same in every backend (`backends/reference/sampling.py` is the 
 4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only), each over the last
     `penalty_window` tokens.
 5.  `temperature` 0: the largest logit, the lowest id among equals. Otherwise divide by it.
-6.  `top_k`, then `top_p`, then `min_p` narrow the candidates. One is drawn, in ascending order of token id, with the
-    uniform number that the generator gives for (seed, number of tokens so far).
+6.  `top_n_sigma`, which looks at the logits before the division, then `top_k`, `top_p` and `min_p` narrow the candidates. One
+    is drawn, in ascending order of token id, with the uniform number that the generator gives for (seed, number of tokens so
+    far).
 """
 
 from __future__ import annotations
@@ -155,6 +156,17 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
                     cohere=Spelling("frequency_penalty", 0, 1),
                 ),
                 sampler="penalties",
+            ),
+            Parameter(
+                "top_n_sigma",
+                float,
+                0.0,
+                -1,
+                1000,
+                "Keeps tokens whose logit is at most this many standard deviations below the largest. 0 and -1 keep all.",
+                _in("top_n_sigma", "openai", "llama_cpp"),
+                also_neutral=(-1,),
+                sampler="top_n_sigma",
             ),
             Parameter(
                 "temperature",
@@ -335,6 +347,8 @@ class SamplingParams:
     """Keep the k largest; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches this; (0, 1]."""
+    top_n_sigma: float = 0.0
+    """Drop tokens whose logit is more than this many standard deviations below the largest; <= 0 drops none."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; [0, 1]."""
     repetition_penalty: float = 1.0

@@ -135,8 +135,19 @@ def by_likelihood(logits: F32) -> Ids:
     return order[logits[order] > -np.inf]
 
 
+def near_the_largest(logits: F32, num_sigmas: float) -> F32:
+    """Return -inf for logits further below the largest than this many standard deviations (top-n-sigma, arXiv 2411.07641)."""
+    x = logits.astype(np.float64)
+    possible = x[x > -np.inf]
+    mean = np.cumsum(possible)[-1] / len(possible)
+    deviation = math.sqrt(np.cumsum((possible - mean) ** 2)[-1] / len(possible))
+    return np.where(x < possible.max() - num_sigmas * deviation, np.float32(-np.inf), logits)
+
+
 def narrow(logits: F32, params: SamplingParams) -> tuple[Ids, F64]:
     """Steps 5 and 6 without the draw: the ids that are left, and weights in proportion to their probabilities."""
+    if params.top_n_sigma > 0:
+        logits = near_the_largest(logits, params.top_n_sigma)
     ids = by_likelihood(logits)
     if params.top_k > 0:
         ids = ids[: params.top_k]

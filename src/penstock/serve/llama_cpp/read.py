@@ -85,7 +85,7 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
         "i": _INFILL,
     }
 )
-_INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"})
+_INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"}, {"top_n_sigma", "temperature"})
 """Samplers that leave the same candidates with the same weights, whichever of the two is applied first."""
 
 _LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
@@ -164,7 +164,6 @@ class LlamaBody(Body):
 
     dynatemp_range: Annotated[Any, NotYet(0, 0.0)] = None
     typical_p: Annotated[Any, NotYet(1, 1.0)] = None
-    top_n_sigma: Annotated[Any, NotYet(-1, -1.0, 0, 0.0)] = None
     xtc_probability: Annotated[Any, NotYet(0, 0.0)] = None
     mirostat: Annotated[Any, NotYet(0)] = None
     adaptive_target: Annotated[Any, NotYet(-1, -1.0)] = None
