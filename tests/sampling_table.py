@@ -18,6 +18,7 @@ APIS = {
     "tgi": "TGI",
     "llama_cpp": "llama.cpp",
     "python": "Python",
+    "cli": "CLI",
 }
 
 
@@ -26,25 +27,23 @@ def render() -> str:
     lines = ["| parameter | values | default | effect | in |", "|---|---|---|---|---|"]
     for name, one in PARAMETERS.items():
         default = "" if one.neutral is None else f"{one.neutral:g}"
-        lines.append(f"| `{name}` | {_range(one, 'openai')} | {default} | {one.text} | {_places(one)} |")
+        lines.append(f"| `{name}` | {_range(one, 'openai')} | {default} | {one.text} | {_places(name, one)} |")
     return "\n".join(lines) + "\n"
 
 
-def _places(one: Parameter) -> str:
+def _places(name: str, one: Parameter) -> str:
     places = []
     for api, word in APIS.items():
         if api not in one.spellings:
             continue
-        notes = [f"`{one.spellings[api].name}`"] if one.spellings[api].name != one.name else []
+        notes = [f"`{one.spellings[api].name}`"] if one.spellings[api].name != name else []
         notes += [_range(one, api)] if _range(one, api) != _range(one, "openai") else []
         places.append(f"{word} ({', '.join(notes)})" if notes else word)
-    return ", ".join([*places, "CLI"] if one.is_in_cli else places)
+    return ", ".join(places)
 
 
 def _range(one: Parameter, api: str) -> str:
-    bounds = one.within(api)
-    assert bounds.low is not None
-    assert bounds.high is not None
+    bounds = one.spellings[api]
     high = _number(bounds.high)
     if bounds.low == -math.inf:
         return f"up to {high}"

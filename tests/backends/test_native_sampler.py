@@ -30,7 +30,7 @@ VOCAB_SIZES = [1, 2, 16, 17, 63, 64, 65, 200, 1000, 20000]
 
 
 VALUES: dict[str, list[float]] = {
-    name: [one.neutral, one.neutral, 0.3, 1.0, one.high]
+    name: [one.neutral, one.neutral, 0.3, 1.0, one.spellings["openai"].high]
     for name, one in PARAMETERS.items()
     if one.neutral is not None and name != "repeat_last_n"
 } | {

@@ -57,12 +57,13 @@ class NotEmpty(click.ParamType[str]):
 
 
 def _range(one: Parameter) -> click.ParamType[Any]:
+    own = one.spellings["cli"]
     if one.kind is int:
-        return click.IntRange(int(one.low), int(one.high))
-    return NumberRange(one.low, one.high, min_open=one.excludes_low)
+        return click.IntRange(int(own.low), int(own.high))
+    return NumberRange(own.low, own.high, min_open=own.excludes_low)
 
 
-_SAMPLING = tuple(name for name, one in PARAMETERS.items() if one.is_in_cli and name != "seed")
+_SAMPLING = tuple(name for name, one in PARAMETERS.items() if "cli" in one.spellings and name != "seed")
 _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
     click.option(

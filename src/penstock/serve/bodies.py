@@ -168,7 +168,7 @@ def has_sampling(api: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
         for parameter in PARAMETERS.values():
             if api not in parameter.spellings:
                 continue
-            own = parameter.within(api)
+            own = parameter.spellings[api]
             low: dict[str, Any] = {"gt" if own.excludes_low else "ge": own.low}
             limits: Any = Field(le=own.high, **({} if own.low == -math.inf else low))
             number: Any = Annotated[int, limits] if parameter.kind is int else Annotated[float, limits]

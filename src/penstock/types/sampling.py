@@ -65,11 +65,11 @@ class EarlyStopping(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A parameter's name in one API, and the bounds there if they are narrower or wider."""
+    """A parameter's name and bounds in one API."""
 
     name: str
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
     excludes_low: bool = False
 
 
@@ -77,194 +77,130 @@ class Spelling:
 class Parameter:
     """A number that a request can set to say how tokens are chosen."""
 
-    name: str
     kind: type[int] | type[float]
     neutral: float | None
     """Changes nothing, and holds if neither the request nor the model's files name a value. None: only absence is neutral."""
-    low: float
-    high: float
+    also_neutral: tuple[float, ...]
+    spellings: Mapping[str, Spelling]
+    """By API, of which `python` and `cli` are two. An API that is not listed does not have the parameter."""
     text: str
     """One sentence for the docs and the OpenAPI document."""
-    spellings: Mapping[str, Spelling]
-    """By API. An API that is not listed does not have the parameter."""
-    excludes_low: bool = False
-    is_in_cli: bool = False
-    also_neutral: tuple[float, ...] = ()
-    sampler: str = ""
-    """llama.cpp's name of the sampler that the parameter belongs to."""
+    sampler: str
+    """llama.cpp's name of the sampler that the parameter belongs to, or an empty text."""
 
     def is_neutral(self, value: float) -> bool:
         return value == self.neutral or value in self.also_neutral
 
-    def within(self, api: str) -> Spelling:
-        """Return the name and the bounds in an API."""
-        own = self.spellings[api]
-        low, excludes_low = (self.low, self.excludes_low) if own.low is None else (own.low, own.excludes_low)
-        return Spelling(own.name, low, self.high if own.high is None else own.high, excludes_low)
+
+def _number(
+    neutral: float | None,
+    bounds: tuple[float, float] | tuple[float, float, bool],
+    names: str,
+    text: str,
+    *,
+    sampler: str = "",
+    kind: type[int] | type[float] = float,
+    also_neutral: tuple[float, ...] = (),
+    **others: tuple[float, float] | tuple[float, float, bool],
+) -> Parameter:
+    """Make a parameter. `names`: its name, and the APIs that have it, with another name after `=`. `others`: their bounds.
+
+    The third of the bounds: the least value is excluded.
+    """
+    name, *apis = names.split()
+    spelled = [(api, own or name) for api, _, own in (word.partition("=") for word in apis)]
+    spellings = {api: Spelling(own, *others.get(api, bounds)) for api, own in spelled}
+    return Parameter(kind, neutral, also_neutral, MappingProxyType(spellings), text, sampler)
 
 
-def _in(name: str, *apis: str, **others: Spelling) -> Mapping[str, Spelling]:
-    """Return the spellings of a parameter that has one name in all these APIs, and those that differ."""
-    return MappingProxyType({**{api: Spelling(name) for api in apis}, **others})
-
-
+_EVERYWHERE = "openai responses ollama llama_cpp python"
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
-
-PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
-    {
-        parameter.name: parameter
-        for parameter in (
-            Parameter(
-                "repetition_penalty",
-                float,
-                1.0,
-                0.01,
-                100,
-                "Makes tokens of the prompt and the answer less likely if above 1, more likely if below.",
-                _in(
-                    "repetition_penalty",
-                    *("openai", "responses", "tgi", "python"),
-                    ollama=Spelling("repeat_penalty"),
-                    llama_cpp=Spelling("repeat_penalty"),
-                ),
-                sampler="penalties",
-            ),
-            Parameter(
-                "presence_penalty",
-                float,
-                0.0,
-                -2,
-                2,
-                "Subtracted from the logits of the answer's tokens.",
-                _in(
-                    "presence_penalty",
-                    *("openai", "responses", "ollama", "llama_cpp", "python"),
-                    cohere=Spelling("presence_penalty", 0, 1),
-                ),
-                sampler="penalties",
-            ),
-            Parameter(
-                "frequency_penalty",
-                float,
-                0.0,
-                -2,
-                2,
-                "Subtracted from the logits of the answer's tokens once for each use.",
-                _in(
-                    "frequency_penalty",
-                    *("openai", "responses", "ollama", "tgi", "llama_cpp", "python"),
-                    cohere=Spelling("frequency_penalty", 0, 1),
-                ),
-                sampler="penalties",
-            ),
-            Parameter(
-                "top_n_sigma",
-                float,
-                0.0,
-                -1,
-                1000,
-                "Keeps tokens whose logit is at most this many standard deviations below the largest. 0 and -1 keep all.",
-                _in("top_n_sigma", "openai", "llama_cpp"),
-                also_neutral=(-1,),
-                sampler="top_n_sigma",
-            ),
-            Parameter(
-                "temperature",
-                float,
-                1.0,
-                0,
-                2,
-                "Divides the logits. 0 always takes the likeliest token.",
-                _in(
-                    "temperature",
-                    *("openai", "responses", "anthropic", "cohere", "ollama", "python"),
-                    tgi=Spelling("temperature", 0, excludes_low=True),
-                    llama_cpp=Spelling("temperature", -math.inf),
-                ),
-                is_in_cli=True,
-                sampler="temperature",
-            ),
-            Parameter(
-                "top_k",
-                int,
-                0,
-                -1,
-                _INT32_MAX,
-                "Keeps the k likeliest tokens. 0 and -1 keep all.",
-                _in(
-                    "top_k",
-                    *("openai", "responses", "anthropic", "ollama", "llama_cpp", "python"),
-                    tgi=Spelling("top_k", 1),
-                    cohere=Spelling("k", 0, 500),
-                ),
-                is_in_cli=True,
-                also_neutral=(-1,),
-                sampler="top_k",
-            ),
-            Parameter(
-                "top_p",
-                float,
-                1.0,
-                0,
-                1,
-                "Keeps the smallest set of likeliest tokens with at least this probability.",
-                _in(
-                    "top_p",
-                    *("openai", "responses", "anthropic", "ollama", "tgi", "llama_cpp", "python"),
-                    cohere=Spelling("p"),
-                ),
-                excludes_low=True,
-                is_in_cli=True,
-                sampler="top_p",
-            ),
-            Parameter(
-                "min_p",
-                float,
-                0.0,
-                0,
-                1,
-                "Drops tokens that are less likely than this share of the likeliest one.",
-                _in("min_p", "openai", "responses", "ollama", "llama_cpp", "python"),
-                is_in_cli=True,
-                sampler="min_p",
-            ),
-            Parameter(
-                "repeat_last_n",
-                int,
-                -1,
-                -1,
-                _INT32_MAX,
-                "The penalties count only this many last tokens. -1: all; 0: no penalties.",
-                _in("repeat_last_n", "openai", "ollama", "llama_cpp", "python"),
-            ),
-            Parameter(
-                "min_tokens",
-                int,
-                0,
-                0,
-                _INT32_MAX,
-                "No stop token comes before this many tokens.",
-                _in("min_tokens", "openai", "python"),
-            ),
-            Parameter(
-                "seed",
-                int,
-                None,
-                -(2**63),
-                _INT64_MAX,
-                "The same seed gives the same answer, whatever else runs. Without it one is drawn.",
-                _in(
-                    "seed",
-                    *("openai", "responses", "ollama", "python"),
-                    cohere=Spelling("seed", 0),
-                    tgi=Spelling("seed", 0),
-                    llama_cpp=Spelling("seed", high=2**64 - 1),
-                ),
-                is_in_cli=True,
-            ),
-        )
-    }
+_NUMBERS = (
+    _number(
+        1.0,
+        (0.01, 100),
+        "repetition_penalty openai responses ollama=repeat_penalty tgi llama_cpp=repeat_penalty python",
+        "Makes tokens of the prompt and the answer less likely if above 1, more likely if below.",
+        sampler="penalties",
+    ),
+    _number(
+        0.0,
+        (-2, 2),
+        f"presence_penalty {_EVERYWHERE} cohere",
+        "Subtracted from the logits of the answer's tokens.",
+        sampler="penalties",
+        cohere=(0, 1),
+    ),
+    _number(
+        0.0,
+        (-2, 2),
+        f"frequency_penalty {_EVERYWHERE} tgi cohere",
+        "Subtracted from the logits of the answer's tokens once for each use.",
+        sampler="penalties",
+        cohere=(0, 1),
+    ),
+    _number(
+        0.0,
+        (-1, 1000),
+        "top_n_sigma openai llama_cpp",
+        "Keeps tokens whose logit is at most this many standard deviations below the largest. 0 and -1 keep all.",
+        sampler="top_n_sigma",
+        also_neutral=(-1,),
+    ),
+    _number(
+        1.0,
+        (0, 2),
+        f"temperature {_EVERYWHERE} anthropic cohere tgi cli",
+        "Divides the logits. 0 always takes the likeliest token.",
+        sampler="temperature",
+        tgi=(0, 2, True),
+        llama_cpp=(-math.inf, 2),
+    ),
+    _number(
+        0,
+        (-1, _INT32_MAX),
+        f"top_k {_EVERYWHERE} anthropic cohere=k tgi cli",
+        "Keeps the k likeliest tokens. 0 and -1 keep all.",
+        sampler="top_k",
+        kind=int,
+        also_neutral=(-1,),
+        tgi=(1, _INT32_MAX),
+        cohere=(0, 500),
+    ),
+    _number(
+        1.0,
+        (0, 1, True),
+        f"top_p {_EVERYWHERE} anthropic cohere=p tgi cli",
+        "Keeps the smallest set of likeliest tokens with at least this probability.",
+        sampler="top_p",
+    ),
+    _number(
+        0.0,
+        (0, 1),
+        f"min_p {_EVERYWHERE} cli",
+        "Drops tokens that are less likely than this share of the likeliest one.",
+        sampler="min_p",
+    ),
+    _number(
+        -1,
+        (-1, _INT32_MAX),
+        "repeat_last_n openai ollama llama_cpp python",
+        "The penalties count only this many last tokens. -1: all; 0: no penalties.",
+        kind=int,
+    ),
+    _number(0, (0, _INT32_MAX), "min_tokens openai python", "No stop token comes before this many tokens.", kind=int),
+    _number(
+        None,
+        (-(2**63), _INT64_MAX),
+        f"seed {_EVERYWHERE} cohere tgi cli",
+        "The same seed gives the same answer, whatever else runs. Without it one is drawn.",
+        kind=int,
+        cohere=(0, _INT64_MAX),
+        tgi=(0, _INT64_MAX),
+        llama_cpp=(-(2**63), 2**64 - 1),
+    ),
 )
+PARAMETERS: Mapping[str, Parameter] = MappingProxyType({one.spellings["openai"].name: one for one in _NUMBERS})
 """The numbers that say how tokens are chosen, by name, in the order in which they apply. Every API, the Python interface and
 the docs take them from here."""
 
