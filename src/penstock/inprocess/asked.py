@@ -1,0 +1,297 @@
+"""The requests of the Python API: parameters and prompts as the caller gave them, and the engine's requests that they make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
+
+from penstock.inprocess.outputs import Answer
+from penstock.types.encoder import TextTokens
+from penstock.types.errors import ConfigError, Rejected, RejectReason
+from penstock.types.request import Request
+
+if TYPE_CHECKING:
+    from penstock.deploy.running import RunningModel
+    from penstock.serve.generation import PythonFields
+    from penstock.types.adapter import AdapterRef
+
+Prompt = str | Sequence[int]
+"""A text, or the ids of its tokens."""
+Message = Mapping[str, object]
+"""One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """How the model's chat template makes a prompt of a conversation."""
+
+    add_generation_prompt: bool | None
+    """False: do not open the model's turn. By default it is opened, unless the last message is continued."""
+    continue_final_message: bool
+    """Have the model continue the last message."""
+    chat_template_kwargs: Mapping[str, object] | None
+    """Further variables of the template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an answer must have: exactly one of these fields."""
+
+    json: str | Mapping[str, object] | None = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    """Matches the whole answer."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these texts."""
+    grammar: str | None = None
+    """A grammar in Lark's notation, or in GBNF, whose rules are written with `::=`."""
+    grammar_syntax: str | None = None
+    """`lark` or `gbnf`, to read the grammar only as that."""
+    structural_tag: str | Mapping[str, object] | None = None
+    """Tags with a form in free text, as an object or as JSON text."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How answers are drawn. Raises `PenstockError` for a value that is out of its range."""
+
+    n: int = 1
+    """Answers to each prompt."""
+    max_tokens: int | None = 16
+    """Most tokens of one answer. None: the rest of the context, where every answer ends."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 always takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = -1
+    """The penalties count only this many last tokens. -1: all; 0: no penalties."""
+    seed: int | None = None
+    """The same seed gives the same answer, whatever else runs. None draws one for each prompt."""
+    stop: str | Sequence[str] | None = None
+    """Texts that end an answer and are not part of it."""
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as the end of a turn, out of the text."""
+    logprobs: int | None = None
+    """Log-probabilities of each token and of this many of the likeliest. None: no log-probabilities."""
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep this many last tokens of a prompt. -1: as many as fit beside `max_tokens`; None: all."""
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        _fields_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Prompts, or conversations if there is a template, as the caller gave them."""
+
+    prompts: Sequence[Prompt | Sequence[Message]]
+    params: SamplingParams | Sequence[SamplingParams] | None
+    template: ChatOptions | None = None
+    adapters: str | Sequence[str | None] | None = None
+    """The name of an adapter for all, or one for each."""
+
+    def answers(self, running: RunningModel) -> list[Answer]:
+        """Return an answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        from penstock.calls.run import check_encoded
+
+        if running.model.encoder is not None:
+            raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
+        all_params = self._each(self.params or SamplingParams(**running.defaults.named()), SamplingParams, "sampling_params")
+        names = self._each(self.adapters, str | None, "adapters")
+        adapters = [None if name is None else _adapter(running, name) for name in names]
+        prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
+        arrival_ns, answers = running.clock.now_ns(), []
+        for index, (prompt, params, adapter) in enumerate(zip(prompts, all_params, adapters, strict=True)):
+            name, text = self._name(index), prompt if isinstance(prompt, str) else None
+            token_ids: Sequence[int] = next(encoded) if isinstance(prompt, str) else prompt
+            if text is not None:
+                check_encoded(token_ids, running, name)
+            requests = _requests(running, token_ids, params, arrival_ns, name, adapter)
+            end_token_ids = frozenset(running.model.eos_token_ids) - frozenset(params.stop_token_ids or ())
+            has_logprobs = params.logprobs is not None
+            answers.append(Answer(running, text, requests, end_token_ids, has_logprobs=has_logprobs))
+        return answers
+
+    def _each(self, given: Any, kind: Any, what: str) -> Sequence[Any]:
+        """Return a value for each prompt. One value is for all."""
+        values = [given] * len(self.prompts) if isinstance(given, kind) else given
+        if len(values) != len(self.prompts):
+            raise ConfigError(
+                f"There are {len(self.prompts)} prompts and {len(values)} {what}.", remedy="Give one for all, or one for each."
+            )
+        return values
+
+    def _name(self, index: int) -> str:
+        name = "prompt" if self.template is None else "messages"
+        return name if len(self.prompts) == 1 else f"{name}[{index}]"
+
+    def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> str | Sequence[int]:
+        """Return the prompt's text, or the ids of its tokens."""
+        if self.template is None:
+            if isinstance(prompt, str):
+                return prompt
+            token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
+            if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
+                return token_ids
+            raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
+        if running.chat_template is None:
+            remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
+            raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
+        from penstock.calls.run import render_here
+        from penstock.serve.generation import ChatTemplateFields, read_told_conversation
+
+        messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
+        fields = {name: _plain(value) for name, value in self.template.items()}
+        with own_errors():
+            conversation = read_told_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
+        return render_here(conversation, running)
+
+
+def _adapter(running: RunningModel, name: str) -> AdapterRef:
+    """Raises ConfigError for a name that nothing has, and for an adapter that can't be had."""
+    adapter = None if running.adapters is None else running.adapters.find(name)
+    if running.adapters is None or adapter is None:
+        remedy = "Name it in lora_modules, or the folder that it lies in as lora_dir."
+        raise ConfigError(f"There is no adapter {name!r}.", remedy=remedy)
+    if (rejected := running.adapters.failure(name)) is not None:
+        raise ConfigError(rejected.detail)
+    running.adapters.want(adapter)
+    return adapter
+
+
+def _requests(
+    running: RunningModel,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    arrival_ns: int,
+    name: str,
+    adapter: AdapterRef | None = None,
+) -> list[Request]:
+    """Return a request for each of the `n` answers to a prompt. Raises `Rejected`."""
+    from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
+    from penstock.calls.check import make_call
+    from penstock.calls.run import make_requests, seed_of, tokenise
+    from penstock.serve.generation import fields_of, structured_grammar
+
+    fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)
+    with own_errors():
+        request = CompletionRequest(
+            **fields_of(fields),
+            names=Names("python"),
+            prompts=(prompt,),
+            logprobs=params.logprobs,
+            grammar=structured_grammar(fields.structured_outputs),
+        )
+    parent_id = running.sources.new_request_id()
+    call = make_call(request, running, Terms(request_id=parent_id, arrival_ns=arrival_ns), adapter)
+    limit, num_tokens = running.admission.max_len(adapter), len(token_ids)
+    if not token_ids:
+        raise ConfigError(f"'{name}' has no tokens.", remedy="Give a text.")
+    if params.truncate_prompt_tokens is None and num_tokens + max(1, params.min_tokens) > limit:
+        raise Rejected(
+            RejectReason.CONTEXT_LENGTH,
+            f"'{name}' has {num_tokens} tokens; {running.name} takes {limit}"
+            f"{' beside this adapter' * (limit < running.model.max_model_len)}, the answer included. Shorten it.",
+        )
+    tokenised = tokenise(call, [prompt], running)
+    matchers = None if call.grammar is None else [running.grammars.matcher(call.grammar.grammar) for _ in range(params.n)]
+    return make_requests(call, tokenised, parent_id, seed_of(call), matchers)
+
+
+def _fields_of(params: SamplingParams) -> PythonFields:
+    """Return the parameters with types and ranges checked. Raises `Rejected`."""
+    from penstock.serve.generation import PythonFields
+
+    fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
+    if params.logit_bias is not None:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if params.structured_outputs is not None:
+        asked = params.structured_outputs
+        fields["structured_outputs"] = {name: _plain(getattr(asked, name)) for name in asked.__slots__}
+    with own_errors():
+        return PythonFields.model_validate(fields)
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Turns errors of the server's rules, which are answers over HTTP, into `Rejected`."""
+    from pydantic import ValidationError
+
+    from penstock.serve.errors import ApiError, from_finding
+
+    try:
+        yield
+    except (ValidationError, ApiError) as error:
+        told = error if isinstance(error, ApiError) else from_finding(error.errors(include_url=False)[0])
+        raise Rejected(RejectReason.INVALID, told.message, param=told.param) from None
+
+
+def several_of(asked: Sequence[Any], part: type) -> Sequence[Any]:
+    """The prompts or conversations that were asked, also if it is only one: a text, or a sequence of such parts."""
+    is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
+    return [asked] if is_one else asked
+
+
+def is_pair(text: Prompt | tuple[str, str]) -> TypeGuard[tuple[str, str]]:
+    """Whether these are two texts that a reranker reads together: token ids are numbers."""
+    return isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str)
+
+
+def check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
+    """Raises PenstockError for an empty text, before a prompt of the model's is put before it."""
+    for index, text in enumerate(texts):
+        if text == "":
+            raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
+
+
+def text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
+    """Return the tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
+    from penstock.calls.check import check_token_ids
+    from penstock.serve.texts.read import read_truncation
+
+    with own_errors():
+        cut = read_truncation(keep, None, running)
+    most, limit = None if cut is None else cut.max_tokens, running.model.max_model_len
+    to_encode = [text for text in texts if isinstance(text, str) or is_pair(text)]
+    encoded = iter(running.tokenizer.encode_texts(to_encode, max_tokens=most))
+    found: list[TextTokens] = []
+    for index, text in enumerate(texts):
+        name = f"texts[{index}]"
+        if isinstance(text, str) or is_pair(text):
+            tokens = next(encoded)
+        else:
+            ids: Any = list(text)
+            check_token_ids(ids, running.model.vocab_size, name)
+            tokens = TextTokens(tuple(ids[:most]), 0)
+        num_tokens = len(tokens.token_ids)
+        if not text or not 1 <= num_tokens <= limit:
+            cause = f"has {num_tokens} tokens, and {running.name} takes 1 to {limit}" if text else "is empty"
+            remedy = " Shorten it, or set truncate_prompt_tokens." if text else ""
+            raise Rejected(RejectReason.CONTEXT_LENGTH, f"'{name}' {cause}.{remedy}", param=name)
+        found.append(tokens)
+    return found
