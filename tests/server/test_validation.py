@@ -70,7 +70,7 @@ def sampling(path="completion", **fields):
 
 def tokenised(num_tokens, path="completion", **fields):
     """The tokens of a call with a prompt of so many."""
-    return tokenise(call_of(path, **fields), [TokenPrompt((5,) * num_tokens, "prompt")], RUNNING)
+    return tokenise(call_of(path, **fields), [TokenPrompt((5,) * num_tokens, "prompt")])
 
 
 def test_what_is_not_said_is_the_models_default():
@@ -183,7 +183,7 @@ def test_what_was_asked_for_is_too_much_where_the_prompt_fits():
 def test_a_prompt_keeps_its_last_tokens():
     def kept(limit, **fields):
         call = call_of(truncate_prompt_tokens=limit, **fields)
-        return tokenise(call, [TokenPrompt(tuple(range(3, 200)), "prompt")], RUNNING).prompts[0]
+        return tokenise(call, [TokenPrompt(tuple(range(3, 200)), "prompt")]).prompts[0]
 
     assert kept(2) == (198, 199)
     assert len(kept(-1)) == 100 - 16

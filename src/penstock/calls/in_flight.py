@@ -1,7 +1,6 @@
-"""The calls in flight of one server: which requests they have with the engine, who may cancel them, and what became of them.
+"""The calls of one server that are running or on their way to the engine: who may see and cancel them, and why they take long.
 
-Also the requests on their way there, which wait for their model, their prompt or their grammar. `run` opens calls; the routes
-under `/v1/requests` and `/kv` ask about them. All belongs to the event loop.
+`run` opens calls. The routes under `/v1/requests` and `/kv` ask about them. All of it belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _log = logging.getLogger(__name__)
 _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
-"""Calls of all owners that are looked through for those of one."""
+"""Ended calls of all owners that are searched for those of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """A call that has ended, with no more of it than is needed to ask for it. Its model may be unloaded meanwhile."""
+    """The parts of an ended call that explain it. Its model may have been unloaded."""
 
     terms: Terms
     engine_ids: tuple[str, ...]
@@ -50,7 +49,7 @@ class _Landed:
 
 @dataclass(slots=True)
 class Arrival:
-    """A request that has not come to the engine yet."""
+    """A request on its way to the engine. It waits for its model, its prompt or its grammar."""
 
     request_id: str
     owner: Owner
@@ -58,14 +57,14 @@ class Arrival:
     clock: Clock
     unix_time_s: Callable[[], int]
     since_ns: int
-    """When it began to wait for what it waits for."""
+    """When the present wait began."""
     waits_for: str = MODEL
     model_wait_ns: int = 0
-    """How long it waited for its model, before the present wait."""
+    """Earlier wait for the model."""
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
-        """Return the arrival of a call whose model is there."""
+        """Return the arrival of a call whose model is loaded."""
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
@@ -73,7 +72,7 @@ class Arrival:
         return arrival
 
     def told(self) -> Told:
-        """Return its explanation now. For any thread."""
+        """Return its explanation now. Any thread may call this."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
         life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
@@ -91,11 +90,10 @@ class Told:
     request_id: str
     created_unix_s: int
     age_ns: int
-    """Time since it came."""
     choices: list[tuple[int, Explanation]]
-    """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
+    """(index of the choice, its explanation); not empty. If the client used the id more than once, those of the last call."""
     num_forgotten: int = 0
-    """Choices that ended too long ago to be remembered."""
+    """Choices that ended too long ago."""
 
     @property
     def summary(self) -> str:
@@ -104,7 +102,7 @@ class Told:
 
 
 class CallInFlight(Protocol):
-    """A call that has requests with the engine, as seen by those who ask about it."""
+    """A call whose requests the engine has."""
 
     @property
     def running(self) -> RunningModel: ...
@@ -114,28 +112,28 @@ class CallInFlight(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The engine's requests. The engine writes to them."""
+        """The engine writes to them."""
         ...
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """Names under which the journal tells of it: the ids of `requests`, or that of a call that is told as one."""
+        """The call's names in the journal: the ids of `requests`, or one name for all of them."""
         ...
 
     @property
     def index_of(self) -> Mapping[str, int]:
-        """The engine's request id -> index of the choice."""
+        """Engine id -> index of the choice."""
         ...
 
     def abort(self, detail: str) -> None:
-        """End what has not finished; the client is told."""
+        """End the unfinished requests with an error for the client."""
         ...
 
 
 class RunningCall:
-    """The requests of one call, and the stream of what they say.
+    """The requests of one call, and the stream of their chunks.
 
-    As a context manager it closes the call if the block fails; else whoever sends the answer closes it.
+    As a context manager it closes the call if the block fails. Otherwise the sender of the answer closes it.
     """
 
     def __init__(
@@ -147,30 +145,29 @@ class RunningCall:
         form: AnswerForm | None,
         stream: Stream,
     ) -> None:
-        # Not the call itself: its prompts may be large, and need not live as long as the answer.
+        # The call itself is not kept: its prompts may be large.
         self._in_flight = in_flight
         self._is_closed = False
         self.running = call.running
         self.terms = call.terms
         self.answer = call.answer
         self.max_tokens = call.max_tokens
-        """As the client asked; the requests have what the context leaves of it."""
+        """As the client asked. The context may leave less."""
         self.num_choices = call.request.n
         """Answers to each prompt."""
         self.requests = requests
-        """One for each choice: those of the first prompt, then those of the second. The engine writes to them."""
+        """One for each choice, the first prompt's first. The engine writes to them."""
         self.echoes = echoes
-        """Text before the answers to each prompt; maybe empty."""
+        """Text before the answers to each prompt."""
         self.form = form
-        """How the answers are read; None: they are nothing but content."""
+        """How answers are divided into content, reasoning and calls. None: all is content."""
         self.has_reasoning = not isinstance(call.request, ChatRequest) or call.request.has_reasoning
         self.stream = stream
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
-        """The engine's request id -> index of the choice."""
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """The stream's chunks, to be told. Those of an empty answer keep no more than their times and ends."""
+        """Return the stream's next chunks. Those of an empty answer keep only their times and ends."""
         chunks = await self.stream.next_chunks()
         if not self.answer.is_empty:
             return chunks
@@ -182,12 +179,12 @@ class RunningCall:
 
     @property
     def is_plain(self) -> bool:
-        """The answers are nothing but content, and the engine's text is shown as it is."""
+        """Whether all of the engine's text is content and shown as it is."""
         shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skips_special_tokens
         return self.form is None and not shows_marks
 
     def scores_of(self, index: int) -> Request:
-        """The request that tells of the prompt of choice `index`: its own, or that of the prompt's first choice."""
+        """Return the request that scored the prompt of choice `index`: its own, or that of the prompt's first choice."""
         request = self.requests[index]
         return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
 
@@ -214,30 +211,30 @@ class InFlight:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._isolates = {sharing: isolates_tenants(config, sharing) for sharing in (None, "all", "tenant")}
-        """By the models' setting: does each tenant share cached prefixes with itself alone?"""
+        """By the models' setting `prefix_sharing`."""
         self._num_opened = 0
         self._calls: dict[str, list[CallInFlight]] = {}
-        """By the client's ids, which need not be unique."""
+        """By the client's ids, which are not unique."""
         self._arriving: dict[str, list[Arrival]] = {}
-        """The same of those on their way. The queues for models and the door bound their number."""
+        """By the client's ids. The queues for models and the door limit their number."""
         self._landed: deque[_Landed] = deque()
-        """The last that ended; as many as the journal remembers requests."""
+        """The last ended calls, as many as the journal remembers."""
         self._landed_of: dict[str, list[_Landed]] = {}
-        """The same by their ids, the oldest first."""
+        """The same by id, oldest first."""
 
     def new_engine_id(self, request_id: str) -> str:
-        """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
+        """Return a unique prefix for the engine's ids: clients may use one id for several calls."""
         self._num_opened += 1
         return f"{request_id}/{self._num_opened}"
 
     def isolates_tenants(self, running: RunningModel) -> bool:
-        """True if each tenant of a model shares cached prefixes with itself alone."""
+        """Return whether tenants of a model do not share cached prefixes."""
         return self._isolates[running.prefix_sharing]
 
     def open(
         self, call: Call, requests: Sequence[Request], echoes: Sequence[str], form: AnswerForm | None, place: Place
     ) -> RunningCall:
-        """Submit the requests. Close the result, whatever happens."""
+        """Submit the requests. The caller must close the result."""
         running = call.running
         running.admission.enter(place, requests, running.clock.now_ns())
         try:
@@ -251,7 +248,7 @@ class InFlight:
 
     @contextmanager
     def arriving(self, arrival: Arrival) -> Iterator[Arrival]:
-        """Have a request listed until the block ends."""
+        """List a request until the block ends."""
         if not self.config.explained_requests:
             yield arrival
             return
@@ -262,14 +259,14 @@ class InFlight:
             _take(self._arriving, arrival.request_id, arrival)
 
     def add(self, call: CallInFlight) -> None:
-        """The call is in flight from now on, until `land`, and uses its model so long. The caller uses it already."""
+        """List a call until `land`. The call keeps its model in use; the caller must be using it already."""
         call.running.begin_use(is_user=True)
         _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
-        """Called by whoever has the call when it has ended."""
+        """Remember an ended call. Its holder calls this."""
         if call.running.engine.state is not EngineState.READY:
-            # A core that broke may not have told their ends. While it is well it does, on its own thread.
+            # A failed core may not have reported their ends.
             call.running.admission.forget([request.request_id for request in call.requests])
         self._remember(call)
         self._log_slow(call)
@@ -277,17 +274,14 @@ class InFlight:
         call.running.end_use()
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
-        """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
+        """Abort the owner's calls with this id, and return whether there were any."""
         calls = [call for call in self._calls.get(request_id, ()) if call.terms.owner == owner]
         for call in calls:
             call.abort(_CANCELLED)
         return bool(calls)
 
     def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
-        """Says what became of the owner's last request with this id; None if there is none, or it is not remembered.
-
-        The result does the work, on any thread.
-        """
+        """Return a function, for any thread, that explains the owner's last call with this id, or returns None."""
         arriving = next((one for one in reversed(self._arriving.get(request_id, ())) if one.owner == owner), None)
         if arriving is not None:
             return arriving.told
@@ -296,31 +290,23 @@ class InFlight:
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
     def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
-        """Return what tells all requests of this owner that have not ended, those on their way to the engine last.
-
-        The result does the work, on any thread.
-        """
+        """Return a function, for any thread, that explains the owner's calls that have not ended, arriving ones last."""
         calls = self._calls_of(owner)
         arriving = [one for same in self._arriving.values() for one in same if one.owner == owner]
         return lambda: [*(told for call in calls if (told := self._tell(call))), *(one.told() for one in arriving)]
 
     def explain_ended(self, owner: Owner, max_calls: int) -> Callable[[], list[Told]]:
-        """This owner's last calls that ended, as far as they are remembered, the latest first.
-
-        The result does the work, on any thread.
-        """
+        """Return a function, for any thread, that explains the owner's last ended calls, latest first."""
         latest = islice(reversed(self._landed), _MAX_LOOKED_AT)
         calls = list(islice((call for call in latest if call.terms.owner == owner), max_calls))
         return lambda: [told for call in calls if (told := self._tell(call))]
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
-        """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
+        """Return the client's id and the index of the choice, by engine id, of the owner's running requests."""
         return {name: (call.terms.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
 
     def requests_of(self, owner: Owner, running: RunningModel) -> list[Request]:
-        """The requests of this owner to a model that have not ended, in the order in which they came. The engine writes to
-        them.
-        """
+        """Return the owner's unfinished requests to a model, oldest first. The engine writes to them."""
         calls = [call for call in self._calls_of(owner) if call.running is running]
         return [one for call in calls for one in call.requests if one.status is not RequestStatus.FINISHED]
 
@@ -331,12 +317,12 @@ class InFlight:
         landed, requests = (call, ()) if isinstance(call, _Landed) else (_landed(call), call.requests)
         if landed is None:
             return None
-        # Seen before the journal is asked: what ends meanwhile is in it.
+        # Read before the journal is: a request that ends meanwhile is in the journal.
         live = [request for request in requests if request.status is not RequestStatus.FINISHED]
         known = {told.request_id: told for told in landed.journal.explain_all(call.engine_ids, landed.clock.now_ns)}
         now_ns = landed.clock.now_ns()
         for request in live:
-            if request.request_id not in known:  # the engine has not taken it from its inbox: it is no less on its way
+            if request.request_id not in known:  # still in the engine's inbox
                 known[request.request_id] = explain_intake(request, now_ns)
         choices = [(index, known[name]) for index, name in enumerate(call.engine_ids) if name in known]
         if not choices:
@@ -352,15 +338,12 @@ class InFlight:
         elapsed_s = (call.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
         if elapsed_s >= limit_s:
             told = self._tell(call)
-            why = (
-                told.summary
-                if told
-                else f"took {elapsed_s:.1f} s; why is not known, as no request is explained (--explained-requests)"
-            )
+            unknown = f"took {elapsed_s:.1f} s; the cause is unknown because --explained-requests is 0"
+            why = unknown if told is None else told.summary
             _log.warning("slow request %s: %s", call.terms.request_id, why)
 
     def _remember(self, call: CallInFlight) -> None:
-        """Keep what is needed to explain it after its end."""
+        """Keep the parts that explain the call."""
         landed = _landed(call)
         if landed is None:
             return
@@ -383,7 +366,7 @@ def _take(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:
 
 
 def _landed(call: CallInFlight) -> _Landed | None:
-    """The call as it is remembered; None if its model remembers none."""
+    """Return the parts that explain a call, or None if its model explains no requests."""
     running = call.running
     if running.journal is None:
         return None

@@ -1,7 +1,6 @@
-"""The second pass of a chat or a completion: from a `Call` to requests that run.
+"""From a `Call` to running requests: admission, then the chat template, the tokenizer and the grammar.
 
-The door comes first, then what costs much: the chat template, the tokenizer and the grammar, off the event loop where they take
-long. If the client leaves, its endpoint cancels `run`. Knows neither JSON nor HTTP, and refuses by `Rejected`.
+The costly parts run off the event loop. An endpoint cancels `run` when its client leaves.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ if TYPE_CHECKING:
     from penstock.text.fim import FillInTheMiddle
 
 MAX_TEXT_CHARS = 2**20
-"""Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
+"""Most characters of one text, unless the context holds more. Tokenising them takes about a second."""
 _MAX_TOLD_CHARS = 200
 MAX_SCORED = 2**19
-"""Log-probabilities of prompts in one answer, alternatives included: some 80 MB until they are told."""
+"""Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
 MAX_SCORED_IN_STREAM = 2**14
-"""The same in a stream, where the event loop writes them: some 30 ms."""
+"""The same in a stream. The event loop takes 30 ms to write them."""
 _MAX_NAMES = 16
-"""Tokens of the names of a repository and a file that nobody has named, and of what stands around them."""
+"""Tokens of the default names of a repository and a file, and of the marks around them."""
 _DEFAULT_ROOM = 16
-"""Tokens that a truncated prompt leaves room for, if the client does not say how many it wants."""
+"""Tokens for the answer to a truncated prompt, if the client names no limit."""
 _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
-"""Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
+"""Size of known grammars, summed over choices, that is copied on the event loop: a tenth of a millisecond."""
 _MAX_COMPILATIONS = 4
-"""A call compiles a grammar so often to share it: other calls may use it up, or push it out of those that are kept."""
+"""Attempts of a call to share a compiled grammar. Other calls may use it up or evict it."""
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 
 
@@ -66,11 +65,11 @@ _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 class Tokenised:
     prompts: list[tuple[int, ...]]
     max_tokens: list[int]
-    """Tokens that may be generated after each prompt."""
+    """Most generated tokens, for each prompt."""
     echoes: list[str]
     """Text before the answers to each prompt."""
     banned: tuple[tuple[int, ...], ...]
-    """Token sequences of the bad words, and those that the model's files ban."""
+    """Banned by the call and by the model's files."""
     end_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answers."""
 
@@ -82,12 +81,12 @@ def seed_of(call: Call) -> int:
 
 
 async def run(call: Call, in_flight: InFlight) -> RunningCall:
-    """Submit the call's requests. Close the result, whatever happens.
+    """Submit the call's requests. The caller must close the result.
 
-    Raises `Rejected` if the door is closed, the prompt does not fit, or the template, the tokenizer or the grammar refuse.
+    Raises `Rejected` from admission, for a prompt that does not fit, and from the template, the tokenizer and the grammar.
     """
     running = call.running
-    # Drawn before the call waits for anything: `--seed` counts calls as they come.
+    # Drawn first: `--seed` counts calls in the order of their arrival.
     seed = seed_of(call)
     with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
         tokenised, form = await _tokenised(call)
@@ -112,10 +111,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Hold places in the queue until the block ends, which must submit the call or give up.
-
-    Raises `Rejected`, and `ModelAway` if the model leaves.
-    """
+    """Hold places in the queue until the block ends. Raises `Rejected`, and `ModelAway` if the model leaves."""
     engine, admission = running.engine, running.admission
     with running.using():
         try:
@@ -140,7 +136,7 @@ def ask_of(
     min_new_tokens: int,
     adapter: AdapterRef | None = None,
 ) -> Ask:
-    """A call of these terms and this size, as the door is told of it."""
+    """Return what admission knows of a call of these terms and this size."""
     return Ask(
         num_requests=num_requests,
         num_chars=num_chars,
@@ -161,7 +157,7 @@ def ask_of(
 
 
 def _ask(call: Call) -> Ask:
-    """The call's size and urgency, as far as they are known without its tokens."""
+    """Return the call's size and urgency, before its tokens are known."""
     terms, sampling, prompts = call.terms, call.sampling, call.prompts
     if isinstance(prompts, Conversation):
         num_prompts, num_token_ids = 1, 0
@@ -172,7 +168,7 @@ def _ask(call: Call) -> Ask:
         num_chars = sum([size for size, _ in sizes]) + len(call.suffix) * num_prompts
         num_token_ids = sum([size for _, size in sizes])
     max_tokens = _asked_tokens(call)
-    # An answer that nothing can stop is as long as it may be.
+    # An answer that nothing can stop reaches its limit.
     is_endless = not (sampling.stop_token_ids or sampling.stop or sampling.follows_grammar)
     return ask_of(
         terms,
@@ -187,7 +183,7 @@ def _ask(call: Call) -> Ask:
 
 
 def _size(prompt: Prompt) -> tuple[int, int]:
-    """Characters and token ids of a prompt."""
+    """Return the characters and the token ids of a prompt."""
     match prompt:
         case TextPrompt(text):
             return len(text), 0
@@ -200,17 +196,17 @@ def _size(prompt: Prompt) -> tuple[int, int]:
 
 
 async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
-    """The tokens, and how the answers are read; None: as they are."""
+    """Return the tokens, and how answers are divided, or None."""
     running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
         form = _form(call, prompts, text)
         prompts, size = (TextPrompt(text, prompts.param),), len(text) + sum([len(word) for word in call.request.bad_words])
-    return await running.off_loop.run(size, partial(tokenise, call, prompts, running)), form
+    return await running.off_loop.run(size, partial(tokenise, call, prompts)), form
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
-    """How the answers to a prompt are read. A template may have begun the reasoning block, or have ended it already."""
+    """Return how answers to a prompt are divided. The template may have begun or ended the reasoning block."""
     dialect = call.running.dialect
     tools = None if call.tools is None else dialect.tools
     reasoning, is_reasoning = dialect.reasoning, False
@@ -234,7 +230,7 @@ def _tool_names(call: Call) -> frozenset[str]:
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
-    """The grammar of the answers, and what comes before it; at least one of them."""
+    """Return the grammar of the answers and what precedes it. At least one is not None."""
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
@@ -257,10 +253,9 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
 async def _matchers(
     asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
-    """A matcher for each of so many choices. `plan` says what comes before the grammar; there is at least one of both.
+    """Return a matcher for each of `number` choices, of a grammar, a plan of what precedes it, or both.
 
-    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read, and the reason of a
-    limit of time that passes meanwhile.
+    Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, and the reason of a time limit.
     """
     if asked is None:
         assert plan is not None, "else nothing is to be followed"
@@ -279,13 +274,13 @@ async def _matchers(
 
 
 def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
-    """The matchers, if the grammar is known and small, like most: the way to a thread would take longer. Else None."""
+    """Return the matchers if the grammar is known and small, as a thread would take longer. Otherwise None."""
     is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
     return running.grammars.known(grammar, plan, number) if is_small else None
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """The matchers, if the first limit of time does not pass before. A compilation that nobody waits for is not begun."""
+    """Return the matchers, or raise `Rejected` at the first time limit. A compilation without a waiter is not begun."""
     if not terms.time_limits:
         return await compiling
     limit_ns, reason = min(terms.time_limits)
@@ -304,7 +299,7 @@ async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, t
 async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
 ) -> list[Matcher]:
-    """Calls that ask for the same new grammar wait for one compilation, if it is small and has enough answers for each."""
+    """Compile, sharing the compilation with other calls if the grammar is small and has enough answers for each."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
@@ -315,9 +310,9 @@ async def _matchers_compiled(
 
 
 async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
-    """The prompt text. Raises `Rejected` if there is no template, if it refuses, or if too many wait for it.
+    """Return the prompt text. Raises `Rejected` without a template, if it refuses, or if too many calls wait for it.
 
-    `num_bytes`: size of the body that the conversation came in.
+    `num_bytes` is the size of the body.
     """
     work = partial(render_here, conversation, running)
     require_chat_template(running.chat_template)
@@ -325,7 +320,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 
 def render_here(conversation: Conversation, running: RunningModel) -> str:
-    """The same on this thread, which it keeps for as long as the template takes."""
+    """As `render`, on this thread."""
     told = without_billing_line(conversation.messages)
     messages, variables = for_template(told, conversation.tools, running.dialect)
     return require_chat_template(running.chat_template).render(
@@ -338,10 +333,9 @@ def render_here(conversation: Conversation, running: RunningModel) -> str:
 
 
 def without_billing_line(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without the line that Claude Code puts before its system prompt for its own bookkeeping.
+    """Return the messages without the line that Claude Code puts before its system prompt.
 
-    Its values change with each request, so the cache would never have a prefix that begins with it. Proxies send it through
-    any API.
+    The line changes with each request, so the prefix cache could never match. Proxies send it through any API.
     """
     kept: list[Message] = []
     for message in messages:
@@ -352,12 +346,12 @@ def without_billing_line(messages: Sequence[Message]) -> list[Message]:
     return kept
 
 
-def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> Tokenised:
-    """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
-    banned = _banned_sequences(call)
-    fim = _fill_in_the_middle(call, running)
-    all_ids = [_token_ids(prompt, call, running, fim) for prompt in prompts]
-    max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
+def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
+    """Return the tokens of a call. Raises `Rejected` if a prompt does not fit or the tokenizer refuses it."""
+    running, banned = call.running, _banned_sequences(call)
+    fim = _fill_in_the_middle(call)
+    all_ids = [_token_ids(prompt, call, fim) for prompt in prompts]
+    max_tokens = [_room(len(ids), prompt.param, call) for ids, prompt in zip(all_ids, prompts, strict=True)]
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
     if call.answer.has_prompt:  # as far as the model sees it
@@ -372,8 +366,8 @@ def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> To
     return Tokenised(all_ids, max_tokens, echoes, banned, fim.end_token_ids if fim is not None and adds_ends else ())
 
 
-def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | None:
-    """The model's tokens for it, if the call has a suffix, or a hole. Raises INVALID if it has none."""
+def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
+    """Return the model's tokens for it if the call has a suffix or a hole. Raises INVALID if the model has none."""
     param = call.request.names("suffix")
     if not call.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
@@ -381,23 +375,24 @@ def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | 
         param = call.prompts[0].param
     from penstock.text.fim import NAMES, find_fim
 
-    fim = find_fim(running.tokenizer)
+    fim = find_fim(call.running.tokenizer)
     if fim is None:
         raise _invalid(
-            f"{running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: '{param}' needs a model that was "
-            "trained for it, such as Qwen2.5-Coder.",
+            f"{call.running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: '{param}' needs a model that "
+            "was trained for it, such as Qwen2.5-Coder.",
             param,
         )
     return fim
 
 
-def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInTheMiddle | None = None) -> tuple[int, ...]:
-    """The prompt's tokens, truncated as the client asked. With `fim` they ask for what stands before the suffix."""
+def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple[int, ...]:
+    """Return the prompt's tokens, truncated as the client asked. With `fim` they end before the suffix."""
+    running = call.running
     if isinstance(prompt, MixedPrompt):
         return mixed_ids(prompt, running, adds_special_tokens=call.request.adds_special_tokens)
     if isinstance(prompt, InfillPrompt):
         assert fim is not None, "else the call was refused"
-        prompt = TextPrompt(_infill_text(prompt, call, running, fim), prompt.param)
+        prompt = TextPrompt(_infill_text(prompt, call, fim), prompt.param)
     elif fim is not None:
         check_text_size(call.suffix, running, call.request.names("suffix"))
         if isinstance(prompt, TokenPrompt):
@@ -409,7 +404,7 @@ def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInThe
         token_ids = prompt.token_ids
     else:
         if len(prompt.text) > INLINE_MAX_SIZE and keep is None:
-            # Too long, whatever its tokens are: need not be read.
+            # Too long, whatever its tokens are.
             least = len(prompt.text) // running.tokenizer.max_token_bytes
             if least > max_model_len:
                 raise _too_long(
@@ -421,14 +416,14 @@ def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInThe
             raise _invalid(f"'{prompt.param}' has no tokens.", prompt.param)
         check_encoded(token_ids, running, prompt.param)
     if keep is not None:
-        # With -1, what fits beside the answer.
+        # -1: as many as fit beside the answer.
         max_len = running.admission.max_len(call.adapter)
         token_ids = token_ids[-(keep if keep > 0 else max(1, max_len - (call.max_tokens or _DEFAULT_ROOM))) :]
     return tuple(token_ids)
 
 
 def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens: bool) -> tuple[int, ...]:
-    """The tokens of texts and those between them. `adds_special_tokens`: to a text that comes first, as to a text alone."""
+    """Return the tokens of texts and those between them. `adds_special_tokens` concerns a text that comes first."""
     token_ids: list[int] = []
     for index, part in enumerate(prompt.parts):
         if isinstance(part, int):
@@ -442,9 +437,9 @@ def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens
     return tuple(token_ids)
 
 
-def _infill_text(prompt: InfillPrompt, call: Call, running: RunningModel, fim: FillInTheMiddle) -> str:
-    """The text that asks for what fills the hole, after as many of the last files as there is room for."""
-    files = [fim.file_text(name, text) for name, text in prompt.files]
+def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
+    """Return the text that requests the filling, after as many of the last files as fit."""
+    running, files = call.running, [fim.file_text(name, text) for name, text in prompt.files]
     while any(_exceeded_size(file, running) for file in files):
         del files[0]
     rest = fim.text(prompt.first, prompt.last)
@@ -458,17 +453,17 @@ def _infill_text(prompt: InfillPrompt, call: Call, running: RunningModel, fim: F
     return fim.text_after_files(files[num_left_out:], prompt.first, prompt.last)
 
 
-def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel) -> int:
-    """Tokens that may be generated after this prompt, which stands in `param`.
+def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
+    """Return the most tokens to generate after this prompt.
 
-    Raises CONTEXT_LENGTH with the numbers, and with the field that is too large: the prompt if it leaves no room.
+    Raises CONTEXT_LENGTH with the numbers and the field that is too large: the prompt if it leaves no room.
     """
-    max_model_len, max_len = running.model.max_model_len, running.admission.max_len(call.adapter)
+    max_model_len, max_len = call.running.model.max_model_len, call.running.admission.max_len(call.adapter)
     room = max_len - num_prompt_tokens
     asked = _asked_tokens(call)
     max_tokens = max(1, room) if asked is None else asked
     if call.max_tokens is None or call.request.ends_with_context:
-        max_tokens = min(max_tokens, max(1, room))  # the model's limit is none that the client could keep
+        max_tokens = min(max_tokens, max(1, room))  # the client did not set this limit
     if max_tokens > room:
         limit, remedy = f"The model's context is {max_model_len} tokens.", "Shorten the prompt or ask for fewer tokens."
         if max_len < max_model_len:
@@ -489,7 +484,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
 
 
 def _check_scored(num_prompt_tokens: int, call: Call) -> None:
-    """Raise INVALID if the answer would tell of more tokens of prompts than it may."""
+    """Raise INVALID if the answer would have too many log-probabilities of prompts."""
     num_top = call.sampling.prompt_logprobs
     if num_top is None:
         return
@@ -498,18 +493,18 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
     if num_entries > limit:
         raise _invalid(
             f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
-            f"most {limit} are told in {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
+            f"most {limit} fit into {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
             call.request.names("logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"),
         )
 
 
 def _each_scores(call: Call) -> bool:
-    """Each choice of a prompt tells of it: in a stream none waits for another. Else the first does for all."""
+    """Whether each choice scores the prompt, as in a stream none waits for another. Otherwise the first one does."""
     return call.answer.is_streamed and call.sampling.beams is None
 
 
 def _asked_tokens(call: Call) -> int | None:
-    """The longest answer that the client asks for, or else that the model's files name; None: what the context leaves."""
+    """Return the limit of the client or else of the model's files. None: the rest of the context."""
     default = call.running.defaults.max_tokens
     if call.max_tokens is not None or default is None:
         return call.max_tokens
@@ -535,13 +530,13 @@ def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def check_text_size(text: str, running: RunningModel, param: str) -> None:
-    """Raise CONTEXT_LENGTH for what is larger than `MAX_TEXT_CHARS` and than every text that the context holds."""
+    """Raise CONTEXT_LENGTH for a text larger than `MAX_TEXT_CHARS` and than all texts that the context holds."""
     if (limit := _exceeded_size(text, running)) is not None:
         raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
 
 
 def _exceeded_size(text: str, running: RunningModel) -> int | None:
-    """The limit that a text is larger than, which no text that the context holds is; None: it may be tokenised."""
+    """Return the limit that a text exceeds, or None."""
     if len(text) <= MAX_TEXT_CHARS:
         return None
     limit = max(MAX_TEXT_CHARS, running.model.max_model_len * running.tokenizer.max_token_bytes)
@@ -549,7 +544,7 @@ def _exceeded_size(text: str, running: RunningModel) -> int | None:
 
 
 def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
-    """Raise INVALID for a token that the tokenizer makes and the model has no row for: one added without a resize."""
+    """Raise INVALID for a token of the tokenizer that the model has no row for."""
     vocab_size = running.model.vocab_size
     if token_ids and max(token_ids) >= vocab_size:
         token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)

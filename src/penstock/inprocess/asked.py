@@ -211,7 +211,7 @@ def _requests(
             f"'{name}' has {num_tokens} tokens; {running.name} takes {limit}"
             f"{' beside this adapter' * (limit < running.model.max_model_len)}, the answer included. Shorten it.",
         )
-    tokenised = tokenise(call, [prompt], running)
+    tokenised = tokenise(call, [prompt])
     matchers = None if call.grammar is None else [running.grammars.matcher(call.grammar.grammar) for _ in range(params.n)]
     return make_requests(call, tokenised, parent_id, seed_of(call), matchers)
 

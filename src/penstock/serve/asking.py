@@ -41,31 +41,31 @@ _log = logging.getLogger(__name__)
 
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16
-"""The end of a body is hashed: two long conversations that begin alike differ there."""
+"""Only the end of a body is hashed: long conversations with the same beginning differ there."""
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 _NO_LIMITS = TenantLimits()
 _RETRY_COUNT = b"x-stainless-retry-count"
-"""OpenAI's and Anthropic's clients number their attempts in it."""
+"""In which OpenAI's and Anthropic's clients number their attempts."""
 ARRIVAL_KEY = "penstock.arrival_ns"
-"""Key of a request's scope: when it came, if it was read before."""
+"""Key of a request's scope: its arrival, if it was read before."""
 LOADED_KEY = "penstock.loaded_ns"
 """Key of a request's scope: when its model was loaded, if it waited for that."""
 LOOKED_UP_KEY = "penstock.looked_up"
-"""Key of a request's scope: a `LookedUp`, if the disk was asked for its adapter."""
+"""Key of a request's scope: a `LookedUp`, if its adapter was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
-"""A name, and what `look_up` said."""
+"""A name, and the result of `look_up`."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
-"""All headers that say how urgent a request is; most clients send none."""
+"""Headers about urgency. Most clients send none."""
 
 
 def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
-    """The model that a request names; without a name the default one. Raises 404, and `ModelAway` if it is not loaded.
+    """Return the model of a name, or the default one. Raises 404, and `ModelAway` if it is not loaded.
 
-    `scope`: of a request that asks the model something, whose key has to open it.
+    With the `scope` of a request, its key must open the model.
     """
     if scope is not None:
         return find_allowed(name, deployment, scope)[0].answerer()
@@ -73,7 +73,7 @@ def find_model(name: str | None, deployment: Deployment, scope: Scope | None = N
 
 
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
-    """The same, loaded or not. Raises 404. It asks no disk: an adapter that no request named yet is not found."""
+    """Return the model of a name, loaded or not. Raises 404. Adapters that no request has named yet are not found."""
     served = deployment.find(name) or deployment.adapters_of(name or "")
     if served is None:
         raise _not_found(name, deployment)
@@ -81,7 +81,7 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
 
 
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
-    """Whether the request's key opens this model, or this adapter of it, by `name`."""
+    """Return whether the request's key opens this model, or its adapter, by `name`."""
     key = key_of(scope)
     if key is None or key.models is None:
         return True
@@ -89,7 +89,7 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
-    """As `find_asked`, among the models that the request's key opens: another one is a 404 like one that is not there."""
+    """As `find_asked`. A model that the request's key does not open is a 404, like an unknown one."""
     key = key_of(scope)
     if key is None or key.models is None:
         return find_asked(name, deployment, scope)
@@ -109,9 +109,9 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
 def find_answering(
     name: str | None, deployment: Deployment, scope: Scope, config: ServerConfig, user: str = ""
 ) -> tuple[ServedModel, AdapterRef | None]:
-    """As `find_allowed`, for a request that will be answered: a name may be split among models.
+    """As `find_allowed`, for a request to answer: a name may be split among models.
 
-    A `user` is drawn within its tenant, and a request without a user by its id, so all who ask for one request get the same.
+    The model is drawn by tenant and `user`, or by the request's id, so each call for one request finds the same model.
     """
     served, adapter = find_allowed(name, deployment, scope)
     if not deployment.splits or adapter is not None:
@@ -121,10 +121,10 @@ def find_answering(
 
 
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
-    """The model that a request names, loaded or not, and its adapter if the name is one's.
+    """Return the model that a request names, loaded or not, and the adapter if the name is an adapter's.
 
-    Models go first, then adapters that are known, then what the disk told for this request. Raises 404, and `NameUnknown` if
-    the disk was not asked yet.
+    Models go first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, and
+    `NameUnknown` if the name must be looked up.
     """
     served = deployment.find(name)
     if served is not None:
@@ -143,8 +143,9 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
 
 
 def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
-    """The adapter of a name in the folders of adapters, and its model; None: there is none. It opens no file, and waits for
-    the disk. Raises 503 if that fails, or if no name can be added.
+    """Return the model and the adapter of a name in the folders of adapters, or None. Opens no file, but waits for the disk.
+
+    Raises 503 if that fails, or if there are too many names.
     """
     owner = deployment.adapters_of(name)
     for served in deployment.served if owner is None else (owner,):
@@ -166,12 +167,12 @@ def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool 
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
-    """A hash of a call, by which the door knows it when it is sent again: clients repeat the body byte for byte."""
+    """Return a hash by which admission recognises a call that is sent again: clients repeat the body byte for byte."""
     length = len(data).to_bytes(8, "little")
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
 
 
-# Who calls, and on which terms: what a request says beside its body, in its headers.
+# The caller and the terms, from the headers
 
 
 def read_terms(
@@ -184,10 +185,10 @@ def read_terms(
     cache_salt: str = "",
     conversation: str = "",
 ) -> Terms:
-    """From the headers, and from fields of the body, which are the last three.
+    """Return the terms from the headers and from three fields of the body.
 
-    `arrival_ns`: now, unless the request has waited for its model. Raises 400 for what is malformed, contradicts the other or
-    asks for what is not there.
+    `arrival_ns`: now, unless the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
+    values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
     owner = read_owner(scope, config)
@@ -219,7 +220,7 @@ def read_terms(
 
 
 def _conversation_of(owner: Owner, name: str) -> bytes:
-    """Return what stands for the conversation's name: no tenant can name the conversation of another."""
+    """Return a hash of the conversation's name within its tenant."""
     if not name:
         return b""
     salt = hashlib.blake2b(owner.tenant.encode()).digest()
@@ -227,7 +228,7 @@ def _conversation_of(owner: Owner, name: str) -> bytes:
 
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
-    """The header names the tenant if there are no keys or it is trusted, else the key does. Raises 400 if it is malformed."""
+    """Return the tenant of the header if there are no keys or it is trusted, else that of the key. Raises 400."""
     tenant = _value(scope, "X-Tenant")
     if tenant is not None and not NAME.fullmatch(tenant):
         raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
@@ -238,7 +239,6 @@ def read_owner(scope: Scope, config: ServerConfig) -> Owner:
 
 
 def _limits_of(key: ApiKey | None) -> TenantLimits | None:
-    """The limits of a key that has any."""
     if key is None:
         return None
     limits = TenantLimits(
@@ -250,7 +250,7 @@ def _limits_of(key: ApiKey | None) -> TenantLimits | None:
 
 
 def _priority(from_header: int | None, from_body: int | None, least: int | None, *, can_prioritise: bool) -> int:
-    """The request's priority, and no lower number than its key may have, which is what it has if it says nothing."""
+    """Return the request's priority, at least the key's number, which is also the default."""
     if None not in (from_header, from_body) and from_header != from_body:
         raise invalid("'priority' and the header X-Priority differ; give one of them.", "priority")
     priority = from_header or from_body or 0
@@ -267,7 +267,7 @@ def _priority(from_header: int | None, from_body: int | None, least: int | None,
 
 
 def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:
-    """The instant that the client's limit and the server's name, whichever comes first."""
+    """Return the earlier of the client's and the server's limit."""
     limits_ns = [] if asked_ns is None else [asked_ns]
     if server_s is not None:
         limits_ns.append(int(server_s * 1e9))
@@ -275,7 +275,7 @@ def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> 
 
 
 def _milliseconds(scope: Scope, name: str) -> int | None:
-    """In nanoseconds."""
+    """Return a header's milliseconds in nanoseconds."""
     value_ms = _integer(scope, name, 1, MAX_DEADLINE_MS)
     return None if value_ms is None else value_ms * 1_000_000
 
@@ -290,7 +290,7 @@ def _integer(scope: Scope, name: str, low: int, high: int) -> int | None:
 
 
 def _value(scope: Scope, name: str) -> str | None:
-    """None if it was not sent. Twice is a 400: which of them a proxy has set, nobody can tell."""
+    """Return a header's value or None. A header that was sent twice is a 400: either may be a proxy's."""
     values = values_of(scope, name.lower().encode())
     if len(values) > 1:
         raise _bad_header(name, "was sent more than once")

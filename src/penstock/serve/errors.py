@@ -1,7 +1,4 @@
-"""The error objects of the OpenAI API: the status, type and code of every cause. Everything in `serve` answers with them.
-
-This file knows causes by their types alone. docs/http-api.md has the table.
-"""
+"""The errors that everything in `serve` answers with: status, type and code of every cause. docs/http-api.md has the table."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ from typing_extensions import TypedDict
 from penstock.types.errors import Rejected, RejectReason, counted
 
 UNAVAILABLE_RETRY_AFTER_S = 5
-"""Value of `Retry-After` while starting, draining or failed: another instance may serve by then."""
+"""`Retry-After` while starting, draining or failed. Another instance may serve by then."""
 
 STATUS_CLIENT_CLOSED_REQUEST = 499
-"""nginx's number for a request that the client took back; no client library repeats such a request by itself."""
+"""nginx's status for a request that the client cancelled. No client library retries it."""
 
 _NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's client repeats a 408 by itself, unless it is told not to: the time has passed, and would again."""
+"""Keeps OpenAI's client from retrying a 408: the time would pass again."""
 
 RULE = "rule"
-"""Kind of a finding of our own rules, whose text goes on where the field's name ends: "must be an object"."""
+"""Kind of a finding of our own rules. Its text follows the field's name: "must be an object"."""
 
 UNKNOWN_FIELDS = "unknown_fields"
-"""Kind of a finding of our own: an object has fields that nobody knows."""
+"""Kind of a finding of our own: an object has unknown fields."""
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -56,18 +53,15 @@ _RULES: Mapping[str, str] = MappingProxyType(
 """pydantic's kinds of findings, with JSON's words for types."""
 
 _MAX_TOLD_CHARS = 200
-"""Limit of what an answer tells back of a client's own words: a parameter's name, a model's, an id."""
-
-
+"""Most characters of a client's own text in an error, such as a parameter's name."""
 _MAX_LIKENED_CHARS = 64
-"""Limit of an unknown name that is compared with the known ones: longer than any of them."""
+"""Longer names are not compared with the known ones."""
 
 
 class ApiError(HTTPException):
     """An answer other than 200, raised anywhere below an endpoint.
 
-    `takes_json` turns it into a response. For routes without a body the app's handler of Starlette's exceptions does, of
-    which it is one.
+    `takes_json` turns it into a response; for routes without a body, the app's handler of Starlette's exceptions does.
     """
 
     def __init__(
@@ -90,17 +84,17 @@ class ApiError(HTTPException):
         self.param = param
 
     def body(self) -> bytes:
-        """The error object as JSON: the whole body, or the data of a server-sent event."""
+        """Return the error as JSON: the whole body, or the data of a server-sent event."""
         return orjson.dumps(openai_words(self))
 
     def response(self, words: ErrorWords | None = None) -> Response:
-        """`words`: another API's. Its statuses are the same."""
+        """`words`: the spelling of another API. The status stays."""
         body = orjson.dumps((words or openai_words)(self))
         return Response(body, self.status_code, headers=self.headers, media_type="application/json")
 
 
 ErrorWords = Callable[[ApiError], Mapping[str, Any]]
-"""A function that spells an error as some API does: plain JSON data. The type that it returns describes the error."""
+"""Spells an error as some API does, as plain JSON data. The OpenAPI document has its return type."""
 
 
 class ErrorDetail(TypedDict):
@@ -123,17 +117,17 @@ def openai_words(error: ApiError) -> Error:
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """400: malformed, out of range, unknown or not supported."""
+    """Return a 400: malformed, out of range, unknown or not supported."""
     return ApiError(400, message, code="invalid_request_error", param=param)
 
 
 def unknown(param: str, remedy: str = "") -> ApiError:
-    """400 of a field that nobody knows, by its whole name."""
+    """Return the 400 of an unknown field, by its path."""
     return invalid(f"Unknown parameter: '{shorten(param)}'.{remedy}", shorten(param))
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The remedy for an unknown field: the known name that is most like it. Empty if none is, or the name is long."""
+    """Return a remedy for an unknown field: the most similar known name. Empty if none is similar."""
     if len(name) > _MAX_LIKENED_CHARS:
         return ""
     from difflib import get_close_matches  # only a wrong name needs it
@@ -143,7 +137,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) -> None:
-    """Raise 400 for a field of an object which is none of these. `at`: where the object stands in the body."""
+    """Raise 400 for an unknown field of the object that stands at `at`."""
     for name, content in value.items():
         if name not in known and content is not None:
             raise unknown(f"{at}.{name}", did_you_mean(name, known))
@@ -162,7 +156,7 @@ MODEL_NOT_FOUND = "model_not_found"
 
 
 def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
-    """`is_no_adapter`: the folder of adapters was asked for the name, too."""
+    """`is_no_adapter`: the name is not in the folder of adapters either."""
     names = ", ".join(repr(name) for name in served)
     sought = ", and no adapter of that name is in --lora-dir" if is_no_adapter else ""
     message = f"The model {shorten(model)!r} is not served here{sought}. Served: {names}."
@@ -200,7 +194,7 @@ _LIMITS = {
 
 
 def deadline_exceeded(reason: RejectReason, allowed_ms: float, queue_ms: float, run_ms: float, num_tokens: int) -> ApiError:
-    """With the time that was allowed, and where it went."""
+    """Return a 408 with the allowed time and how it was spent."""
     return past_deadline(
         _LIMITS[reason].format(f"{allowed_ms:g}")
         + f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
@@ -227,22 +221,19 @@ def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
 
 
 def internal(request_id: str) -> ApiError:
-    """500. The cause is in the log only."""
+    """Return a 500. Only the log has the cause."""
     message = f"An internal error occurred. Its cause is in the server's log under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
 
 
 def as_api_error(raised: ApiError | Rejected) -> ApiError:
-    """The answer to either. The traceback is gone: it has the frame that caught the error, which has the error by name.
-
-    That would be a circle, of everything that the callers hold.
-    """
+    """Return the answer to either. Its traceback is cut: the frame that caught the error would keep it alive in a cycle."""
     raised.__traceback__ = None
     return from_rejected(raised) if isinstance(raised, Rejected) else raised
 
 
 def from_rejected(rejected: Rejected) -> ApiError:
-    """The answer to a request that was refused before it produced anything."""
+    """Return the answer to a request that was refused before it produced anything."""
     message, param = rejected.detail, rejected.param
     match rejected.reason:
         case RejectReason.INVALID:
@@ -265,13 +256,13 @@ def from_rejected(rejected: Rejected) -> ApiError:
 
 
 def failed(detail: str, request_id: str) -> ApiError:
-    """500 of one request, by itself: the engine goes on, and the same request may well fail again."""
+    """Return the 500 of one request. The engine continues, and the same request may fail again."""
     message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:
-    """Starlette's own exceptions: unknown routes and methods."""
+    """Return the error of an exception of Starlette's, such as an unknown route or method."""
     if isinstance(error, ApiError):
         return error
     if error.status_code == 404:
@@ -287,7 +278,7 @@ def not_an_object() -> ApiError:
 
 
 def from_finding(finding: Mapping[str, Any]) -> ApiError:
-    """The answer to a finding of pydantic about a body."""
+    """Return the answer to a finding of pydantic about a body."""
     place = tuple(finding["loc"])
     if finding["type"] == UNKNOWN_FIELDS:
         place += (finding["ctx"]["names"][0],)
@@ -315,12 +306,12 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """The parser reads such an integer as a float."""
+    """Return whether this is such an integer: the parser reads it as a float."""
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
 def param_path(place: Sequence[str | int]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """Return `messages[0].role` for `("messages", 0, "role")`."""
     path = ""
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -328,10 +319,9 @@ def param_path(place: Sequence[str | int]) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most so much of what a client sent as an answer tells back."""
     return text if len(text) <= _MAX_TOLD_CHARS else text[:_MAX_TOLD_CHARS] + "..."
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    """Whole seconds for all clients (RFC 9110, 10.2.3), and the milliseconds that OpenAI's and Anthropic's look for first."""
+    """Return whole seconds (RFC 9110, 10.2.3), and the milliseconds that OpenAI's and Anthropic's clients read first."""
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(1000 * seconds)))}
