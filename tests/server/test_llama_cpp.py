@@ -12,6 +12,7 @@ from penstock.backends.native.executor import make_row_sampling
 from penstock.backends.reference.sampling import narrow
 from penstock.calls.in_flight import InFlight
 from penstock.text import fim
+from penstock.types.sampling import SamplingParams
 from support.server.completions import TOKENIZER, oracle
 from support.server.harness import (
     CAPACITY,
@@ -24,7 +25,6 @@ from support.server.harness import (
     until,
 )
 from support.server.tools import says
-from penstock.types.sampling import SamplingParams
 
 END, BEGIN, TURN = SPECIAL_TOKENS
 ASK = {"prompt": "Hi", "temperature": 0, "n_predict": 5}

@@ -45,11 +45,11 @@ from penstock.serve.responses.schemas import (
     TextPart,
 )
 from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
+from penstock.types.sampling import PARAMETERS
 from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
 from support.server.errors import CHAT, COMPLETIONS, check
 from support.server.harness import make_client
-from penstock.types.sampling import PARAMETERS
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}

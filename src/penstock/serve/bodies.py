@@ -1,9 +1,7 @@
-"""Request bodies: the base class of all of them, their shared field types and limits, and the parser.
+"""Request bodies: their base class, shared field types and limits, and the parser, which may run on any thread.
 
-Every API describes its bodies with these types. `parse_body` makes one from the bytes that a client sent, on any thread. The
-OpenAPI document is written from the types. A body that would keep the interpreter's lock for long is refused early: one with
-very many objects, or with very many findings, which cost a microsecond or two each. So every list ends at its first wrong item,
-and every object has a limit.
+A body that would hold the interpreter's lock for long is refused early: one with very many objects or findings, each of which
+costs a microsecond. So every list ends at its first wrong item, and every object has a limit.
 """
 
 from __future__ import annotations
@@ -49,37 +47,33 @@ MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
-"""Token ids in one body, twice the longest usual context. Nothing else in the process can run while a body is parsed, and more
-ids would take tens of milliseconds. Elements of all other lists and objects count as well: see `load_json`."""
+"""Most elements of lists and objects in one body, such as token ids. Parsing blocks the process, for tens of milliseconds."""
 MAX_MESSAGES = 2**12
-"""Messages, or items of a conversation, in one body. One call validates them, and holds the interpreter for 10 us each."""
+"""Most messages in one body. Validating them blocks the process for 10 us each."""
 MAX_TEMPLATE_KWARGS = 256
 MAX_TOOLS = 128
-"""OpenAI's limit; also of the calls in one message."""
+"""OpenAI's limit, also for the calls in one message."""
 MAX_DESCRIPTION_CHARS = 1 << 15
 MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
-"""That one can be chosen from."""
+"""Limits of `choice`."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 INLINE_MAX_BYTES = 1 << 15
-"""Bodies up to here are read within a few milliseconds, so the event loop may do it."""
+"""Smaller bodies are read on the event loop, within a few milliseconds."""
 
 MAX_CONTAINERS = 100_000
-"""Objects and lists in one body. Text and token ids are not counted, so only what is no request has more: the parser would
-spend most of a second on the two millions that fit into 4 MiB, and nothing else in the process could run meanwhile."""
+"""Most objects and lists in one body. Parsing the two million that fit into 4 MiB takes most of a second."""
 
 MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
-"""Limits of what is logged about ignored parameters: clients choose the names, and could fill the log and the memory."""
+"""Limits of the log about ignored parameters, as clients choose the names."""
 
 
 class NotYet:
-    """Marks a field of the API that is known and not supported. It may be null, or a value that asks for nothing."""
+    """Marks a known field that is not supported. Only null and values that ask for nothing are accepted."""
 
     def __init__(self, *neutral: Any, instead: str = "") -> None:
-        """`neutral`: values that mean the same as leaving the field out. `instead`: the field of `structured_outputs` that
-        took its place, at vLLM and here.
-        """
+        """`neutral`: values that mean the same as absence. `instead`: the field of `structured_outputs` that took its place."""
         self.neutral = neutral
         self._instead = instead
 
@@ -104,20 +98,17 @@ class NotYet:
 
 
 class NoEffect:
-    """Marks a field that clients send for their own bookkeeping. The answer is the same with it and without it.
-
-    docs/http-api.md lists all of them in one table, under "Fields without effect".
-    """
+    """Marks a field that does not change the answer. docs/http-api.md lists them under "Fields without effect"."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "description": "No effect on the answer."}
 
 
 Unread = Annotated[Any, NoEffect()]
-"""A value that nothing reads. The limits of the whole body bound its size."""
+"""A value that nothing reads. The limits of the body bound its size."""
 
 MAX_NAMED = 3
-"""Unknown fields that one error names."""
+"""Most unknown fields that one error names."""
 
 
 class Body(BaseModel):
@@ -131,7 +122,7 @@ class Body(BaseModel):
     kinds: ClassVar[tuple[Any, ...]] = ()
     """The values that a required field `type` may have."""
     remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Names that belong to other APIs and routes -> what to do here instead."""
+    """Names of other APIs and routes -> what to do here instead."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_kwargs: Any) -> None:
@@ -145,11 +136,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_fields(cls, value: Any) -> Any:
-        # One finding for all of them, and not one for each: there may be very many.
+        # One finding for all of them: there may be very many.
         if not isinstance(value, dict) or value.keys() <= cls.field_names:
             return value
         if cls.kinds and value.get("type", cls.kinds[0]) not in cls.kinds:
-            return {"type": value["type"]}  # an object of another kind: that is told, and not its fields
+            return {"type": value["type"]}  # an object of another kind: its fields do not matter
         names = list(islice((name for name in value if name not in cls.field_names), MAX_NAMED + 1))
         remedy = f" {cls.remedies[names[0]]}" if names[0] in cls.remedies else ""
         remedy = remedy or did_you_mean(names[0], cls.field_names - cls.unsupported.keys())
@@ -173,11 +164,20 @@ def has_sampling(api: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
             limits: Any = Field(le=own.high, **({} if own.low == -math.inf else low))
             number: Any = Annotated[int, limits] if parameter.kind is int else Annotated[float, limits]
             fields[own.name] = (number | None, Field(None, description=parameter.text))
-        return create_model(
-            body_type.__name__, __base__=body_type, __module__=body_type.__module__, __doc__=body_type.__doc__, **fields
-        )
+        return _extended(body_type, fields)
 
     return add
+
+
+def has_unread(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
+    """Return a decorator that gives a body fields without effect, by their names."""
+    return lambda body_type: _extended(body_type, dict.fromkeys(names.split(), (Unread, None)))
+
+
+def _extended(body_type: type[_BodyType], fields: dict[str, Any]) -> type[_BodyType]:
+    """Return the body with further fields. It takes the body's place."""
+    name, module, text = body_type.__name__, body_type.__module__, body_type.__doc__
+    return create_model(name, __base__=body_type, __module__=module, __doc__=text, **fields)
 
 
 def sampling_of(body: Body, api: str) -> dict[str, float]:
@@ -187,7 +187,7 @@ def sampling_of(body: Body, api: str) -> dict[str, float]:
 
 
 def at_most(num_entries: int) -> BeforeValidator:
-    """Limits an object before its entries are looked at; `Field(max_length=...)` does so after them."""
+    """Limit an object before its entries are validated; `Field(max_length=...)` does so afterwards."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:
@@ -231,7 +231,7 @@ LogitBias = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
-"""Checked in `read`, which knows how many tokens there are, and ends at the first wrong entry."""
+"""`calls.check` checks it up to the first wrong entry."""
 
 TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
@@ -240,14 +240,14 @@ Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "ob
 
 
 class FunctionBody(Body):
-    """A function that an answer may call."""
+    """A function that an answer can call."""
 
     name: str
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
-    """JSON schema of the arguments; without it there are none."""
+    """JSON schema of the arguments. Without it there are none."""
     strict: bool | None = None
-    """True: a schema that can't be followed is refused. Else its arguments are any object then."""
+    """True: refuse a schema that can't be followed. Otherwise its arguments are any object."""
 
 
 class ToolBody(Body):
@@ -263,19 +263,19 @@ class ToolBody(Body):
 class CalledFunction(Body):
     name: str
     arguments: Any = ""
-    """JSON text of an object; also the object itself."""
+    """JSON text of an object, or the object itself."""
     parsed_arguments: Unread = None
     """OpenAI's clients parse `arguments` into this field, and send it when an answer comes back as a message."""
 
 
 class ToolCallBody(Body):
-    """A call that an assistant made, in the history."""
+    """An assistant's call in the history."""
 
     id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Unread = None
-    """Clients that assemble an answer from a stream keep the index of its events."""
+    """Clients that assemble an answer from a stream keep the events' index."""
 
 
 # From bytes to a body.
@@ -284,7 +284,7 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 class IgnoredParameters:
-    """The names that were ignored so far under `--ignore-unknown-parameters`. Each is logged once, by whichever thread."""
+    """Names that `--ignore-unknown-parameters` has ignored. Each is logged once. Thread-safe."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -306,15 +306,12 @@ class IgnoredParameters:
 
 
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """The body. Raises 400 for the first thing that is wrong.
-
-    `ignored` takes note of unknown fields; without it they are wrong.
-    """
+    """Return the body. Raises 400 for the first error. `ignored` notes unknown fields; without it they are errors."""
     return check_body(load_json(data), body_type, ignored)
 
 
 def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """The body of a JSON value that `load_json` gave; `parse_body` does both."""
+    """As `parse_body`, for the value that `load_json` returned."""
     if ignored is not None and isinstance(value, dict):
         unknown = [name for name in value if name not in body_type.field_names]
         for name in unknown:
@@ -329,7 +326,7 @@ def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | 
 
 
 def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
-    """A part of a body that was left as it came; `place` says where it stands. Raises 400."""
+    """Return a part of a body that stands at `place`. Raises 400."""
     try:
         part = part_type.model_validate(value)
     except ValidationError as error:
@@ -340,9 +337,9 @@ def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
 
 
 def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
-    """Raise a 400 that names a field which asks for something that is not there yet. Descends into nested bodies."""
+    """Raise 400 for the first field that asks for something unsupported, also in nested bodies."""
     unsupported = body.unsupported
-    for name in sorted(body.model_fields_set):  # few, and the others ask for nothing
+    for name in sorted(body.model_fields_set):  # absent fields ask for nothing
         value = getattr(body, name)
         if value is None:
             continue
@@ -357,7 +354,7 @@ def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
 
 
 def load_json(data: bytes) -> Any:
-    """Return the value of a body. Raises 400 for what is no JSON, or has too many elements to parse beside other requests."""
+    """Return the value of a body. Raises 400 if it is not JSON, or has too many elements."""
     if _is_more(data, b"{[", MAX_CONTAINERS):
         raise invalid(f"The body has more than {MAX_CONTAINERS} objects and lists.")
     if _is_more(data, b",", MAX_TOKEN_IDS):
@@ -387,7 +384,7 @@ def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
-    """Whether more than `limit` of these characters stand outside of strings. Nothing is parsed."""
+    """Return whether more than `limit` of these characters stand outside of strings, without parsing."""
     if _count(data, marks) <= limit:
         return False
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -399,7 +396,7 @@ def _count(data: bytes, marks: bytes) -> int:
 
 
 def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
-    """A call whose `name` and `arguments`, an object or its JSON text, stand at this place in the body. Raises 400."""
+    """Return a call. `arguments` are an object or its JSON text; `at` is the call's place in the body. Raises 400."""
     if not TOOL_NAME.fullmatch(name):
         raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
     if isinstance(arguments, str):
@@ -414,7 +411,7 @@ def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254, some of which are around the value."""
+    """Raise 400 for deep nesting: orjson reads 1,024 levels and writes 254, some of them around the value."""
     try:
         orjson.dumps([[[[[[[[value]]]]]]]])
     except orjson.JSONEncodeError:

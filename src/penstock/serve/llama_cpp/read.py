@@ -31,6 +31,7 @@ from penstock.serve.bodies import (
     Unread,
     check_body,
     has_sampling,
+    has_unread,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid, shorten
@@ -48,11 +49,11 @@ _Body = TypeVar("_Body", bound="LlamaBody")
 MAX_FILES = 1024
 MAX_FILE_NAME_CHARS = 4096
 MAX_TEXTS_BETWEEN = 1024
-"""Texts between the tokens of all prompts: each is tokenised by itself."""
+"""Most texts between the tokens of all prompts. Each is tokenised by itself."""
 MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
 MAX_INDENT = 4096
 MAX_BIASED_TOKENS = 1024
-"""Tokens that `logit_bias` names. Each choice tells them in its answer, and tells the executor those that may never come."""
+"""Most tokens in `logit_bias`. Each choice repeats them in its answer, and each step bans the banned ones."""
 MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
@@ -67,9 +68,9 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 _LLAMA_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 """llama.cpp's default."""
 _OTHER_SAMPLERS = tuple(name for name in (*_LLAMA_ORDER, "adaptive_p") if name not in SAMPLERS)
-"""They do nothing, as the fields that would make them do something are refused."""
+"""Samplers without effect, as the fields that would switch them on are refused."""
 _INFILL = "infill"
-"""A sampler that leaves little but the likeliest token. Here that one is taken."""
+"""A sampler that leaves little but the likeliest token, which is taken here."""
 _LETTERS: Mapping[str, str] = MappingProxyType(
     {
         "e": "penalties",
@@ -86,10 +87,10 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 _INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"}, {"top_n_sigma", "temperature"})
-"""Samplers that leave the same candidates with the same weights, whichever of the two is applied first."""
+"""Pairs of samplers whose order does not matter."""
 
 _LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
-"""Names that mean the same."""
+"""Names of one field each."""
 
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
@@ -97,13 +98,19 @@ NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @has_sampling("llama_cpp")
+# There are no slots, and no prompt token is dropped. From `dynatemp_exponent` on they tune samplers that are refused.
+@has_unread(
+    "id_slot n_keep n_discard t_max_prompt_ms n_cache_reuse sse_ping_interval dynatemp_exponent xtc_threshold "
+    "mirostat_tau mirostat_eta adaptive_decay dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+    "verbose"
+)
 class LlamaBody(Body):
-    """Fields that `/completion` and `/infill` have alike. Null is the same as absent."""
+    """Fields of both `/completion` and `/infill`. Null is the same as absent."""
 
     model: str | None = None
-    """llama.cpp's server has one model, or as a router this field."""
+    """As for llama.cpp's server when it is a router."""
     n_predict: Limit | None = None
-    """0: the prompt is computed and stays in the cache; negative: up to the end of the context, which is the default."""
+    """0: only compute and cache the prompt. Negative, the default: the rest of the context."""
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     """Other names of `n_predict`."""
@@ -113,17 +120,17 @@ class LlamaBody(Body):
     stream: bool | None = None
     stop: StopStrings | None = None
     n_indent: Annotated[int, Field(ge=0, le=MAX_INDENT)] | None = None
-    """The answer ends before a line, the first one excepted, that begins with fewer spaces and tabs."""
+    """The answer ends before a line, other than the first, with less indentation."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_PREDICT_MS)] | None = None
-    """The answer ends so long after its first token, once it has a line; 0 and -1: it has time."""
+    """The answer ends this long after its first token, once it has a line. 0 and -1: no limit."""
 
     samplers: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]})
     ] = None
-    """Samplers that are applied, by their names or letters: others are switched off."""
+    """The samplers to apply, by names or letters. Others are switched off."""
     ignore_eos: bool | None = None
     logit_bias: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = None
-    """`[[token, bias], ...]` or `{token: bias}`. A token is an id or a text, a bias a number or false: never this token."""
+    """`[[token, bias], ...]` or `{token: bias}`. A token is an id or a text; the bias false bans it."""
     grammar: str | None = None
     """GBNF."""
     json_schema: Schema | None = None
@@ -142,25 +149,7 @@ class LlamaBody(Body):
         | None
     ) = None
     cache_prompt: bool | None = None
-    """False: nothing of the cache is used."""
-
-    # There are no slots, no token of a prompt is dropped, and llama.cpp's server ignores the limit of the prompt's time, too.
-    id_slot: Unread = None
-    n_keep: Unread = None
-    n_discard: Unread = None
-    t_max_prompt_ms: Unread = None
-    n_cache_reuse: Unread = None
-    sse_ping_interval: Unread = None
-    # These tune samplers that other fields switch on, which are refused.
-    dynatemp_exponent: Unread = None
-    xtc_threshold: Unread = None
-    mirostat_tau: Unread = None
-    mirostat_eta: Unread = None
-    adaptive_decay: Unread = None
-    dry_base: Unread = None
-    dry_allowed_length: Unread = None
-    dry_penalty_last_n: Unread = None
-    dry_sequence_breakers: Unread = None
+    """False: use no cached prefix."""
 
     dynatemp_range: Annotated[Any, NotYet(0, 0.0)] = None
     typical_p: Annotated[Any, NotYet(1, 1.0)] = None
@@ -175,13 +164,12 @@ class LlamaBody(Body):
     grammar_triggers: Annotated[Any, NotYet([])] = None
     preserved_tokens: Annotated[Any, NotYet([])] = None
     stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
-    verbose: Unread = None
     lora: Annotated[Any, NotYet([])] = None
-    """An adapter is asked for by `model`."""
+    """`model` names an adapter."""
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the answer's tokens, and its value."""
+        """Return the field that limits the answer's tokens, and its value."""
         return _said(self, *_LIMITS)
 
     @property
@@ -209,12 +197,12 @@ class LlamaCompletionBody(LlamaBody):
 
 
 class LlamaFileBody(Body):
-    """A file beside the one that has a hole."""
+    """A file beside the one to fill in."""
 
     text: str
     filename: Annotated[str, Field(max_length=MAX_FILE_NAME_CHARS)] | None = None
     time: Unread = None
-    """Editors send when they saw the file."""
+    """When the editor saw the file."""
 
 
 class LlamaInfillBody(LlamaBody):
@@ -223,12 +211,12 @@ class LlamaInfillBody(LlamaBody):
     input_prefix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
     input_suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
     prompt: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
-    """The end of the text before the hole, such as the line that is being written."""
+    """The end of the text before the hole, such as the current line."""
     input_extra: Annotated[list[LlamaFileBody], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
 
 
 def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
-    """The first of these names that has a value; else the first name of all."""
+    """Return the first name with a value, and the value; otherwise the first name and None."""
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
 
 
@@ -317,7 +305,7 @@ class LlamaReader:
 
 
 def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:
-    """A prompt, or a list of several. A list with a number in it is one prompt. Raises 400."""
+    """Return one prompt or several. A list that contains a number is one prompt. Raises 400."""
     if not isinstance(value, list) or any(type(item) is int for item in value):
         return (_prompt(value, param),)
     if not 0 < len(value) <= MAX_CHOICES:
@@ -345,7 +333,7 @@ def _prompt(value: Any, param: str) -> Prompt:
 
 
 def read_mixed(parts: Sequence[Any], param: str) -> MixedPrompt:
-    """Token ids and texts. Raises 400."""
+    """Return a prompt of token ids and texts. Raises 400."""
     for index, part in enumerate(parts):
         if type(part) is not int and not isinstance(part, str):
             raise invalid(f"'{param}[{index}]' must be a token id or a string.", f"{param}[{index}]")
@@ -378,7 +366,7 @@ def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, floa
 
 
 def _sampler_names(value: Any) -> list[str]:
-    """The samplers of a list of names, or of a string of letters. Raises 400."""
+    """Return the samplers of a list of names or of a string of letters. Raises 400."""
     if isinstance(value, str):
         if unknown := next((letter for letter in value if letter not in _LETTERS), ""):
             raise invalid(f"'samplers' has the letter {unknown!r}; known are {''.join(_LETTERS)}.", "samplers")
@@ -396,7 +384,7 @@ def _sampler_names(value: Any) -> list[str]:
 
 
 def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
-    """Raise 400 for samplers in an order that gives other answers than the order in which they are applied here.
+    """Raise 400 for samplers in an order that gives other answers than the order of this server.
 
     llama.cpp's default is taken, also without the samplers that older versions do not list: clients send it without having
     chosen it.
@@ -408,7 +396,7 @@ def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
     places = {name: place for place, name in enumerate(SAMPLERS)}
     places[_INFILL] = places["temperature"]
     changing = [name for name in listed if name == _INFILL or _changes(name, sampling)]
-    # The likeliest token alone is left, which only penalties can make another one.
+    # Only penalties can change which token is the likeliest.
     is_greedy = sampling.temperature == 0 or sampling.top_k == 1
     for first, second in combinations(changing, 2):
         if places[first] <= places[second] or {first, second} in _INTERCHANGEABLE or (is_greedy and second != "penalties"):

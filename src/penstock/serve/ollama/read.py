@@ -31,6 +31,7 @@ from penstock.serve.bodies import (
     Unread,
     check_body,
     has_sampling,
+    has_unread,
     past_call,
     sampling_of,
 )
@@ -43,7 +44,7 @@ from penstock.types.sampling import MAX_LOGPROBS
 _Body = TypeVar("_Body", bound="OllamaBody")
 
 LATEST = ":latest"
-"""The tag that Ollama's clients put after a name that has none."""
+"""The tag that Ollama's clients append to a name without one."""
 _NAMES = Names(
     "ollama",
     "options.",
@@ -59,22 +60,22 @@ _DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h)
 _PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
 _UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
 _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
-"""A longer time is for good."""
+"""A longer time means forever."""
 
 
 @has_sampling("ollama")
+# The server decides how a model is loaded.
+@has_unread("mirostat_tau mirostat_eta num_ctx numa num_batch num_gpu main_gpu low_vram f16_kv use_mmap use_mlock")
 class OptionsBody(Body):
     """Null is the same as absent."""
 
     stop: StopStrings | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
-    """-1 and -2: no limit but the context."""
+    """-1 and -2: the rest of the context."""
     num_keep: Unread = None
-    """No token of a prompt is ever dropped."""
+    """No token of a prompt is dropped."""
 
     mirostat: Annotated[Any, NotYet(0)] = None
-    mirostat_tau: Unread = None
-    mirostat_eta: Unread = None
     penalize_newline: Annotated[Any, NotYet(True)] = None
     tfs_z: Annotated[Any, NotYet(1, 1.0)] = None
     typical_p: Annotated[Any, NotYet(1, 1.0)] = None
@@ -82,39 +83,29 @@ class OptionsBody(Body):
     logits_all: Annotated[Any, NotYet(False)] = None
     vocab_only: Annotated[Any, NotYet(False)] = None
 
-    # How a model is loaded is the server's to say.
-    num_ctx: Unread = None
-    numa: Unread = None
-    num_batch: Unread = None
-    num_gpu: Unread = None
-    main_gpu: Unread = None
-    low_vram: Unread = None
-    f16_kv: Unread = None
-    use_mmap: Unread = None
-    use_mlock: Unread = None
     num_thread: Unread = None
 
 
 class OllamaBody(Body):
-    """Fields of every question to a model."""
+    """Fields of every request to a model."""
 
     model: Annotated[str, Field(min_length=1)]
     options: OptionsBody | None = None
     keep_alive: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})] = None
-    """Seconds, or a duration such as `5m`, for which the model stays in memory after this; negative: for good."""
+    """How long the model stays in memory afterwards: seconds, or a duration such as `5m`. Negative: forever."""
 
 
 class _AnswerBody(OllamaBody):
     stream: bool | None = None
     """True by default."""
     format: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]})] = None
-    """`json`, or a JSON schema that the answer follows."""
+    """`json`, or a JSON schema of the answer."""
     think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": list(_EFFORTS)}]})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     shift: Annotated[Any, NotYet(False)] = None
     truncate: Annotated[Any, NotYet(False)] = None
-    """A prompt that is too long is refused, and not cut."""
+    """A prompt that is too long is refused, never cut."""
 
 
 class OllamaFunction(Body):
@@ -136,7 +127,7 @@ class OllamaMessage(Body):
     images: Annotated[Any, NotYet([])] = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_name: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    """The name of the tool whose answer this is."""
+    """The name of the tool that this message answers for."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
 
 
@@ -144,7 +135,7 @@ class OllamaChatBody(_AnswerBody):
     """`POST /api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """Without any the model is only loaded, or with `keep_alive` 0 unloaded."""
+    """Without messages the model is only loaded, or with `keep_alive` 0 unloaded."""
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
@@ -152,11 +143,11 @@ class OllamaGenerateBody(_AnswerBody):
     """`POST /api/generate`."""
 
     prompt: str | None = None
-    """Without one the model is only loaded, or with `keep_alive` 0 unloaded."""
+    """Without a prompt the model is only loaded, or with `keep_alive` 0 unloaded."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """True: the prompt is taken as it is, without the model's chat template."""
+    """True: use the prompt without the model's chat template."""
     template: Annotated[Any, NotYet("")] = None
     context: Annotated[Any, NotYet([])] = None
     images: Annotated[Any, NotYet([])] = None
@@ -188,13 +179,13 @@ def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | N
 
 
 def name_of(model: str, deployment: Deployment) -> str:
-    """The name under which a model is served that a client calls so: `:latest` is said of any."""
+    """Return the served name of a model. Clients append `:latest` to any name."""
     is_known = not model.endswith(LATEST) or deployment.find(model) is not None
     return model if is_known else model.removesuffix(LATEST)
 
 
 def keep_ns(body: OllamaBody) -> int | None:
-    """The `keep_alive` in nanoseconds; -1: for good; None: nothing was said. Raises 400."""
+    """Return `keep_alive` in nanoseconds; -1: forever; None: absent. Raises 400."""
     value = body.keep_alive
     if value is None:
         return None
@@ -212,7 +203,7 @@ def keep_ns(body: OllamaBody) -> int | None:
 
 
 def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: Scope) -> bool:
-    """Have `keep_alive` followed, if the server unloads idle models and the client may change what is loaded."""
+    """Apply `keep_alive` if the server unloads idle models and the client may change what is loaded. Return whether it may."""
     duration_ns = keep_ns(body)
     may = served.idle_unload_ns is not None and is_admin(scope)
     if duration_ns is not None and may:
@@ -294,7 +285,7 @@ def _limit(num_predict: int | None) -> int | None:
 
 
 def _check_words(body: _AnswerBody) -> None:
-    """Raise 400 for words that these fields do not know, also where a model is only loaded and nothing comes of them."""
+    """Raise 400 for unknown words in these fields, also if the model is only loaded."""
     if body.format not in (None, "", "json") and not isinstance(body.format, dict):
         raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
     if body.think is not None and not isinstance(body.think, bool) and body.think not in _EFFORTS:
@@ -308,7 +299,7 @@ def _grammar(asked: Any) -> AskedGrammar | None:
 
 
 def _effort(think: Any, running: RunningModel) -> str | None:
-    """OpenAI's word; None: as the model does by itself. Raises 400."""
+    """Return the reasoning effort, or None for the model's own way. Raises 400."""
     if think is None:
         return None
     dialect = running.dialect
@@ -346,13 +337,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
 
 
 class _OpenCalls:
-    """Calls that have no answer yet, in order. No step looks through all of them: there may be tens of thousands."""
+    """Calls without an answer, in order. There may be tens of thousands, so no step walks all of them."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
-        """By their ids."""
+        """By id."""
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
-        """By their names."""
+        """By name."""
 
     def add(self, call_id: str, name: str) -> None:
         self._close(call_id)
@@ -360,7 +351,7 @@ class _OpenCalls:
         self._ids_of.setdefault(name, OrderedDict())[call_id] = None
 
     def answered(self, message: OllamaMessage) -> str | None:
-        """The id of the call that a tool's message answers, which is open no more."""
+        """Close the call that a tool's message answers, and return its id, or None."""
         ids = self._names if message.tool_name is None else self._ids_of.get(message.tool_name, ())
         call_id = message.tool_call_id or next(iter(ids), None)
         return call_id if call_id is not None and self._close(call_id) else None

@@ -25,6 +25,7 @@ from penstock.serve.bodies import (
     ReasoningBudget,
     Schema,
     Unread,
+    has_unread,
 )
 from penstock.serve.errors import RULE
 from penstock.serve.generation import ChatTemplateFields, GenerationFields
@@ -56,12 +57,12 @@ Prompt = Annotated[
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: `usage` so far in every chunk, and not only in one at the end."""
+    """vLLM's: `usage` so far in every chunk, not only in the last one."""
     include_obfuscation: Unread = None
 
 
 class JsonSchemaFormat(Body):
-    """OpenAI's. The schema is followed as it is, whatever `strict` says."""
+    """OpenAI's. The schema is always followed, whatever `strict` says."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -70,7 +71,7 @@ class JsonSchemaFormat(Body):
 
 
 class TagStructure(Body):
-    """A part of an answer that has a form, between two texts."""
+    """A part of an answer with a form, between two texts."""
 
     begin: Annotated[str, Field(min_length=1)]
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -78,14 +79,14 @@ class TagStructure(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's word for what an answer must be."""
+    """OpenAI's word for the form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's: the schema of a `json_object`."""
     structures: Annotated[list[TagStructure], Field(min_length=1)] | None = None
-    """This and the next are vLLM's, of a `structural_tag`; so is the third, instead of both."""
+    """`structures` and `triggers`, or instead `format`, are vLLM's, for a `structural_tag`."""
     triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     format: Schema | None = None
 
@@ -97,9 +98,13 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
         "json_schema": "Send it as 'structured_outputs': {'json': ...}, or in 'response_format'.",
     }
 )
-"""Fields of llama.cpp's own routes, and those that do the same in OpenAI's."""
+"""Fields of llama.cpp's own routes, and the fields with the same effect here."""
 
 
+@has_unread(
+    "metadata cache_control prompt_cache_options prompt_cache_retention service_tier spaces_between_special_tokens "
+    "store stream_interval"
+)
 class GenerationBody(GenerationFields):
     """Fields that both endpoints have. Null is the same as absent."""
 
@@ -109,7 +114,7 @@ class GenerationBody(GenerationFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = None
-    """The `n` choices are the hypotheses of a search with as many beams, the best first."""
+    """The `n` choices are the hypotheses of a search with as many beams, best first."""
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_true_false_or_never)] | None = None
     timings_per_token: bool | None = None
@@ -120,25 +125,17 @@ class GenerationBody(GenerationFields):
     response_format: ResponseFormat | None = None
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """vLLM's: how likely each token of the prompt was, and so many of the likeliest there. Not of a stream."""
+    """vLLM's: the log-probabilities of each prompt token and of this many of the likeliest. Not in a stream."""
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     user: Annotated[str | None, NoEffect()] = None
-    """The name of who asks; `safety_identifier` goes first (docs/ab.md)."""
+    """The user's name. `safety_identifier` goes first (docs/ab.md)."""
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
     session_id: Annotated[str | None, NoEffect()] = None
-    metadata: Unread = None
-    cache_control: Unread = None
-    prompt_cache_options: Unread = None
-    prompt_cache_retention: Unread = None
-    service_tier: Unread = None
-    spaces_between_special_tokens: Unread = None
-    store: Unread = None
-    stream_interval: Unread = None
 
     ec_transfer_params: Annotated[Any, NotYet({})] = None
     guided_choice: Annotated[Any, NotYet(instead="choice")] = None
@@ -175,15 +172,20 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
-    """0: nothing is generated; the prompt is computed, and scored if that is asked for."""
+    """0: compute the prompt, score it if `echo` and `logprobs` say so, and generate nothing."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
-    """The text behind the completion: the model fills in the middle. Empty: nothing does."""
+    """The text after the completion: the model fills in the middle. Empty: it continues the prompt."""
     prompt_embeds: Annotated[Any, NotYet()] = None
 
 
+# From `background_tasks` on they are Open WebUI's, which acts on them itself.
+@has_unread(
+    "prediction verbosity cache_prompt id_slot background_tasks chat_id features filter_ids id model_item tool_ids "
+    "tool_servers variables"
+)
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -197,35 +199,18 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None
-    """False: one call at most."""
+    """False: at most one call."""
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
-    """Checked in `tools`, as are the next two."""
+    """Checked in `read`, as are the next two."""
     function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
     functions: Annotated[Any, WithJsonSchema({"type": "array", "maxItems": 0})] = None
     include_reasoning: bool | None = None
-    """False: what a model reasons is left out of the answer."""
+    """False: leave the reasoning out of the answer."""
     reasoning_effort: str | None = None
     thinking_token_budget: ReasoningBudget | None = None
     max_thinking_tokens: ReasoningBudget | None = None
     thinking_budget: ReasoningBudget | None = None
-    """Tokens of the reasoning block, after which its end is forced; one of these three names. -1: no limit."""
-    prediction: Unread = None
-    verbosity: Unread = None
-
-    # llama.cpp's.
-    cache_prompt: Unread = None
-    id_slot: Unread = None
-
-    # Open WebUI's. It acts on them itself.
-    background_tasks: Unread = None
-    chat_id: Unread = None
-    features: Unread = None
-    filter_ids: Unread = None
-    id: Unread = None
-    model_item: Unread = None
-    tool_ids: Unread = None
-    tool_servers: Unread = None
-    variables: Unread = None
+    """Tokens of the reasoning block, after which its end is forced. Three names of one limit. -1: no limit."""
 
     audio: Annotated[Any, NotYet()] = None
     best_of: Annotated[Any, NotYet(1)] = None
