@@ -209,7 +209,7 @@ class EngineCore:
         rejected = self._closed or self.scheduler.add(request, now_ns)
         if rejected is not None:
             events = [self._reject(request, rejected, now_ns)]
-            for other in self.scheduler.waiting_for(request.parent_id):  # a beam search that will not get all its requests
+            for other in self.scheduler.groups.waiting_for(request.parent_id):  # its beam search is broken
                 because = str(rejected.reason)
                 events += self._end(
                     other.request_id, FinishReason.REJECTED, now_ns, detail=rejected.detail, reject_reason=because
@@ -240,7 +240,7 @@ class EngineCore:
     ) -> list[TokenEvent]:
         request = self._requests.get(request_id)
         events: list[TokenEvent] = []
-        for member in () if request is None else self.scheduler.members(request):
+        for member in () if request is None else self.scheduler.groups.members(request):
             self.scheduler.end(member, reason, stop_reason)
             self._forget(member, now_ns, reject_reason)
             events.append(_last_event(member, now_ns, detail, reject_reason))

@@ -81,7 +81,7 @@ class Engine:
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._books = Books(clock)
         self._inbox = Inbox(clock)
-        core.scheduler.listen(self._inbox.nudge)
+        core.scheduler.adapters.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
         watched = WatchedExecutor(executor, self._books)
         self._transfers = make_transfers(watched, self._inbox.nudge)

@@ -67,26 +67,26 @@ class Scheduler:
         self.news = PlanNews(0, WaitReason.NOTHING, (), ())
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
-        self._groups = Groups(capacity.block_size)
-        self._running = Running(self.kv, policies, self._waiting, self._groups, capacity, max_rows=self.max_rows)
+        self.groups = Groups(capacity.block_size)
+        self._running = Running(self.kv, policies, self._waiting, self.groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
-        self._adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
+        self.adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
         self._joining = Joining(
             self.kv,
             policies,
             self._waiting,
             self._running,
-            self._groups,
+            self.groups,
             self._padding,
-            self._adapters,
+            self.adapters,
             max_step_tokens=capacity.max_step_tokens,
         )
         if capacity.is_one_pass:
             self.tell_no_stops()
         self._extending = Extending(self.kv, self._running)
         self._flights = Flights(self.kv)
-        self._ahead = Ahead(self.kv, policies, self._running, self._groups)
-        self._beams = Beams(self.kv, self._running, self._groups)
+        self._ahead = Ahead(self.kv, policies, self._running, self.groups)
+        self._beams = Beams(self.kv, self._running, self.groups)
         self._is_continuous = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, made ahead, found a request to pause, so the next one is not made ahead."""
@@ -98,7 +98,7 @@ class Scheduler:
     def wakeup_ns(self, now_ns: int) -> int | None:
         """Return when to schedule again if nothing happens: the gate's time, or the end of a wait for an adapter."""
         gate_ns = self._joining.wakeup_ns
-        adapter_ns = self._adapters.wakeup_ns(now_ns) if self._waiting.aside else None
+        adapter_ns = self.adapters.wakeup_ns(now_ns) if self._waiting.aside else None
         return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
@@ -111,13 +111,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._groups.num_unqueued
-
-    def members(self, request: Request) -> Sequence[Request]:
-        return self._groups.members(request)
-
-    def waiting_for(self, parent_id: str) -> Sequence[Request]:
-        return self._groups.waiting_for(parent_id)
+        return len(self._waiting) + self.groups.num_unqueued
 
     @property
     def running(self) -> Mapping[str, Request]:
@@ -130,11 +124,11 @@ class Scheduler:
         if rejected is None:
             progress.limit(request, max_total_tokens(request, self.capacity))
             if request.adapter is not None:
-                rejected = self._adapters.refusal(request) or self._adapters.want(request.adapter)
+                rejected = self.adapters.refusal(request) or self.adapters.want(request.adapter)
         if rejected is None:
             if request.predicted_new_tokens is None:
                 request.predicted_new_tokens = self._policies.predictor.predict(request)
-            first = self._groups.add(request)
+            first = self.groups.add(request)
             if first is not None:
                 self._waiting.push(first, now_ns)
         return rejected
@@ -152,7 +146,7 @@ class Scheduler:
                 f"Ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
             )
             return Rejected(RejectReason.INVALID, detail, param="n")
-        if self._groups.is_broken(request):
+        if self.groups.is_broken(request):
             return Rejected(RejectReason.INVALID, "Another request of this beam search ended before this one arrived.")
         return None
 
@@ -162,21 +156,18 @@ class Scheduler:
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
                 self.kv.publish_tail(request)
             self._running.leave(request)
-        elif self._groups.is_queued(request):
+        elif self.groups.is_queued(request):
             self._waiting.remove(request)
-        self._groups.forget(request)
+        self.groups.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
         self._flights.leave(request)
         progress.end(request, reason, stop_reason)
         self._policies.predictor.ended(request)
 
-    def listen(self, wake: Callable[[], None]) -> None:
-        self._adapters.listen(wake)
-
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
         """Return waiting requests to refuse: their adapters can't be loaded or don't fit beside them."""
-        return self._adapters.refused(now_ns) if self._waiting.aside else ()
+        return self.adapters.refused(now_ns) if self._waiting.aside else ()
 
     # schedule
 
@@ -188,8 +179,8 @@ class Scheduler:
         `sitting_out` get no row if others do; `sitting_out_alone` get none either if no others do.
         """
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
-        if self._adapters.seen:
-            self._adapters.seen.clear()
+        if self.adapters.seen:
+            self.adapters.seen.clear()
         return plan
 
     def _schedule(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
@@ -301,7 +292,7 @@ class Scheduler:
         flight = self._flights.arrive(plan.step_id)
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
         outcome = StepOutcome(flight.counts, flight.void)
-        grouped, failures = tuple(self._groups.by_id), result.failures
+        grouped, failures = tuple(self.groups.by_id), result.failures
         rows = flight.live(plan.rows) if flight.void else plan.rows
         if result.prompt_logprobs:
             self._score(rows, result)
@@ -379,7 +370,7 @@ class Scheduler:
                 self.kv.release_unread(request)
 
     def _fail(self, request: Request, detail: str, outcome: StepOutcome, now_ns: int) -> None:
-        for member in self._groups.members(request):
+        for member in self.groups.members(request):
             self.end(member, FinishReason.ERROR)
             outcome.ended.append(member)
             event = TokenEvent(member.request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail)
@@ -414,7 +405,7 @@ class Scheduler:
         check_kv(self.kv)
         self._flights.check(self._running)
         self._running.check()
-        self._groups.check()
+        self.groups.check()
         self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)
 
 

@@ -57,17 +57,8 @@ class RowPlan:
     query_len: int
     new_block_ids: tuple[int, ...]  # appended to the row's block table before this step
     samples: int
-    """Tokens to sample after the row's last one: 0 in the middle of a prompt, usually 1 otherwise.
-
-    With more, the executor may guess tokens and check them in the same step: it samples 1 to `samples` tokens, each as a step
-    of its own would have. The row has blocks for all of them. With `Capacity.is_one_pass`, 1 requests the answer to the row's
-    text.
-    """
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that the row may compute and write, from `context_len` on."""
-        return self.query_len + max(0, self.samples - 1)
+    """Tokens to sample after the row's last one: 0 in the middle of a prompt, else 1. With `Capacity.is_one_pass`, 1 requests
+    the answer to the row's text."""
 
 
 @dataclass(slots=True)
@@ -82,7 +73,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_positions for row in self.rows)
+        return sum(row.query_len for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
