@@ -26,7 +26,7 @@ REAL_WEIGHTS: Mapping[str, str] = {
 }
 """Architectures of which released weights were compared, by our names, and where that stands. No others were at hand."""
 USUAL_CORE = "native, KV in bf16 and int8"
-"""What the page says of all architectures, so that an item names only what differs."""
+"""The page says this of all architectures, so an item names only what differs."""
 
 
 def render() -> str:
