@@ -262,14 +262,21 @@ class AsyncLLM(_Facts):
     async def _open(self, asked: Asked) -> Reading:
         """Submit what is asked. Everything is checked before anything runs."""
         self._check_open()
-        answers = await asyncio.to_thread(asked.answers, self._running)
-        return Reading(self._running.bridge.open([request for one in answers for request in one.requests]), answers)
+        with self._told_if_closed():
+            answers = await asyncio.to_thread(asked.answers, self._running)
+            return Reading(self._running.bridge.open([request for one in answers for request in one.requests]), answers)
 
     async def _more(self, reading: Reading) -> set[Answer]:
-        try:
+        with self._told_if_closed():
             return await reading.more()
+
+    @contextlib.contextmanager
+    def _told_if_closed(self) -> Iterator[None]:
+        """Name the cause of an error of a closed model, for which the engine has the words of a server."""
+        try:
+            yield
         except PenstockError:
-            self._check_open()  # the engine speaks of a server that stops
+            self._check_open()
             raise
 
     def _check_open(self) -> None:
@@ -322,10 +329,8 @@ class AsyncLLM(_Facts):
         with _progress(use_tqdm, len(texts), "Texts", " text") as count:
             readers = [asyncio.ensure_future(read(count)) for _ in range(2)]  # while one's texts end, the other's are there
             try:
-                await asyncio.gather(*readers)
-            except PenstockError:
-                self._check_open()
-                raise
+                with self._told_if_closed():
+                    await asyncio.gather(*readers)
             finally:
                 for reader in readers:
                     reader.cancel()
