@@ -57,7 +57,7 @@ def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
     return LlamaReader(asked.reader).infill(body, asked.data, asked.scope)
 
 
-class LlamaFace:
+class LlamaEndpoint:
     def __init__(self, parts: Parts, read_chat: ReadChat) -> None:
         self._parts = parts
         self._read_chat = read_chat

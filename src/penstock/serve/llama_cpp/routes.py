@@ -10,7 +10,7 @@ from penstock.serve.bodies import Body
 from penstock.serve.http.checks import Wording
 from penstock.serve.llama_cpp.endpoints import (
     InputTokens,
-    LlamaFace,
+    LlamaEndpoint,
     LlamaPrompt,
     LlamaTokenizeBody,
     LlamaTokens,
@@ -25,7 +25,7 @@ from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
 
 
 def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequence[Route]:
-    llama, status = LlamaFace(parts, read_chat), LlamaStatus(parts)
+    llama, status = LlamaEndpoint(parts, read_chat), LlamaStatus(parts)
     embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
     complete = parts.calls.answers(LlamaCompletionBody, completion, read_body)
     fill, completed = parts.calls.answers(LlamaInfillBody, infill, read_body), LlamaCompletion | list[LlamaCompletion]

@@ -31,7 +31,7 @@ from penstock.serve.streams import NewWriter
 _Body = TypeVar("_Body", bound=OllamaBody)
 
 
-class OllamaFace:
+class OllamaEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._deployment = parts.deployment

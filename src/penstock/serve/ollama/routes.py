@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.http.checks import Wording
-from penstock.serve.ollama.answers import OllamaFace
+from penstock.serve.ollama.answers import OllamaEndpoint
 from penstock.serve.ollama.models import (
     OllamaModelList,
     OllamaModels,
@@ -22,7 +22,7 @@ from penstock.serve.shapes import Status, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    calls, models = OllamaFace(parts), OllamaModels(parts)
+    calls, models = OllamaEndpoint(parts), OllamaModels(parts)
     embed_texts = parts.texts.answers(OllamaEmbedBody, embed, read_body)
     embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
     generated = OllamaGenerate
