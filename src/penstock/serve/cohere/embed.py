@@ -11,26 +11,14 @@ from penstock.serve.asking import Asked
 from penstock.serve.bodies import Body, NotYet
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.shapes import ApiVersion, Count, Vector
+from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, embedding
-from penstock.serve.texts.read import (
-    DOCUMENT_PROMPTS,
-    QUERY_PROMPTS,
-    Priority,
-    Texts,
-    check_dimensions,
-    check_length,
-    name_in,
-    open_model,
-    prompt_for,
-    read_texts,
-    require_embeddings,
-)
 
 _PROMPTS = {
-    "search_query": QUERY_PROMPTS,
-    "search_document": DOCUMENT_PROMPTS,
+    "search_query": read.QUERY_PROMPTS,
+    "search_document": read.DOCUMENT_PROMPTS,
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
@@ -39,7 +27,7 @@ _KINDS = ("float", "base64")
 
 
 class CohereEmbedBody(Body):
-    texts: Texts
+    texts: read.Texts
     model: str | None = None
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
     """The use of the texts. If the model has a prompt for it, that goes before them."""
@@ -49,7 +37,7 @@ class CohereEmbedBody(Body):
     """The side to cut off a text that is too long, by default END, as at Cohere."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """A longer text is cut, or refused with NONE."""
-    priority: Priority | None = None
+    priority: read.Priority | None = None
     images: Annotated[Any, NotYet([])] = None
     inputs: Annotated[Any, NotYet([])] = None
 
@@ -73,10 +61,10 @@ class CohereEmbeddings(TypedDict):
 
 def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
     """Turn texts into vectors, by the type of number that is opened for."""
-    opened = open_model(asked, model=body.model, priority=body.priority)
-    require_embeddings(opened)
+    opened = read.open_model(asked, model=body.model, priority=body.priority)
+    read.require_embeddings(opened)
     encoder = opened.encoder
-    check_dimensions(body.output_dimension, encoder, "output_dimension")
+    read.check_dimensions(body.output_dimension, encoder, "output_dimension")
     kinds = body.embedding_types or ["float"]
     for index, kind in enumerate(kinds):
         if kind not in _KINDS:
@@ -84,8 +72,8 @@ def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
             raise invalid(f"'{param}' is {shorten(kind)!r}; only 'float' and 'base64' are supported yet.", param)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
-    check_length(body.texts, "texts")
-    texts = read_texts(body.texts, "texts", prefix=prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
+    read.check_length(body.texts, "texts")
+    texts = read.read_texts(body.texts, "texts", prefix=read.prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
     limit = opened.running.model.max_model_len
     if body.truncate == "NONE":
         if body.max_tokens is not None and body.max_tokens < limit:
@@ -109,4 +97,4 @@ def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
             "response_type": "embeddings_by_type",
         }
 
-    return Answer(opened.call(texts, name_in("texts", body.texts), truncation), write)
+    return Answer(opened.call(texts, read.name_in("texts", body.texts), truncation), write)

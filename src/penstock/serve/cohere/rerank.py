@@ -12,23 +12,16 @@ from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import ApiVersion, Count, TokenUsage
+from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import ranking
 from penstock.serve.texts.pairs import Pairs
-from penstock.serve.texts.read import (
-    Documents,
-    TextsBody,
-    open_body,
-    read_documents,
-    read_text,
-    read_truncation,
-)
 
 
-class RerankBody(TextsBody):
+class RerankBody(read.TextsBody):
     query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
-    documents: Documents
+    documents: read.Documents
     top_n: Annotated[int, Field(ge=1)] | None = None
     """Return only this many documents, the best ones."""
     return_documents: bool | None = None
@@ -70,9 +63,9 @@ def rerank_v2(body: RerankBody, asked: Asked) -> Answer:
 
 
 def _rerank(body: RerankBody, asked: Asked, *, is_v2: bool) -> Answer:
-    opened = open_body(asked, body)
-    documents = read_documents(body.documents, "documents")
-    pairs = Pairs([read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
+    opened = read.open_body(asked, body)
+    documents = read.read_documents(body.documents, "documents")
+    pairs = Pairs([read.read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
     limit = opened.running.model.max_model_len
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < limit:
         raise invalid(
@@ -83,7 +76,7 @@ def _rerank(body: RerankBody, asked: Asked, *, is_v2: bool) -> Answer:
     kept = body.truncate_prompt_tokens
     if kept is None and (is_v2 or body.max_tokens_per_doc is not None):
         kept = -1
-    call = pairs.call(opened, read_truncation(kept, body.truncation_side, opened.running), is_search=True)
+    call = pairs.call(opened, read.read_truncation(kept, body.truncation_side, opened.running), is_search=True)
     has_documents = not is_v2 if body.return_documents is None else body.return_documents
 
     def write(results: TextResults) -> Ranking:

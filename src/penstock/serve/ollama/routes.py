@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.http.checks import Wording
+from penstock.serve.ollama import models
 from penstock.serve.ollama.answers import OllamaEndpoint
-from penstock.serve.ollama.models import (
-    OllamaModelList,
-    OllamaModels,
-    OllamaPullBody,
-    OllamaRunning,
-    OllamaShow,
-    OllamaShowBody,
-)
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody, error_words, read_body
 from penstock.serve.ollama.texts import OllamaEmbed, OllamaEmbedBody, OllamaEmbedding, OllamaEmbeddingsBody, embed, embeddings
 from penstock.serve.ollama.write import OllamaChat, OllamaGenerate
@@ -22,7 +15,7 @@ from penstock.serve.shapes import Status, Version
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    calls, models = OllamaEndpoint(parts), OllamaModels(parts)
+    calls, about = OllamaEndpoint(parts), models.OllamaModels(parts)
     embed_texts = parts.texts.answers(OllamaEmbedBody, embed, read_body)
     embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
     generated = OllamaGenerate
@@ -31,11 +24,11 @@ def _routes(parts: Parts) -> Sequence[Route]:
         Route("POST /api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
         Route("POST /api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
         Route("POST /api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
-        Route("POST /api/show", "What a model is", models.show, OllamaShowBody, OllamaShow),
-        Route("POST /api/pull", "Is a model here?", models.pull, OllamaPullBody, Status, Status),
-        Route("GET /api/tags", "List models", models.tags, returns=OllamaModelList),
-        Route("GET /api/ps", "List models in memory", models.ps, returns=OllamaRunning),
-        Route("GET /api/version", "Version", models.version, returns=Version),
+        Route("POST /api/show", "What a model is", about.show, models.OllamaShowBody, models.OllamaShow),
+        Route("POST /api/pull", "Is a model here?", about.pull, models.OllamaPullBody, Status, Status),
+        Route("GET /api/tags", "List models", about.tags, returns=models.OllamaModelList),
+        Route("GET /api/ps", "List models in memory", about.ps, returns=models.OllamaRunning),
+        Route("GET /api/version", "Version", about.version, returns=Version),
     ]
 
 

@@ -10,23 +10,14 @@ from typing_extensions import TypedDict
 from penstock.serve.asking import Asked
 from penstock.serve.ollama.read import OllamaBody, keep, name_of
 from penstock.serve.shapes import Count, Vector
+from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding
-from penstock.serve.texts.read import (
-    Opened,
-    TextsOrIds,
-    check_dimensions,
-    name_in,
-    open_model,
-    read_prompted,
-    read_truncation,
-    require_embeddings,
-)
 
 
 class OllamaEmbedBody(OllamaBody):
-    input: TextsOrIds
+    input: read.TextsOrIds
     truncate: bool | None = None
     """By default a text that is too long loses its end."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -51,9 +42,9 @@ def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors of length 1."""
     opened = _open(body, asked)
     encoder, running = opened.encoder, opened.running
-    check_dimensions(body.dimensions, encoder)
-    texts = read_prompted(body.input, "input", opened, None)
-    truncation = None if body.truncate is False else read_truncation(-1, None, running)
+    read.check_dimensions(body.dimensions, encoder)
+    texts = read.read_prompted(body.input, "input", opened, None)
+    truncation = None if body.truncate is False else read.read_truncation(-1, None, running)
 
     def write(results: TextResults) -> OllamaEmbed:
         return {
@@ -64,24 +55,26 @@ def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
             "prompt_eval_count": results.num_tokens,
         }
 
-    return Answer(opened.call(texts, name_in("input", body.input), truncation), write)
+    return Answer(opened.call(texts, read.name_in("input", body.input), truncation), write)
 
 
 def embeddings(body: OllamaEmbeddingsBody, asked: Asked) -> Answer:
     """Turn one text into a vector, in the older shape."""
     opened = _open(body, asked)
-    texts = read_prompted(body.prompt, "prompt", opened, None)
+    texts = read.read_prompted(body.prompt, "prompt", opened, None)
 
     def write(results: TextResults) -> OllamaEmbedding:
         [result] = results.results
         return {"embedding": embedding(result, opened.encoder, None)}
 
-    return Answer(opened.call(texts, name_in("prompt", body.prompt), read_truncation(-1, None, opened.running)), write)
+    return Answer(
+        opened.call(texts, read.name_in("prompt", body.prompt), read.read_truncation(-1, None, opened.running)), write
+    )
 
 
-def _open(body: OllamaBody, asked: Asked) -> Opened:
-    opened = open_model(asked, model=name_of(body.model, asked.reader.deployment))
-    require_embeddings(opened)
+def _open(body: OllamaBody, asked: Asked) -> read.Opened:
+    opened = read.open_model(asked, model=name_of(body.model, asked.reader.deployment))
+    read.require_embeddings(opened)
     if (served := asked.reader.deployment.find(opened.running.name)) is not None:
         keep(body, served, asked.reader.deployment, asked.scope)
     return opened

@@ -10,23 +10,14 @@ from typing_extensions import TypedDict
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
+from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, embedding
-from penstock.serve.texts.read import (
-    TextsBody,
-    TextsOrIds,
-    check_dimensions,
-    name_in,
-    open_body,
-    read_prompted,
-    read_truncation,
-    require_embeddings,
-)
 
 
-class EmbeddingsBody(TextsBody):
-    input: TextsOrIds
+class EmbeddingsBody(read.TextsBody):
+    input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Keep this many first numbers of each vector, scaled to length 1 again."""
@@ -48,11 +39,11 @@ class Embeddings(TypedDict):
 
 def create(body: EmbeddingsBody, asked: Asked) -> Answer:
     """Turn one or more texts, or their tokens, into vectors of length 1."""
-    opened = open_body(asked, body)
-    require_embeddings(opened)
-    check_dimensions(body.dimensions, opened.encoder)
-    texts = read_prompted(body.input, "input", opened, body.prompt_name)
-    truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
+    opened = read.open_body(asked, body)
+    read.require_embeddings(opened)
+    read.check_dimensions(body.dimensions, opened.encoder)
+    texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
+    truncation = read.read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
 
     def write(results: TextResults) -> Embeddings:
         vectors = [embedding(result, opened.encoder, body.dimensions) for result in results.results]
@@ -67,4 +58,4 @@ def create(body: EmbeddingsBody, asked: Asked) -> Answer:
             "usage": results.usage,
         }
 
-    return Answer(opened.call(texts, name_in("input", body.input), truncation), write)
+    return Answer(opened.call(texts, read.name_in("input", body.input), truncation), write)

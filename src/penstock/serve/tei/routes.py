@@ -23,25 +23,11 @@ from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import JsonEndpoint, Wording
 from penstock.serve.shapes import Count, Object, Vector
+from penstock.serve.texts import read
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding, ranking, scores
 from penstock.serve.texts.pairs import Pairs
-from penstock.serve.texts.read import (
-    Opened,
-    Texts,
-    TextsOrIds,
-    check_dimensions,
-    check_length,
-    name_in,
-    open_model,
-    prompt_text,
-    read_prompted,
-    read_text,
-    read_texts,
-    require_embeddings,
-    require_labels,
-)
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS, pieces_of
 from penstock.serve.texts.write import write_json
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
@@ -59,7 +45,7 @@ class TruncatedBody(Body):
 
 
 class EmbedBody(TruncatedBody):
-    inputs: TextsOrIds
+    inputs: read.TextsOrIds
     normalize: bool | None = None
     """False leaves the vectors' lengths as they are. True by default."""
     prompt_name: str | None = None
@@ -68,7 +54,7 @@ class EmbedBody(TruncatedBody):
 
 class TeiRerankBody(TruncatedBody):
     query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
-    texts: Texts
+    texts: read.Texts
     raw_scores: bool | None = None
     return_text: bool | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
@@ -84,7 +70,7 @@ class PredictBody(TruncatedBody):
 
 
 class TeiTokenizeBody(Body):
-    inputs: Texts
+    inputs: read.Texts
     add_special_tokens: bool | None = None
     prompt_name: str | None = None
 
@@ -114,25 +100,25 @@ class TeiInfo(TypedDict):
 
 def embed(body: EmbedBody, asked: Asked) -> Answer:
     """Turn one or more texts into vectors."""
-    opened = open_model(asked)
-    require_embeddings(opened)
+    opened = read.open_model(asked)
+    read.require_embeddings(opened)
     encoder = opened.encoder
-    check_dimensions(body.dimensions, encoder)
+    read.check_dimensions(body.dimensions, encoder)
     if body.normalize is False and encoder.is_normalised:
         raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
-    texts = read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
     is_unit = body.normalize is not False
 
     def write(results: TextResults) -> list[Vector]:
         return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
 
-    return Answer(opened.call(texts, name_in("inputs", body.inputs), _truncation(body, opened)), write)
+    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
 
 
 def predict(body: PredictBody, asked: Asked) -> Answer:
     """The scores of a classifier's labels, the best first."""
-    opened = open_model(asked)
-    require_labels(opened)
+    opened = read.open_model(asked)
+    read.require_labels(opened)
     encoder = opened.encoder
     texts, is_batch = _predict_inputs(body.inputs)
     function = ScoreFunction.NONE if body.raw_scores else encoder.scores
@@ -150,11 +136,11 @@ def predict(body: PredictBody, asked: Asked) -> Answer:
 
 def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
     """Score texts by how well they answer a question, and sort them."""
-    opened = open_model(asked)
+    opened = read.open_model(asked)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
-    texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
-    pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
+    texts = [text for text in read.read_texts(body.texts, "texts") if isinstance(text, str)]
+    pairs = Pairs([read.read_text(body.query, "query")], texts, lambda _: "query", read.name_in("texts", body.texts))
     call = pairs.call(opened, _truncation(body, opened), is_search=True)
 
     def write(results: TextResults) -> list[TeiRanked]:
@@ -223,12 +209,12 @@ class TeiEndpoint:
         body = parse_body(data, TeiTokenizeBody, self._parts.ignored)
         encoder, tokenizer = running.model.encoder, running.tokenizer
         if encoder is not None:
-            prompt = prompt_text(encoder, body.prompt_name)
+            prompt = read.prompt_text(encoder, body.prompt_name)
         elif body.prompt_name is not None:
             raise invalid("The model has no prompts.", "prompt_name")
         else:
             prompt = ""
-        texts = [text for text in read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
+        texts = [text for text in read.read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
         for index, text in enumerate(texts):
             check_text_size(text, running, f"inputs[{index}]")
         lists: list[list[int]] = []
@@ -277,7 +263,7 @@ def _model_type(encoder: EncoderInfo) -> dict[str, Any]:
     return {"reranker" if encoder.task is Task.RERANK else "classifier": labels}
 
 
-def _truncation(body: TruncatedBody, opened: Opened) -> Truncation | None:
+def _truncation(body: TruncatedBody, opened: read.Opened) -> Truncation | None:
     is_left = (body.truncation_direction or "").lower() == "left"
     if not body.truncate:
         if is_left:
@@ -291,17 +277,17 @@ def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
     """Return texts and pairs, and whether they were a list of lists. `value` is a text, a pair, or a list of lists of one or
     two texts."""
     if isinstance(value, list) and value and isinstance(value[0], list):
-        check_length(value, "inputs")
+        read.check_length(value, "inputs")
         return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True
     if isinstance(value, str):
-        return [read_text(value, "inputs")], False
+        return [read.read_text(value, "inputs")], False
     return [_one_or_two(value, "inputs")], False
 
 
 def _one_or_two(value: Any, param: str) -> TextInput:
     if not isinstance(value, list) or len(value) not in (1, 2):
         raise invalid(f"'{param}' must be a string, or a list of one text or of a pair.", param)
-    texts = [read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
+    texts = [read.read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
     return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
 

@@ -10,45 +10,34 @@ from penstock.serve.asking import Asked
 from penstock.serve.bodies import NotYet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
+from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, rows, scores
 from penstock.serve.texts.pairs import Pairs
-from penstock.serve.texts.read import (
-    Opened,
-    Texts,
-    TextsBody,
-    TextsOrIds,
-    name_in,
-    open_body,
-    read_prompted,
-    read_texts,
-    read_truncation,
-    require_labels,
-)
 from penstock.types.encoder import ScoreFunction
 
 
-class VllmBody(TextsBody):
+class VllmBody(read.TextsBody):
     add_special_tokens: Annotated[Any, NotYet(True)] = None
 
 
 class ScoreBody(VllmBody):
-    text_1: Texts
+    text_1: read.Texts
     """One text for all of `text_2`, or as many."""
-    text_2: Texts
+    text_2: read.Texts
     use_activation: bool | None = None
     """False returns the head's number without the model's function."""
 
 
 class ClassifyBody(VllmBody):
-    input: TextsOrIds
+    input: read.TextsOrIds
     use_activation: bool | None = None
     """False returns the head's numbers instead of probabilities."""
 
 
 class PoolingBody(VllmBody):
-    input: TextsOrIds
+    input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
     dimensions: Annotated[Any, NotYet()] = None
@@ -90,15 +79,15 @@ class Pooling(ListHead):
 
 def score(body: ScoreBody, asked: Asked) -> Answer:
     """Score pairs of texts: by a reranker's head, or by the cosine of an embedding model's vectors."""
-    opened = open_body(asked, body)
-    firsts = [text for text in read_texts(body.text_1, "text_1") if isinstance(text, str)]
-    seconds = [text for text in read_texts(body.text_2, "text_2") if isinstance(text, str)]
+    opened = read.open_body(asked, body)
+    firsts = [text for text in read.read_texts(body.text_1, "text_1") if isinstance(text, str)]
+    seconds = [text for text in read.read_texts(body.text_2, "text_2") if isinstance(text, str)]
     if len(firsts) not in (1, len(seconds)):
         raise invalid(
             f"'text_1' has {len(firsts)} texts and 'text_2' has {len(seconds)}: send one text in 'text_1', or as many.",
             "text_1",
         )
-    pairs = Pairs(firsts, seconds, name_in("text_1", body.text_1), name_in("text_2", body.text_2))
+    pairs = Pairs(firsts, seconds, read.name_in("text_1", body.text_1), read.name_in("text_2", body.text_2))
     call = pairs.call(opened, _truncation(body, opened), is_search=False)
 
     def write(results: TextResults) -> Scores:
@@ -111,10 +100,10 @@ def score(body: ScoreBody, asked: Asked) -> Answer:
 
 def classify(body: ClassifyBody, asked: Asked) -> Answer:
     """The probabilities of a classifier's labels, and the likeliest label of each text."""
-    opened = open_body(asked, body)
-    require_labels(opened)
+    opened = read.open_body(asked, body)
+    read.require_labels(opened)
     encoder = opened.encoder
-    texts = read_texts(body.input, "input", vocab_size=opened.running.model.vocab_size)
+    texts = read.read_texts(body.input, "input", vocab_size=opened.running.model.vocab_size)
     function = ScoreFunction.NONE if body.use_activation is False else encoder.scores
 
     def write(results: TextResults) -> Classes:
@@ -125,13 +114,13 @@ def classify(body: ClassifyBody, asked: Asked) -> Answer:
             items.append({"index": index, "label": label, "probs": found, "num_classes": len(found)})
         return {**_head("classify", opened, results), "data": items}
 
-    return Answer(opened.call(texts, name_in("input", body.input), _truncation(body, opened)), write)
+    return Answer(opened.call(texts, read.name_in("input", body.input), _truncation(body, opened)), write)
 
 
 def pooling(body: PoolingBody, asked: Asked) -> Answer:
     """The model's numbers as they are: a vector, a row for each token, or what a head says before any function."""
-    opened = open_body(asked, body)
-    texts = read_prompted(body.input, "input", opened, body.prompt_name)
+    opened = read.open_body(asked, body)
+    texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
 
     def write(results: TextResults) -> Pooling:
         items: list[Pooled] = []
@@ -141,14 +130,14 @@ def pooling(body: PoolingBody, asked: Asked) -> Answer:
             items.append({"index": index, "object": "pooling", "data": content})
         return {**_head("pool", opened, results), "data": items}
 
-    return Answer(opened.call(texts, name_in("input", body.input), _truncation(body, opened)), write)
+    return Answer(opened.call(texts, read.name_in("input", body.input), _truncation(body, opened)), write)
 
 
-def _truncation(body: TextsBody, opened: Opened) -> Truncation | None:
-    return read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
+def _truncation(body: read.TextsBody, opened: read.Opened) -> Truncation | None:
+    return read.read_truncation(body.truncate_prompt_tokens, body.truncation_side, opened.running)
 
 
-def _head(kind: str, opened: Opened, results: TextResults) -> ListHead:
+def _head(kind: str, opened: read.Opened, results: TextResults) -> ListHead:
     return {
         "id": f"{kind}-{opened.terms.request_id}",
         "object": "list",
