@@ -167,7 +167,7 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the rows of a file's tensor, or each expert's matrix in it, are divided among our weights; in a bias, columns."""
+    """How a file's tensor, or each expert's matrix in it, is divided among our weights: by rows, in a bias by columns."""
 
     names: tuple[str, ...]
     """Ends of our names, in the order of their rows. The program says how many rows each has."""
@@ -241,7 +241,7 @@ class Architecture:
     """Neighbouring columns of a head turn as a pair. The loader makes q and k half-split, except in `Parts`."""
     is_interleaved_in_gguf: bool = False
     has_partial_rope: bool = False  # only the first columns of a head may rotate
-    is_yarn_truncated_in_gguf: bool = True  # yaRN's range is rounded to whole pairs
+    is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
     hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1

@@ -1,5 +1,5 @@
 // The codebooks of GGML's types IQ1 to IQ3: an entry names the sizes of 8 columns, in two bits each, or of 4 columns, in three, the
-// first column in the lowest bits. Read by native/blocks.cpp, which says what the bits mean, and, as text, by codebooks.py beside it.
+// first column in the lowest bits. Read by native/blocks.cpp, which says what the bits mean, and, as text, by formats.py beside it.
 //
 // Source of the values: https://github.com/ggml-org/ggml, ggml-common.h (`iq2xxs_grid` and its like).
 

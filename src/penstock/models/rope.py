@@ -37,7 +37,7 @@ class RopeParameters:
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  # yaRN's range is rounded to whole pairs
+    truncate: bool = True  # YaRN's range is rounded to whole pairs
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()  # of the frequencies, for all kinds

@@ -21,7 +21,7 @@ from penstock.types.sampling import SamplingDefaults
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
 _Array = TypeVar("_Array", bound=NDArray[np.generic])
-_PART_VALUES = 1 << 23  # values of one of `WeightTensor.parts`: 32 MiB of float32.
+_PART_VALUES = 1 << 23  # values of one of `WeightTensor.parts`: 32 MiB of float32
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:

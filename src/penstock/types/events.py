@@ -55,4 +55,4 @@ class TokenEvent:
     num_cached_tokens: int = 0
     detail: str = ""  # for ABORT, ERROR and REJECTED: the cause, for the user
     reject_reason: str = ""  # for REJECTED: a `RejectReason` value
-    states: bytes = b""  # `StepResult.states` of a text.
+    states: bytes = b""  # `StepResult.states` of a text

@@ -32,7 +32,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rotation: Rotation | None
-    scale: float | None = None  # factor of the scores; None is head_dim ** -0.5.
+    scale: float | None = None  # factor of the scores; None is head_dim ** -0.5
     window: int = 0
     """Last positions that a token sees, its own included; 0 is all. With mask `all`, on both sides."""
     mask: Mask = "causal"
@@ -121,7 +121,7 @@ class TextEnding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    architecture: str  # A key of `models.architectures.ARCHITECTURES`.
+    architecture: str  # a key of `models.architectures.ARCHITECTURES`
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]

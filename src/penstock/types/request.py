@@ -48,7 +48,7 @@ class Request:
     cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt
     conversation: bytes = b""  # the conversation that the client named, hashed with the tenant
     predicted_new_tokens: int | None = None  # the output length that policies see
-    matcher: Matcher | None = None  # set if and only if `sampling.follows_grammar`.
+    matcher: Matcher | None = None  # set if and only if `sampling.follows_grammar`
     second_at: int = 0  # as in `AdmitRow`
     model_wait_ns: int = 0  # time after arrival that it waited for its model to load
     grammar_wait_ns: int = 0  # time before it was queued that it waited for its grammar to compile
