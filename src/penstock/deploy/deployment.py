@@ -373,7 +373,7 @@ class Deployment:
         with self._news:
             wanted = list(self._wanted)
         room_bytes: int | None = None
-        """What is left when all that leave have left and all earlier ones in the line are loaded."""
+        """Bytes left when all that leave have left and all earlier ones in the line are loaded."""
         for served in wanted:
             if served.state is ModelState.LOADED:  # it was unloaded, or broke, since this pass began
                 continue

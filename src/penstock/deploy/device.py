@@ -15,15 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 def num_threads(backend: BackendConfig, cores: Cores) -> int:
-    """Threads that compute: as many as were asked for, or as suit the machine."""
+    """Return the number of threads that compute: the setting, or what suits the machine."""
     return backend.threads or cores.num_threads
 
 
 def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
-    """The CPUs to which threads are pinned, one for each; empty: to none. Raises ConfigError for fewer threads than cores.
+    """Return the CPUs to which threads are pinned, one each; empty: threads move.
 
-    A process that has fewer threads than cores can't know which of them others take: in containers with a quota all would
-    take the first ones.
+    Raises ConfigError for fewer threads than cores: in containers with a quota, all servers would pin the first cores.
     """
     if not backend.pin_threads:
         return ()
@@ -31,14 +30,14 @@ def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
     if count != len(cpus):
         raise ConfigError(
             f"pin_threads is set, and of the {counted(len(cpus), 'core')} that this server may use {count} would be taken: "
-            "which of them others take is not known.",
+            "it can't know which of them other processes use.",
             remedy="Give the server as many cores as threads (taskset, or a container's cpuset), or leave out --pin-threads.",
         )
     return cpus
 
 
 def memory_nodes(cores: Cores) -> tuple[int, ...]:
-    """The memory nodes over which weights and KV cache are spread; empty if there is one, or if the system refuses."""
+    """Return the memory nodes over which weights and KV cache are spread, unless there is one or the system refuses."""
     from penstock.backends import native
 
     if (refusal := native.spreading_refusal(cores.memory_nodes)) is None:
@@ -48,7 +47,7 @@ def memory_nodes(cores: Cores) -> tuple[int, ...]:
 
 
 def memory_facts(cores: Cores) -> str:
-    """The machine's memory nodes and last-level caches in words, and whether weights are spread over the nodes."""
+    """Describe the machine's memory nodes and last-level caches, and whether weights are spread over the nodes."""
     from penstock.backends import native
 
     told = ", ".join(f"node {node} with {counted(num, 'core')}" for node, num in cores.nodes)
@@ -66,7 +65,7 @@ def weight_room_bytes(compute: Compute, host_bytes: int) -> int:
 
 
 def words(backend: BackendConfig, cores: Cores) -> str:
-    """The backend in words, for the log."""
+    """Describe the backend for the log."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
     if backend.backend == Backend.CUDA:
@@ -81,7 +80,7 @@ def words(backend: BackendConfig, cores: Cores) -> str:
 
 
 def gpu_facts() -> str:
-    """The GPU and what drives it, or why there is none, for `penstock env`."""
+    """Describe the GPU and its packages, or why no GPU is usable, for `penstock env`."""
     gpu, cause = cuda.find_gpu(), cuda.why_not()
     versions = {**cuda.package_versions(), "flashinfer": cuda.flashinfer_version()}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -90,7 +89,7 @@ def gpu_facts() -> str:
 
 
 def missing_gpu_packages() -> str | None:
-    """Packages that are missing on a machine with a GPU, with the remedy; None if there is no GPU or none is missing."""
+    """Name the packages that a machine with a GPU lacks, with the remedy. None if nothing is missing."""
     names = [name for name, version in cuda.package_versions().items() if version is None]
     if not names or isinstance(cuda.find_gpu(), str):
         return None

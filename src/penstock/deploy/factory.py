@@ -89,7 +89,7 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 def _num_at_once(configs: Sequence[Config]) -> int:
     """Return how many models the memory should have room for, which limits KV caches without a set size.
 
-    Of the models that requests load, two are likely to be in memory at once.
+    Two of the models that requests load are likely to be in memory at once.
     """
     num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
     num_more = 2 if configs[0].sharing.models_dir is not None else len(configs) - num_at_start
@@ -103,7 +103,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
-    """Return the model of a source that is present, not loaded yet. Raises ConfigError for names of adapters that can't be."""
+    """Return the model of a source that is present, not loaded yet. Raises ConfigError for bad names of adapters."""
     from penstock.deploy.served import ServedModel
 
     is_on_gpu = decide(config).is_on_gpu
@@ -168,7 +168,7 @@ def _check_stays(config: Config) -> None:
 
 
 def open_adapters(lora: LoraConfig) -> Adapters | None:
-    """Return the registry of the settings' names, which reads no file yet. Raises ConfigError for what can't be an adapter."""
+    """Return the registry of the settings' adapters. No file is opened yet. Raises ConfigError for a bad name or path."""
     if not lora.is_on:
         return None
     from penstock.deploy.adapters import Adapters

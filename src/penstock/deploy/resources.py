@@ -82,7 +82,7 @@ class _Stuck:
 class MemoryBudget:
     """The machine's memory for the models of one deployment, and each model's share of it. Thread-safe.
 
-    What the system reports is not enough: it counts a KV cache that has not filled yet as free.
+    The system's report is not enough: it counts a KV cache that has not filled yet as free.
     """
 
     def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:

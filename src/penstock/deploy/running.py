@@ -98,7 +98,7 @@ class RunningModel:
     slo_itl_ns: int | None = None
     """The server's target of the inter-token latency."""
     prefix_sharing: str | None = None
-    """Who shares cached prefixes. None: the API keys decide."""
+    """The setting for sharing cached prefixes. None: the API keys decide."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None

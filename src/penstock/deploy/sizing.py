@@ -32,7 +32,7 @@ class AdapterRoom:
     """The memory for adapters. Those in use are in the KV cache, and packed ones wait beside it."""
 
     image_bytes: int = 0
-    """Size of the largest expected adapter. Of larger ones, fewer fit."""
+    """Size of the largest expected adapter. Fewer larger ones fit."""
     read_bytes: int = 0
     """Memory for reading it."""
     num_in_pool: int = 0
