@@ -1,15 +1,14 @@
-"""`POST /completion`, `/infill`, `/apply-template`, and `/tokenize` with `content`."""
+"""`POST /apply-template`, the tokens of a chat, and `/tokenize` with `content`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, Conversation
@@ -17,17 +16,15 @@ from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, Reader, find_model, read_owner
+from penstock.serve.asking import Asked, find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.http.exchange import unless_gone
-from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_mixed
+from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
-from penstock.serve.streams import NewWriter
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
-_Body = TypeVar("_Body", bound=LlamaBody)
-ReadChat = Callable[[Reader, bytes, Scope], Call]
+ReadChat = Callable[[Asked], Call]
 """Reads a body of `/v1/chat/completions`."""
 
 
@@ -45,16 +42,6 @@ InputTokens = TypedDict("InputTokens", {"object": Literal["response.input_tokens
 LlamaPrompt = TypedDict("LlamaPrompt", {"prompt": str})
 LlamaPiece = TypedDict("LlamaPiece", {"id": Count, "piece": str | list[Count]})
 LlamaTokens = TypedDict("LlamaTokens", {"tokens": list[Count] | list[LlamaPiece]})
-
-
-def completion(body: LlamaCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Continue one or more prompts."""
-    return LlamaReader(asked.reader).completion(body, asked.data, asked.scope)
-
-
-def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Fill a hole in a text, with other files as context."""
-    return LlamaReader(asked.reader).infill(body, asked.data, asked.scope)
 
 
 class LlamaEndpoint:
@@ -81,7 +68,7 @@ class LlamaEndpoint:
     ) -> Response:
         """Return what `tell` makes of a chat's prompt and model."""
         call = await self._parts.off_loop.run(
-            len(data), lambda: self._read_chat(self._parts.reader, data, http.scope), limit=INLINE_MAX_BYTES
+            len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)), limit=INLINE_MAX_BYTES
         )
         assert isinstance(call.prompts, Conversation)
         tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running

@@ -12,12 +12,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, WithJsonSchema
-from starlette.types import Scope
 
 from penstock.calls.call import AskedGrammar, Call, CompletionRequest, InfillPrompt, MixedPrompt, Names, Prompt, TextPrompt
 from penstock.calls.check import MAX_BIAS, MAX_CHOICES
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Reader
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -230,78 +229,75 @@ def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | N
     return body
 
 
-class LlamaReader:
-    """From bodies to calls. Thread-safe."""
+def completion(body: LlamaCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue one or more prompts."""
+    return _call(body, _running(body, asked), read_prompts(body.prompt, "prompt"), asked)
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
 
-    def completion(self, body: LlamaCompletionBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        """Raises `ApiError` and `Rejected`."""
-        running = self._reader.find(body.model, scope)[0].answerer()
-        return self._call(body, running, read_prompts(body.prompt, "prompt"), data, scope)
-
-    def infill(self, body: LlamaInfillBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        """Raises `ApiError` and `Rejected`, also for a model that was not trained for it."""
-        running = self._reader.find(body.model, scope)[0].answerer()
-        if running.model.encoder is None and find_fim(running.tokenizer) is None:
-            raise ApiError(
-                400,
-                f"{running.name} has no tokens for filling in the middle, such as {FIM_NAMES[0][0]}: have a model served that "
-                "was trained for it, such as Qwen2.5-Coder.",
-                code=NOT_SUPPORTED,
-            )
-        files = tuple([(file.filename or "file", file.text) for file in body.input_extra or ()])
-        prompt = InfillPrompt(body.input_prefix + (body.prompt or ""), body.input_suffix, files, "input_prefix")
-        return self._call(body, running, (prompt,), data, scope)
-
-    def _call(
-        self, body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], data: bytes, scope: Scope
-    ) -> tuple[Call, NewWriter]:
-        _, limit = body.limit
-        biases, banned = _biases(body.logit_bias, running)
-        samplers = None if body.samplers is None else _sampler_names(body.samplers)
-        fields = tuple(body.response_fields or ())
-        request = CompletionRequest(
-            names=body.names(),
-            model=body.model,
-            prompts=prompts,
-            n=_said(body, *_CHOICES)[1] or 1,
-            max_tokens=None if limit is None or limit < 0 else limit,
-            sampling=_sampling(body, samplers),
-            logit_bias=biases,
-            banned_token_sequences=banned,
-            grammar=_grammar(body),
-            stop=body.stop or (),
-            ignore_eos=bool(body.ignore_eos),
-            lines=_lines(body),
-            answer_prefix="cmpl-",
-            echo=not fields or "prompt" in fields,
-            is_streamed=bool(body.stream),
-            has_timings=bool(body.timings_per_token),
-            has_progress=bool(body.return_progress),
-            logprobs=body.num_probs or None,
-            # A salt that nobody else has.
-            cache_salt=self._reader.deployment.sources.new_request_id() if body.cache_prompt is False else "",
+def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Fill a hole in a text, with other files as context."""
+    running = _running(body, asked)
+    if running.model.encoder is None and find_fim(running.tokenizer) is None:
+        raise ApiError(
+            400,
+            f"{running.name} has no tokens for filling in the middle, such as {FIM_NAMES[0][0]}: have a model served that "
+            "was trained for it, such as Qwen2.5-Coder.",
+            code=NOT_SUPPORTED,
         )
-        call = self._reader.call(request, data, scope)
-        if samplers is not None:
-            _check_order(samplers, call.sampling)
-        shown = Shown(
-            settings=generation_settings(call.sampling, n_predict=-1 if limit is None else limit)
-            | {
-                "stream": bool(body.stream),
-                "ignore_eos": bool(body.ignore_eos),
-                "n_probs": body.num_probs,
-                "grammar": body.grammar or "",
-                "timings_per_token": bool(body.timings_per_token),
-            },
-            fields=fields,
-            has_tokens=bool(body.return_tokens),
-            has_timings=bool(body.timings_per_token),
-            has_progress=bool(body.return_progress),
-        )
-        return call, partial(LlamaWriter, shown=shown)
+    files = tuple([(file.filename or "file", file.text) for file in body.input_extra or ()])
+    prompt = InfillPrompt(body.input_prefix + (body.prompt or ""), body.input_suffix, files, "input_prefix")
+    return _call(body, running, (prompt,), asked)
+
+
+def _running(body: LlamaBody, asked: Asked) -> RunningModel:
+    return asked.reader.find(body.model, asked.scope)[0].answerer()
+
+
+def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], asked: Asked) -> tuple[Call, NewWriter]:
+    _, limit = body.limit
+    biases, banned = _biases(body.logit_bias, running)
+    samplers = None if body.samplers is None else _sampler_names(body.samplers)
+    fields = tuple(body.response_fields or ())
+    request = CompletionRequest(
+        names=body.names(),
+        model=body.model,
+        prompts=prompts,
+        n=_said(body, *_CHOICES)[1] or 1,
+        max_tokens=None if limit is None or limit < 0 else limit,
+        sampling=_sampling(body, samplers),
+        logit_bias=biases,
+        banned_token_sequences=banned,
+        grammar=_grammar(body),
+        stop=body.stop or (),
+        ignore_eos=bool(body.ignore_eos),
+        lines=_lines(body),
+        answer_prefix="cmpl-",
+        echo=not fields or "prompt" in fields,
+        is_streamed=bool(body.stream),
+        has_timings=bool(body.timings_per_token),
+        has_progress=bool(body.return_progress),
+        logprobs=body.num_probs or None,
+        # A salt that nobody else has.
+        cache_salt=asked.reader.deployment.sources.new_request_id() if body.cache_prompt is False else "",
+    )
+    call = asked.call(request)
+    if samplers is not None:
+        _check_order(samplers, call.sampling)
+    shown = Shown(
+        settings=generation_settings(call.sampling, n_predict=-1 if limit is None else limit)
+        | {
+            "stream": bool(body.stream),
+            "ignore_eos": bool(body.ignore_eos),
+            "n_probs": body.num_probs,
+            "grammar": body.grammar or "",
+            "timings_per_token": bool(body.timings_per_token),
+        },
+        fields=fields,
+        has_tokens=bool(body.return_tokens),
+        has_timings=bool(body.timings_per_token),
+        has_progress=bool(body.return_progress),
+    )
+    return call, partial(LlamaWriter, shown=shown)
 
 
 def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:

@@ -15,10 +15,8 @@ from penstock.serve.llama_cpp.endpoints import (
     LlamaTokenizeBody,
     LlamaTokens,
     ReadChat,
-    completion,
-    infill,
 )
-from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody, read_body
+from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody, completion, infill, read_body
 from penstock.serve.llama_cpp.status import LlamaProps, LlamaSlot, LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbedding, LlamaEmbeddingBody, embedding
 from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words

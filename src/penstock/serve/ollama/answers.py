@@ -19,7 +19,8 @@ from penstock.serve.ollama.read import (
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
-    OllamaReader,
+    chat_call,
+    generate_call,
     keep,
     keep_ns,
     name_of,
@@ -35,7 +36,6 @@ class OllamaEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._deployment = parts.deployment
-        self._read = OllamaReader(parts.reader)
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation. Without messages the model is loaded, or unloaded."""
@@ -44,7 +44,7 @@ class OllamaEndpoint:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
 
         def read(asked: Asked) -> tuple[Call, NewWriter]:
-            return self._read.chat(body, data, asked.scope), partial(OllamaWriter, model_name=body.model, is_chat=True)
+            return chat_call(body, asked), partial(OllamaWriter, model_name=body.model, is_chat=True)
 
         return await self._parts.calls.answer(data, http, read)
 
@@ -55,7 +55,7 @@ class OllamaEndpoint:
             return self._loaded(body, http, {"response": ""})
 
         def read(asked: Asked) -> tuple[Call, NewWriter]:
-            return self._read.generate(body, data, asked.scope), partial(OllamaWriter, model_name=body.model, is_chat=False)
+            return generate_call(body, asked), partial(OllamaWriter, model_name=body.model, is_chat=False)
 
         return await self._parts.calls.answer(data, http, read)
 

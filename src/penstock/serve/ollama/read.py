@@ -17,7 +17,7 @@ from penstock.calls.call import AskedGrammar, Call, ChatRequest, CompletionReque
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.asking import Reader
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -211,71 +211,60 @@ def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: S
     return may
 
 
-class OllamaReader:
-    """From bodies to calls. Thread-safe."""
+def chat_call(body: OllamaChatBody, asked: Asked) -> Call:
+    """Raises `ApiError` and `Rejected`."""
+    return _chat(body, _begin(body, asked), Conversation(_messages(body.messages or ())), asked, body.tools or ())
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
 
-    def chat(self, body: OllamaChatBody, data: bytes, scope: Scope) -> Call:
-        """Raises `ApiError` and `Rejected`."""
-        running = self._begin(body, scope)
-        return self._chat(body, running, Conversation(_messages(body.messages or ())), data, scope, body.tools or ())
+def generate_call(body: OllamaGenerateBody, asked: Asked) -> Call:
+    """Raises `ApiError` and `Rejected`. A prompt goes through the chat template, if there is one, as a user's message."""
+    running, prompt = _begin(body, asked), body.prompt or ""
+    if not body.raw and not body.suffix and running.chat_template is not None:
+        messages = [Message(role="system", content=body.system)] if body.system else []
+        conversation = Conversation([*messages, Message(role="user", content=prompt)], param="prompt")
+        return _chat(body, running, conversation, asked)
+    if body.system:
+        reason = "with 'raw' or 'suffix'" if body.raw or body.suffix else "with a model that has no chat template"
+        raise invalid(f"'system' means nothing {reason}: put it into 'prompt'.", "system")
+    if body.think:
+        raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
+    prompts, suffix = (TextPrompt(prompt, "prompt"),), body.suffix or ""
+    return asked.call(CompletionRequest(**_fields(body, asked), prompts=prompts, suffix=suffix, ends_with_context=False))
 
-    def generate(self, body: OllamaGenerateBody, data: bytes, scope: Scope) -> Call:
-        """Raises `ApiError` and `Rejected`. A prompt goes through the chat template, if there is one, as a user's message."""
-        running = self._begin(body, scope)
-        prompt = body.prompt or ""
-        if not body.raw and not body.suffix and running.chat_template is not None:
-            messages = [Message(role="system", content=body.system)] if body.system else []
-            conversation = Conversation([*messages, Message(role="user", content=prompt)], param="prompt")
-            return self._chat(body, running, conversation, data, scope)
-        if body.system:
-            reason = "with 'raw' or 'suffix'" if body.raw or body.suffix else "with a model that has no chat template"
-            raise invalid(f"'system' means nothing {reason}: put it into 'prompt'.", "system")
-        if body.think:
-            raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
-        request = CompletionRequest(
-            **self._fields(body), prompts=(TextPrompt(prompt, "prompt"),), suffix=body.suffix or "", ends_with_context=False
-        )
-        return self._reader.call(request, data, scope)
 
-    def _begin(self, body: _AnswerBody, scope: Scope) -> RunningModel:
-        """Return the model that is asked. Raises 404 and `ModelAway`."""
-        deployment = self._reader.deployment
-        served, _ = self._reader.find(name_of(body.model, deployment), scope)
-        running = served.answerer()
-        keep(body, served, deployment, scope)
-        if body.top_logprobs and not body.logprobs:
-            raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-        return running
+def _begin(body: _AnswerBody, asked: Asked) -> RunningModel:
+    """Return the model of the request. Raises 404 and `ModelAway`."""
+    deployment = asked.reader.deployment
+    served, _ = asked.reader.find(name_of(body.model, deployment), asked.scope)
+    running = served.answerer()
+    keep(body, served, deployment, asked.scope)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return running
 
-    def _chat(
-        self,
-        body: _AnswerBody,
-        running: RunningModel,
-        conversation: Conversation,
-        data: bytes,
-        scope: Scope,
-        tools: Sequence[ToolBody] = (),
-    ) -> Call:
-        effort = _effort(body.think, running)
-        request = ChatRequest(**self._fields(body), conversation=conversation, tools=read_tools(tools), reasoning_effort=effort)
-        return self._reader.call(request, data, scope)
 
-    def _fields(self, body: _AnswerBody) -> dict[str, Any]:
-        """Return what chats and completions have alike."""
-        options = body.options or OptionsBody()
-        return {
-            "names": _NAMES,
-            "model": name_of(body.model, self._reader.deployment),
-            "is_streamed": body.stream is not False,
-            "sampling": sampling_of(options, "ollama"),
-            "stop": options.stop or (),
-            "max_tokens": _limit(options.num_predict),
-            "grammar": _grammar(body.format),
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        }
+def _chat(
+    body: _AnswerBody, running: RunningModel, conversation: Conversation, asked: Asked, tools: Sequence[ToolBody] = ()
+) -> Call:
+    effort = _effort(body.think, running)
+    return asked.call(
+        ChatRequest(**_fields(body, asked), conversation=conversation, tools=read_tools(tools), reasoning_effort=effort)
+    )
+
+
+def _fields(body: _AnswerBody, asked: Asked) -> dict[str, Any]:
+    """Return the fields that chats and completions share."""
+    options = body.options or OptionsBody()
+    return {
+        "names": _NAMES,
+        "model": name_of(body.model, asked.reader.deployment),
+        "is_streamed": body.stream is not False,
+        "sampling": sampling_of(options, "ollama"),
+        "stop": options.stop or (),
+        "max_tokens": _limit(options.num_predict),
+        "grammar": _grammar(body.format),
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
 
 
 def _limit(num_predict: int | None) -> int | None:

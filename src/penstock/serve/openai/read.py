@@ -18,7 +18,7 @@ from penstock.calls.call import (
     TokenPrompt,
     ToolChoice,
 )
-from penstock.serve.asking import Asked, Reader
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import MAX_CHOICES, parse_body
 from penstock.serve.errors import invalid, refuse_unknown
 from penstock.serve.generation import fields_of, grammar_of, json_grammar, read_conversation, read_tools, structured_grammar
@@ -46,10 +46,9 @@ def completion(body: CompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
     return asked.call(completion_request(body, asked.scope)), CompletionWriter
 
 
-def read_chat(reader: Reader, data: bytes, scope: Scope) -> Call:
+def read_chat(asked: Asked) -> Call:
     """Return the call of a body of `/v1/chat/completions`. Raises `ApiError` and `Rejected`."""
-    body = parse_body(data, ChatCompletionBody, reader.ignored)
-    return reader.call(chat_request(body, scope), data, scope)
+    return chat(parse_body(asked.data, ChatCompletionBody, asked.reader.ignored), asked)[0]
 
 
 def chat_request(body: ChatCompletionBody, scope: Scope) -> ChatRequest:
