@@ -1,9 +1,10 @@
-"""The table of sampling parameters in docs/http-api.md: `make docs` writes it there."""
+"""The list of sampling parameters in docs/http-api.md: `make docs` writes it there."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from textwrap import fill
 
 from penstock.types.sampling import PARAMETERS, Parameter
 
@@ -23,23 +24,28 @@ APIS = {
 
 
 def render() -> str:
-    """Return the table."""
-    lines = ["| parameter | values | default | effect | in |", "|---|---|---|---|---|"]
+    """Return the list."""
+    items = []
     for name, one in PARAMETERS.items():
-        default = "" if one.neutral is None else f"{one.neutral:g}"
-        lines.append(f"| `{name}` | {_range(one, 'openai')} | {default} | {one.text} | {_places(name, one)} |")
-    return "\n".join(lines) + "\n"
+        default = "" if one.neutral is None else f"; default {one.neutral:g}"
+        item = f"- `{name}` ({_range(one, 'openai')}{default}): {one.text} {_places(name, one)}"
+        items.append(fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(items) + "\n"
 
 
 def _places(name: str, one: Parameter) -> str:
-    places = []
+    """Return the APIs that have the parameter, or those that lack it if these are few, and other names and bounds."""
+    has = [word for api, word in APIS.items() if api in one.spellings]
+    lacks = [word for api, word in APIS.items() if api not in one.spellings]
+    notes = []
     for api, word in APIS.items():
         if api not in one.spellings:
             continue
-        notes = [f"`{one.spellings[api].name}`"] if one.spellings[api].name != name else []
-        notes += [_range(one, api)] if _range(one, api) != _range(one, "openai") else []
-        places.append(f"{word} ({', '.join(notes)})" if notes else word)
-    return ", ".join(places)
+        other = [f"`{one.spellings[api].name}`"] if one.spellings[api].name != name else []
+        other += [_range(one, api)] if _range(one, api) != _range(one, "openai") else []
+        notes += [f"{word} {' '.join(other)}"] if other else []
+    places = f"In {', '.join(has)}" if len(has) < len(lacks) else f"In all but {', '.join(lacks)}" if lacks else "In all"
+    return f"{places}; {', '.join(notes)}." if notes else f"{places}."
 
 
 def _range(one: Parameter, api: str) -> str:
@@ -59,7 +65,7 @@ def _number(value: float) -> str:
 
 
 def page() -> str:
-    """Return the page with the table."""
+    """Return the page with the list."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + render() + END + rest.partition(END)[2]
 
