@@ -190,7 +190,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.lab.results import Result, write_result
 
     warn_of_unknown_variables()
-    slos, loads = parse_slos(values["slos"]), _loads(choice, values)
+    slos, loads = parse_slos(values["slo"]), _loads(choice, values)
     _check_files(values)
     runs: list[Run] = []
     is_interrupted = False

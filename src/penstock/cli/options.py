@@ -67,7 +67,7 @@ def add_options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command
 
 
 slo_option = click.option(
-    "--slo", "slos", multiple=True, metavar="METRIC=TIME", help="Such as ttft=2s, tpot=100ms, itl=200ms, e2e=30s. Repeatable."
+    "--slo", multiple=True, metavar="METRIC=TIME", help="Such as ttft=2s, tpot=100ms, itl=200ms, e2e=30s. Repeatable."
 )
 
 

@@ -92,7 +92,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         except ValueError as error:
             raise click.BadParameter(f"{error}.", param_hint=f"--{name}") from None
     asked = Requirements(
-        slos=parse_slos(values["slos"]),
+        slos=parse_slos(values["slo"]),
         rate=choice.rate,
         router=values["router"],
         price_per_hour=values["price_per_hour"],

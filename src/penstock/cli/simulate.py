@@ -103,7 +103,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
     context = click.get_current_context()
     _check(context, vary)
-    slos = parse_slos(values["slos"])
+    slos = parse_slos(values["slo"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     capacity: float | None = None
     runs: list[Run] = []

@@ -98,7 +98,7 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     output: Path | None = values["output"]
     if output is not None:
         check_writable(output)
-    slos = parse_slos(values["slos"])
+    slos = parse_slos(values["slo"])
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
     simulator, tokenizer = _Simulator(values, choice.seed), _tokenizer(values)

@@ -16,7 +16,6 @@ _MAX_ERROR_CHARS = 300
 _QUEUE = re.compile(rb"\bqueue;dur=([0-9]{1,9}(?:\.[0-9]{1,20})?)(?![0-9.])")
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]+)?")
 _QUEUE_COMMENT = b": server-timing "
-_MAX_COUNT = 1 << 40
 _SENSELESS = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 
@@ -177,7 +176,7 @@ def _text(found: Any) -> str:
 
 
 def _count(found: Any) -> int:
-    if type(found) is not int or not 0 <= found <= _MAX_COUNT:
+    if type(found) is not int or not 0 <= found <= 1 << 40:
         raise ValueError(f"{str(found)[:40]!r} is not a number of tokens")
     return found
 

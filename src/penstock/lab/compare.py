@@ -19,11 +19,9 @@ from penstock.lab.intervals import LEVEL, Estimate, effective_draws, student_qua
 from penstock.lab.results import Load, Result, Run
 from penstock.types.errors import ConfigError
 
-NUM_DRAWS = 400
 NUM_BLOCKS = 32
 MIN_BLOCKS = 8
 MIN_REPEATS = 3
-POWER = 0.8
 COMPARED_QUANTILES = ("p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_per_s")
 _DRAWS_IN_BLOCK = 2
@@ -249,7 +247,7 @@ def _paired_spreads(before: Run, after: Run) -> Mapping[str, Spread]:
             continue
         num_blocks = min(NUM_BLOCKS, num_blocks)
         blocks = np.array_split(np.arange(num_jobs), num_blocks)
-        figures = np.empty((NUM_DRAWS, 1 + len(shares), 2))
+        figures = np.empty((400, 1 + len(shares), 2))
         for draw in figures:
             drawn = jobs[:, np.concatenate([blocks[i] for i in rng.integers(num_blocks, size=num_blocks)])]
             draw[:] = [drawn.mean(axis=1), *np.quantile(drawn, shares, axis=1)]
@@ -293,7 +291,7 @@ def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
         shown.add((i, j))
     # How many standard errors a difference needs to be shown four times in five; normal, as an orientation.
     normal = NormalDist()
-    factor = normal.inv_cdf(1 - (1 - LEVEL) / 2 / max(1, len(tested))) + normal.inv_cdf(POWER)
+    factor = normal.inv_cdf(1 - (1 - LEVEL) / 2 / max(1, len(tested))) + normal.inv_cdf(0.8)
     return [
         replace(
             one,

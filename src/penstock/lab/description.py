@@ -13,8 +13,6 @@ from penstock.lab.arrivals import mean_rate
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import counted
 
-MAX_TENANTS_SHOWN = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -79,7 +77,7 @@ class Description:
         largest = sorted(self.tokens_by_tenant.items(), key=lambda item: (-item[1], item[0]))
         shown = [
             f"{name or '(none)'} has {self.requests_by_tenant[name]:,} requests and {tokens / total:.0%} of the tokens"
-            for name, tokens in largest[:MAX_TENANTS_SHOWN]
+            for name, tokens in largest[:8]
         ]
         num_more = len(largest) - len(shown)
         return "; ".join(shown) + (f"; {num_more} more" if num_more else "")

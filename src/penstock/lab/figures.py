@@ -40,14 +40,9 @@ UNKNOWN = -1
 """In a column of instants or times: there was none."""
 MAX_TENANTS = 50
 MAX_REASONS = 20
-MAX_REASON_CHARS = 160
 NUM_GAP_GROUPS = 32
 BUCKET_RATIO = 1.005
 _FIRST_BUCKET_NS = 1000.0
-_MIN_ENDS_IN_BATCH = 5
-_BATCH_IN_LATENCIES = 2
-_MIN_STEADY_ENDS = 20
-_MAX_LAG_SHARE = 0.05
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|m)")
 _UNIT_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9}
 
@@ -238,7 +233,7 @@ def _gaps_of(records: Sequence[Record]) -> GapHistogram:
 def _reason(record: Record) -> str:
     if record.end not in (End.REFUSED, End.FAILED):
         return ""
-    told = " ".join(record.error.split())[:MAX_REASON_CHARS]
+    told = " ".join(record.error.split())[:160]
     return " ".join(filter(None, [f"{record.http_status}" if record.http_status else "", told])) or "no reason told"
 
 
@@ -287,7 +282,7 @@ def steady_window(samples: Samples) -> Window | None:
     median = in_flight[by_height][np.searchsorted(upto_ns, upto_ns[-1] / 2)]
     begin_ns = max(int(instants[np.argmax(in_flight >= median)]), int(samples.ended_ns[samples.is_ok].min()))
     num_ends = int(((samples.ended_ns >= begin_ns) & (samples.ended_ns <= last_sent_ns) & samples.is_ok).sum())
-    if num_ends < _MIN_STEADY_ENDS or last_sent_ns - begin_ns < (whole.end_ns - whole.begin_ns) / 2:
+    if num_ends < 20 or last_sent_ns - begin_ns < (whole.end_ns - whole.begin_ns) / 2:
         return None
     warm_up_s, drain_s = (begin_ns - whole.begin_ns) / NS_PER_S, (whole.end_ns - last_sent_ns) / NS_PER_S
     return Window(begin_ns, last_sent_ns, f"without the first {warm_up_s:.3g} s and the last {drain_s:.3g} s of the run")
@@ -452,8 +447,8 @@ def num_independent_batches(samples: Samples, window: Window) -> int:
     if not len(ends):
         return 0
     mean_e2e_s = float((samples.ended_ns - samples.intended_ns).mean()) / NS_PER_S
-    by_length = window.duration_s / max(1e-9, _BATCH_IN_LATENCIES * mean_e2e_s)
-    return int(min(by_length, len(ends) // _MIN_ENDS_IN_BATCH))
+    by_length = window.duration_s / max(1e-9, 2 * mean_e2e_s)
+    return int(min(by_length, len(ends) // 5))
 
 
 def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:
@@ -518,7 +513,7 @@ def _warnings(due: Samples, latencies: Mapping[str, Distribution], lag: Distribu
     reference = next((name for name in ("ttft", "e2e") if name in latencies), None)
     if lag is not None and reference is not None:
         late_ms, median_ms = lag.quantiles["p99"].value, latencies[reference].quantiles["p50"].value
-        if late_ms > _MAX_LAG_SHARE * median_ms:
+        if late_ms > 0.05 * median_ms:
             yield (
                 f"The client fell behind: 1 % of the requests were sent {late_ms:.3g} ms late or more, and the median of "
                 f"{reference} is {median_ms:.3g} ms. Latencies contain that lag. Use a faster client, or a lower rate."

@@ -21,13 +21,6 @@ from penstock.lab.steps import MeasuredStep
 Floats = NDArray[np.float64]
 
 BRACKETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
-NUM_RATIOS = 100
-"""The most ratios of noise kept for similar steps."""
-MIN_RATIOS = 50
-LEAST_SHARE = 0.1
-"""A part counts in the errors if it takes this share of the step."""
-HUBER = 1.5
-"""Standard deviations beyond which errors count less."""
 TOTAL, HOST, OTHER = "execute", "host", "other"
 
 _UNITS: Mapping[str, Callable[[Counts], float]] = {
@@ -195,7 +188,8 @@ class _Table:
                 if part != HOST and not self.is_step[indices[0]]:
                     continue
                 measured = float(np.median(self.measured[part][indices]))
-                if not np.isnan(measured) and (part == HOST or measured > LEAST_SHARE * whole):
+                # Relative errors of a part below a tenth of the step say nothing.
+                if not np.isnan(measured) and (part == HOST or measured > 0.1 * whole):
                     found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
         return {part: _errors(np.array(values)) for part, values in found.items()}
 
@@ -236,7 +230,8 @@ def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
         solution = nonnegative(rows * root[:, None], target * root)
         errors = np.abs(rows @ solution - target)
         spread = 1.4826 * float(np.median(errors)) + 1e-12
-        weights = np.minimum(1.0, HUBER * spread / np.maximum(errors, 1e-300))
+        # Errors beyond 1.5 standard deviations count less.
+        weights = np.minimum(1.0, 1.5 * spread / np.maximum(errors, 1e-300))
     return solution
 
 
@@ -274,7 +269,7 @@ def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
     ends: list[float] = []
     begin = -np.inf
     for octave in np.unique(octaves):
-        if ((octaves > begin) & (octaves <= octave)).sum() >= MIN_RATIOS:
+        if ((octaves > begin) & (octaves <= octave)).sum() >= 50:
             ends.append(octave)
             begin = octave
     ends[-1:] = [octaves.max()]
@@ -285,7 +280,7 @@ def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
 
 
 def _means(values: Floats) -> tuple[float, ...]:
-    shares = np.array_split(np.sort(values), min(NUM_RATIOS, len(values)))
+    shares = np.array_split(np.sort(values), min(100, len(values)))
     return tuple([round(float(share.mean()), 5) for share in shares])
 
 

@@ -12,8 +12,6 @@ from penstock.lab.simulation import Outcome
 from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
-MAX_TIMELINES = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
@@ -88,7 +86,7 @@ def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
         (", ".join(filter(None, [one.name, server])), timeline)
         for one in simulated
         for server, timeline in one.outcome.timelines.items()
-    ][:MAX_TIMELINES]
+    ][:8]
     at = Axis("time (s)")
     columns = {"running requests": "num_running", "waiting requests": "num_waiting", "KV blocks held": "num_held"}
     panels = [

@@ -22,8 +22,6 @@ LEVEL = 0.95
 MIN_DRAWS = 6.0
 MAX_BATCHES = 20
 """More batches gain little, and neighbours would depend on each other more."""
-_SOKAL_FACTOR = 5.0
-_MIN_DEGREES = 2.0
 _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 
@@ -89,7 +87,7 @@ class Draws:
 
     @property
     def is_enough(self) -> bool:
-        return self.count >= MIN_DRAWS and self.degrees >= _MIN_DEGREES
+        return self.count >= MIN_DRAWS and self.degrees >= 2
 
 
 def effective_draws(series: Floats) -> Draws:
@@ -101,7 +99,7 @@ def effective_draws(series: Floats) -> Draws:
     padded = 1 << (2 * length - 1).bit_length()
     covariance = np.fft.irfft(np.abs(np.fft.rfft(centred, padded)) ** 2, padded)[:length]
     times = 2 * np.cumsum(covariance / covariance[0]) - 1
-    long_enough = np.flatnonzero(np.arange(length) >= _SOKAL_FACTOR * times)
+    long_enough = np.flatnonzero(np.arange(length) >= 5 * times)
     width = 2 * int(long_enough[0]) + 1 if len(long_enough) else length
     time, own_error = float(times[(width - 1) // 2]), math.sqrt(2 * width / length)
     if time < 1 + own_error:  # Independent values look like that.

@@ -13,7 +13,6 @@ from penstock.lab.recording import Arrival, Departure, Recording, Restart, StepD
 from penstock.obs.recording import NOBODY
 from penstock.types.errors import PenstockError
 
-PROCESS = 1
 EXECUTOR, HOST = 1, 2
 
 
@@ -32,9 +31,9 @@ def write_trace(recording: Recording, path: Path) -> int:
 
 
 def _events(recording: Recording) -> Iterator[dict[str, object]]:
-    yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": f"penstock {recording.header.model}"}}
+    yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"penstock {recording.header.model}"}}
     for thread, name in ((EXECUTOR, "executor"), (HOST, "engine thread")):
-        yield {"ph": "M", "pid": PROCESS, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
     phases: dict[int, str] = {}
     for event in recording.events():
         match event:
@@ -98,16 +97,16 @@ def _move(step: StepDone, phases: dict[int, str]) -> Iterator[dict[str, object]]
 
 
 def _slice(thread: int, name: str, begin_ns: int, duration_ns: int) -> dict[str, object]:
-    return {"ph": "X", "pid": PROCESS, "tid": thread, "name": name, "ts": _us(begin_ns), "dur": _us(duration_ns)}
+    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": _us(begin_ns), "dur": _us(duration_ns)}
 
 
 def _phase(number: int, name: str, kind: str, at_ns: int) -> dict[str, object]:
     """Return the begin (b) or the end (e) of something in the life of a request."""
-    return {"ph": kind, "pid": PROCESS, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
+    return {"ph": kind, "pid": 1, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
 
 
 def _counter(name: str, at_ns: int, **values: int) -> dict[str, object]:
-    return {"ph": "C", "pid": PROCESS, "name": name, "ts": _us(at_ns), "args": values}
+    return {"ph": "C", "pid": 1, "name": name, "ts": _us(at_ns), "args": values}
 
 
 def _us(ns: int) -> float:

@@ -44,7 +44,6 @@ WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
 ).split()
 """Most of them are one token of most vocabularies."""
 _ANCHOR = "the"
-_MAX_MENDS = 8
 
 
 class Tokenizer(Protocol):
@@ -108,7 +107,7 @@ class _Writer:
             return text, num_tokens
         count = len(self._ids(text))
         more = Random(f"{self._seed} more {idx}")  # noqa: S311  # repeatable on purpose
-        for _ in range(_MAX_MENDS):
+        for _ in range(8):
             if count == num_tokens:
                 return text, count
             num_words = (num_tokens - count) // self._tokens_per_word

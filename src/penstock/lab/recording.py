@@ -254,19 +254,9 @@ def _read_header(path: Path) -> Header:
         detail = f"{path} is a recording of version {version}; this Penstock reads version {VERSION}."
         raise RecordingError(detail, remedy="Read it with the Penstock that wrote it.")
     try:
-        header = Header(
-            recording=about["recording"],
-            part=about["part"],
-            began=about["began"],
-            block_size=about["block_size"],
-            capacity=Capacity(**about["capacity"]),
-            depth=about["depth"],
-            model=about["model"],
-            machine=about["machine"],
-            config=about["config"],
-            settings={key: _setting(value) for key, value in about["settings"].items()},
-            about=about,
-        )
+        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in about["settings"].items()}
+        derived = {"capacity": Capacity(**about["capacity"]), "settings": settings, "about": about}
+        header = Header(**{one.name: about[one.name] for one in fields(Header) if one.name not in derived}, **derived)
         _checked(_checked(header).capacity)
         if not header.block_size:
             raise ValueError("block_size is 0")
@@ -274,10 +264,6 @@ def _read_header(path: Path) -> Header:
         what = "lacks" if isinstance(error, KeyError) else "is damaged:"
         raise RecordingError(f"{path}, line 1: the header {what} {error}.", remedy=remedy) from None
     return header
-
-
-def _setting(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class _Part:

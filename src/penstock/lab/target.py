@@ -22,7 +22,6 @@ from penstock.types.errors import PenstockError
 MAX_TOKENIZE_S = 0.005
 """A server that takes longer on average to count a text is too far away to count all prompts."""
 _PROBES = ("a", "the word", "some words", "four or five words")
-_MAX_KNOWN_CHARS = 40
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
 """Fields that are left out if a server refuses them."""
 
@@ -269,7 +268,7 @@ class ServerTokenizer:
         token_ids = self._questions.tokenize(text)
         if token_ids is None:
             raise PenstockError("The server did not count the tokens of a text.", remedy="Count them with --tokenizer MODEL.")
-        if len(text) <= _MAX_KNOWN_CHARS:
+        if len(text) <= 40:  # single words are asked for again, prompts are not
             self._known[text] = token_ids
         return token_ids
 

@@ -10,13 +10,11 @@ from penstock.lab.plan_report import table
 from penstock.lab.tune import Comparison, Objective, Tuned, words
 from penstock.types.errors import counted
 
-NUM_SHOWN = 8
-
 
 def search_lines(tuned: Tuned) -> str:
     objective, last = tuned.objective, tuned.rounds[-1]
     refused = f"; {tuned.num_refused} contradicted themselves" if tuned.num_refused else ""
-    ranking = [[words(settings), _figure(mean)] for settings, mean in last.ranking[:NUM_SHOWN]]
+    ranking = [[words(settings), _figure(mean)] for settings, mean in last.ranking[:8]]
     parts = [
         f"Workload {tuned.workload}; objective {objective} in {objective.unit}",
         f"Searched: {counted(len(tuned.rounds), 'round')} of halving, {counted(tuned.num_runs, 'slice')} simulated{refused}. "
