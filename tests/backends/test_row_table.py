@@ -245,7 +245,7 @@ def test_a_closed_executor_leaves_nothing_behind() -> None:
     """The bindings complain at the end of the process about what still lives, even if a global variable holds the executor."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from contracts.factories import make_native\n"
+        "from support.contracts.factories import make_native\n"
         "from penstock.types.plan import Capacity\n"
         "executor = make_native(Capacity(4, 16, 2, 8, 32), variant='')\n"
         "executor.close()\n"

@@ -71,7 +71,7 @@ class Request:
     max_computed_tokens: int = 0
     """The most that `num_computed_tokens` was at a preemption. Tokens up to there are recomputed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
+    """Those of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None
