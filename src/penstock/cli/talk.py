@@ -1,4 +1,4 @@
-"""A talk with a model in the terminal: the options that `run` and `chat` share, and the session that asks and prints."""
+"""A conversation with a model in the terminal: the options that `run` and `chat` share, and the session that prints answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.options import config_options, warn_of_unknown_variables
-from penstock.config.components import COMPONENTS
-from penstock.config.setting import settings_of
+from penstock.cli.options import config_options, setting_keys, warn_of_unknown_variables
 from penstock.types.errors import counted
 from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
@@ -23,7 +21,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
 DEFAULT_TEMPERATURE = 0.7
 MAX_INT32 = 2**31 - 1
-"""The server's limit of `top_k` and `max_tokens`."""
+"""The server's limit of `max_tokens`."""
 
 _COMPONENTS = ("model", "kv", "backend")
 _NOT_HERE = (
@@ -38,7 +36,7 @@ _NOT_HERE = (
 
 
 class NumberRange(click.FloatRange):
-    """A range that "nan" is not in."""
+    """A range without "nan"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -52,7 +50,7 @@ class NotEmpty(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not value:
-            self.fail("it is empty, so every answer would end before it begins.", param, ctx)
+            self.fail("an empty text would end every answer before it begins.", param, ctx)
         return str(value)
 
 
@@ -93,7 +91,7 @@ _OPTIONS = (
 
 
 def talk_options(command: _Command) -> _Command:
-    """Adds the options of a talk, then the settings of the engine below it."""
+    """Add the options of a conversation, then the settings of the engine."""
     command = config_options(*_COMPONENTS, without=_NOT_HERE)(command)
     for option in reversed(_OPTIONS):
         command = option(command)
@@ -101,10 +99,10 @@ def talk_options(command: _Command) -> _Command:
 
 
 class Session:
-    """Asks a model in this process and prints what it says. A context manager: leaving it frees the model."""
+    """Prints the answers of a model in this process. A context manager: leaving it frees the model."""
 
     def __init__(self, values: Mapping[str, Any], structured_outputs: StructuredOutputsParams | None = None) -> None:
-        """`values` are those of the options. Raises PenstockError if the model can't be fetched or loaded."""
+        """`values`: of the options. Raises PenstockError if the model can't be fetched or loaded."""
         from penstock.llm import LLM, SamplingParams
 
         if 0 < (values["temperature"] or 0) < MIN_TEMPERATURE:
@@ -112,16 +110,15 @@ class Session:
         warn_of_unknown_variables()
         asked = {name: values[name] for name in ("max_tokens", "stop", *_SAMPLING) if values[name] is not None}
         asked |= {"seed": values["answer_seed"], "structured_outputs": structured_outputs}
-        SamplingParams(**asked)  # what is out of range is told before the model is loaded
-        keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
-        settings = {key: values[key] for key in keys if key not in ("model", *_NOT_HERE)}
+        SamplingParams(**asked)  # checks ranges before the model is loaded
+        settings = {key: values[key] for key in setting_keys(*_COMPONENTS) if key not in ("model", *_NOT_HERE)}
         # One row is enough for one reader, and makes the KV cache no larger than one conversation.
         self._llm = LLM(values["model"], max_num_seqs=1, **settings)
         self._params = SamplingParams(
             **{"temperature": DEFAULT_TEMPERATURE, "max_tokens": None} | self._llm.default_sampling | asked
         )
         self.answer: RequestOutput | None = None
-        """The last one, as far as it came."""
+        """The last answer, also if it was interrupted."""
 
     def __enter__(self) -> Session:
         return self
@@ -134,7 +131,7 @@ class Session:
         self._print(self._llm.stream_chat(messages, self._params))
 
     def ask_raw(self, prompt: str) -> None:
-        """Print how the model continues a text. Raises as `ask_chat` does."""
+        """Print the model's continuation of a text. Raises as `ask_chat`."""
         self._print(self._llm.stream(prompt, self._params))
 
     def _print(self, answers: Iterator[RequestOutput]) -> None:
@@ -145,7 +142,7 @@ class Session:
 
 
 def stats_line(answer: RequestOutput) -> str:
-    """Tokens and times of an answer, for stderr."""
+    """Return the tokens and times of an answer, for stderr."""
     num_tokens, times = len(answer.outputs[0].token_ids), answer.metrics
     first_s = times.first_token_time_s or times.last_token_time_s
     decode_s = times.last_token_time_s - first_s

@@ -85,8 +85,8 @@ class CudaExecutor:
         if program.is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        unsupported = PARAMETERS.keys() - COMPUTED
-        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass, unsupported_parameters=frozenset(unsupported))
+        unsupported = frozenset() if program.is_one_pass else frozenset(PARAMETERS.keys() - COMPUTED)
+        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass, unsupported_parameters=unsupported)
         self._num_positions = max_model_len
         self._depth = depth
         self._device = torch.device(device)
