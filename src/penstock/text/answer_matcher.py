@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """What precedes the grammar in an answer, and where the grammar begins."""
+    """Describes what precedes the grammar in an answer, and where the grammar begins."""
 
     reasoning: ReasoningFormat | None = None
     """None if there is no reasoning block."""

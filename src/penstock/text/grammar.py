@@ -99,7 +99,7 @@ class Grammar:
     """JSON text of a schema or a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
     `tool_grammar.tool_source` for TOOLS."""
     lead: Lead | None = None
-    """What may precede the answer, or None."""
+    """The reasoning that may precede the answer, or None."""
     other: Grammar | None = None
     """An alternative to TOOLS, without a lead or an alternative of its own."""
 

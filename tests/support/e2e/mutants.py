@@ -480,7 +480,8 @@ def fault_of(mutant: Mutant, fate: Fate) -> str | None:
     status = fate.status
     if status is None:
         return "no answer" if mutant.is_whole and mutant.ends == "reads" else None
-    if status >= 500 and not (status == 503 and "retry-after" in fate.headers):
+    is_meant = status in mutant.route.statuses and (status == 501 or (status == 503 and "retry-after" in fate.headers))
+    if status >= 500 and not is_meant:
         return f"a {status}"
     if mutant.is_whole and status not in mutant.route.statuses and mutant.route.bodies:
         return f"a {status}, which is not in the document"

@@ -66,7 +66,7 @@ class Explanation:
     waited_for_ns: Mapping[str, int]
     """`queue_ns` by what it waited for, without zeros."""
     waits_for: str
-    """What the queue waits for now; empty if this request does not wait."""
+    """The queue's reason to wait now; empty if this request does not wait."""
     num_before: int
     """Earlier requests that waited when it was queued, without the other beams of its search."""
     num_passed_by: int

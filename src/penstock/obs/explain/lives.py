@@ -1,4 +1,4 @@
-"""What the journal remembers: the life of each request, the recent steps, and what the queue waited for.
+"""The journal's memory: the life of each request, the recent steps, and what the queue waited for.
 
 A decoding request is in every step from its first token to its end, so two step numbers describe its decoding. Nothing is
 stored per request and step, except where a request sits out. All waiting requests wait for what the first of them lacks, so
@@ -182,7 +182,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What `Turns` noted when a request was queued."""
+    """The counts of `Turns` when a request was queued."""
 
     key: tuple[int, int]
     """Instant of arrival, and a number that breaks ties."""

@@ -19,13 +19,16 @@ def _routes(parts: Parts) -> Sequence[Route]:
     embed_texts = parts.texts.answers(OllamaEmbedBody, embed, read_body)
     embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
     generated = OllamaGenerate
+    not_fetched = {501: "The server does not have this model, and does not fetch it"}
     return [
         Route("POST /api/chat", "Chat", calls.chat, OllamaChatBody, OllamaChat, OllamaChat),
         Route("POST /api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
         Route("POST /api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
         Route("POST /api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
         Route("POST /api/show", "What a model is", about.show, models.OllamaShowBody, models.OllamaShow),
-        Route("POST /api/pull", "Is a model here?", about.pull, models.OllamaPullBody, Status, Status),
+        Route(
+            "POST /api/pull", "Is a model here?", about.pull, models.OllamaPullBody, Status, Status, more_statuses=not_fetched
+        ),
         Route("GET /api/tags", "List models", about.tags, returns=models.OllamaModelList),
         Route("GET /api/ps", "List models in memory", about.ps, returns=models.OllamaRunning),
         Route("GET /api/version", "Version", about.version, returns=Version),
