@@ -49,7 +49,7 @@ def test_a_model_alone_is_no_prompt(penstock: Penstock) -> None:
 def test_what_only_a_chat_has_is_not_passed_over(penstock: Penstock, tiny_model: Path, option: str, value: str) -> None:
     result = penstock("run", tiny_model, "a", "--raw", option, value, *FAST)
     assert result.returncode == 2
-    assert f"{option} has no meaning with --raw" in result.stderr
+    assert f"{option} has no effect with --raw" in result.stderr
 
 
 def test_a_chat_template_of_the_environment_is_for_chats(penstock: Penstock, tiny_model: Path) -> None:

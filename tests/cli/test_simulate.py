@@ -170,13 +170,13 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--vary", "policy=fcfs,best"), "'best' is not available"),
         (("--vary", "policy=sjf", "--vary", "policy=fcfs"), "policy is varied twice"),
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
-        (("--vary", f"seed={','.join(map(str, range(300)))}"), "300 combinations are asked for"),
+        (("--vary", f"seed={','.join(map(str, range(300)))}"), "asks for 300 combinations"),
         (("--load", "0.5"), "--load and --rate both say"),
         (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
         (("--vary", "html=a,b"), "html is not an option with one value"),
-        (("--router", "prefix"), "there is one server"),
-        (("--link-latency-ms", "3"), "Without --prefill-replicas --link-latency-ms has no meaning"),
+        (("--router", "prefix"), "no effect with one server"),
+        (("--link-latency-ms", "3"), "--link-latency-ms has no effect without --prefill-replicas"),
     ],
 )
 def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:

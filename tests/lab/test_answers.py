@@ -109,9 +109,9 @@ def test_the_server_says_how_long_to_wait():
     [
         ([token("a"), event({"error": {"message": "out of memory"}})], "out of memory"),
         ([token("a"), event({"error": "lost"})], "lost"),
-        ([event(b"{")], "makes no sense"),
-        ([event({"choices": [{}]})], "makes no sense"),
-        ([event(b"7")], "makes no sense"),
+        ([event(b"{")], "is malformed"),
+        ([event({"choices": [{}]})], "is malformed"),
+        ([event(b"7")], "is malformed"),
     ],
 )
 def test_an_answer_without_sense_says_why(payloads, error):

@@ -128,7 +128,7 @@ def test_slos_are_read(text: str, expected: Slo) -> None:
         (["ttfb=1s"], "'ttfb', which is not a known latency"),
         (["ttft=500"], "not a time with a unit"),
         (["ttft=-1s"], "not a time with a unit"),
-        (["ttft=0ms"], "is 0"),
+        (["ttft=0ms"], "greater than 0"),
         (["ttft=1s,ttft=2s"], "two SLOs for ttft"),
         ([""], "has no limit"),
     ],

@@ -180,7 +180,7 @@ def test_shared_prefixes_come_before_prompts_and_conversations_keep_theirs(talks
     assert all(job.prefix in {(0,), (1,)} for job in shared.jobs)
     assert shared.jobs[1].prefix == shared.jobs[0].prefix
     assert shared.jobs[5].prefix == shared.jobs[3].prefix
-    with pytest.raises(ConfigError, match="says what its prompts begin with"):
+    with pytest.raises(ConfigError, match="already defines how its prompts begin"):
         share_prefix(shared, 64, 2, seed=0)
 
 

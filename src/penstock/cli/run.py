@@ -63,7 +63,7 @@ def _refuse_of_chats(*names: str) -> None:
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with --raw: leave one of them out.")
+            raise click.UsageError(f"--{name.replace('_', '-')} has no effect with --raw: leave one of them out.")
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:

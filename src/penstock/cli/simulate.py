@@ -160,11 +160,11 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     for name in _OF_A_SPLIT:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not is_split:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"Without --prefill-replicas {flag} has no meaning.", remedy="Set them, or leave it out.")
+            raise ConfigError(f"{flag} has no effect without --prefill-replicas.", remedy="Set them, or leave it out.")
     num_routed = params["prefill_replicas"] or params["replicas"]
     is_router_given = context.get_parameter_source("router") is ParameterSource.COMMANDLINE or "router" in varied
     if is_router_given and num_routed == 1 and not varied & replicas:
-        raise ConfigError("A router has nothing to choose: there is one server.", remedy="Set --replicas, or leave it out.")
+        raise ConfigError("--router has no effect with one server.", remedy="Set --replicas, or leave it out.")
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:

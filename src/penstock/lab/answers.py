@@ -142,7 +142,7 @@ class Answer:
         self.num_cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     def _note_senseless(self, error: Exception) -> None:
-        self.error = f"The answer makes no sense: {error!r}"[:_MAX_ERROR_CHARS]
+        self.error = f"The answer is malformed: {error!r}"[:_MAX_ERROR_CHARS]
 
 
 def error_of(body: bytes) -> str:

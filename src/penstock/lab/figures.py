@@ -68,7 +68,7 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
         if not equals:
             raise ConfigError(f"The SLO {text!r} has no limit.", remedy=example)
         if metric not in SLO_METRICS:
-            raise ConfigError(f"The SLO {text!r} is of {metric!r}, which is not a known latency.", remedy=example)
+            raise ConfigError(f"The SLO {text!r} names {metric!r}, which is not a known latency.", remedy=example)
         found = _DURATION.fullmatch(limit)
         if found is None:
             raise ConfigError(
@@ -76,7 +76,7 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
             )
         limit_ns = round(float(found[1]) * _UNIT_NS[found[2]])
         if limit_ns <= 0:
-            raise ConfigError(f"The limit of the SLO {text!r} is 0, which no request holds.", remedy=example)
+            raise ConfigError(f"The limit of the SLO {text!r} must be greater than 0.", remedy=example)
         if metric in slos:
             raise ConfigError(f"There are two SLOs for {metric}: {slos[metric]} and {text}.", remedy="Give the stricter one.")
         slos[metric] = Slo(metric, limit_ns)

@@ -103,7 +103,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.num_prefill_replicas < 0:
-            raise ConfigError("A cluster has at least one replica, and no fewer than no prefill replicas.")
+            raise ConfigError("A cluster needs at least one replica, and its prefill replicas can't be negative.")
         if self.num_prefill_replicas and self.link is None:
             raise ConfigError("Prefill replicas need a link to the others.")
         if self.num_prefill_replicas and not self.settings.enable_prefix_caching:

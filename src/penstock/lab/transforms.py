@@ -224,7 +224,7 @@ def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int
     _check_at_least_one("The length of a shared prefix", num_tokens)
     _check_at_least_one("The number of groups", num_groups)
     if workload.prefix_block_tokens or any(job.prompt is not None or job.prompt_token_ids for job in workload.jobs):
-        raise ConfigError(f"{workload.name} says what its prompts begin with.", remedy="Leave out the shared prefix.")
+        raise ConfigError(f"{workload.name} already defines how its prompts begin.", remedy="Leave out the shared prefix.")
     rng = _rng("prefix", seed)
     jobs: list[Job] = []
     for job in workload.jobs:

@@ -31,7 +31,7 @@ def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
         values.append(parts)
     found = [dict(zip(names, chosen, strict=True)) for chosen in product(*values)]
     if len(found) > MAX_VARIANTS:
-        raise ConfigError(f"{len(found)} combinations are asked for.", remedy=f"At most {MAX_VARIANTS} are simulated at once.")
+        raise ConfigError(f"--vary asks for {len(found)} combinations.", remedy=f"At most {MAX_VARIANTS} run at once.")
     return found
 
 
