@@ -24,6 +24,7 @@ from penstock.serve.bodies import (
     Schema,
     Unread,
     has_sampling,
+    has_unread,
 )
 from penstock.serve.errors import RULE, shorten
 
@@ -101,6 +102,7 @@ class MetadataBody(Body):
     user_id: Annotated[Annotated[str, Field(max_length=512)] | None, NoEffect()] = None
 
 
+@has_unread("cache_control speed")
 class CountTokensBody(Body):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
@@ -119,12 +121,11 @@ class CountTokensBody(Body):
     """Without it the model does not reason."""
     output_config: OutputConfigBody | None = None
 
-    cache_control: Unread = None
-    speed: Unread = None
     context_management: ContextManagementBody | None = None
     mcp_servers: Annotated[Any, NotYet([])] = None
 
 
+@has_unread("diagnostics inference_geo service_tier")
 @has_sampling("anthropic")
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
@@ -142,7 +143,4 @@ class MessagesBody(CountTokensBody):
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
     """Refused in `read`, so that the client sends whole conversations."""
 
-    diagnostics: Unread = None
-    inference_geo: Unread = None
-    service_tier: Unread = None
     container: Annotated[Any, NotYet()] = None

@@ -25,6 +25,7 @@ from penstock.serve.bodies import (
     Unread,
     at_most,
     has_sampling,
+    has_unread,
 )
 from penstock.types.sampling import MAX_LOGPROBS
 
@@ -105,6 +106,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Unread = None
 
 
+@has_unread("client_metadata prompt_cache_options prompt_cache_retention service_tier")
 @has_sampling("responses")
 class ResponsesBody(Body):
     """`POST /v1/responses`. Null is the same as absent."""
@@ -153,10 +155,6 @@ class ResponsesBody(Body):
     user: Annotated[str | None, NoEffect()] = None
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
-    client_metadata: Unread = None
-    prompt_cache_options: Unread = None
-    prompt_cache_retention: Unread = None
-    service_tier: Unread = None
 
     access_programs: Annotated[Any, NotYet({})] = None
     background_options: Annotated[Any, NotYet({}, {"completion_window": "soonest"})] = None
