@@ -18,7 +18,8 @@ from penstock.calls import run as run_file
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.deploy.served import ModelState, ServedModel
+from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
 from penstock.testing import HashExecutor, HashModel
@@ -325,12 +326,12 @@ async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_othe
 async def test_the_files_of_a_model_that_is_away_are_read_once():
     num_reads = 0
 
-    def read_card():
+    def read_facts():
         nonlocal num_reads
         num_reads += 1
-        return ModelCard(max_model_len=99)
+        return ModelFacts(max_model_len=99)
 
-    async with serving(read_card=read_card) as world:
+    async with serving(read_facts=read_facts) as world:
         for path in ("/props?model=b", "/props?model=b", "/api/tags"):
             assert (await world.client.get(path)).status_code == 200
         props = (await world.client.get("/props?model=b")).json()

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.served import ModelCard
+from penstock.models.facts import ModelFacts
 from penstock.serve.app import create_app
 from penstock.text import fim
 from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
@@ -429,13 +429,13 @@ async def test_many_calls_and_answers_are_matched_in_a_moment(client):
 async def test_requests_share_the_reading_of_a_models_files(runtime):
     deployment, goes_on, num_reads = Deployment.of(runtime), threading.Event(), 0
 
-    def read_card():
+    def read_facts():
         nonlocal num_reads
         num_reads += 1
         goes_on.wait(20)
-        return ModelCard(architecture="llama")
+        return ModelFacts(architecture="llama")
 
-    deployment.default.read_card = read_card
+    deployment.default.read_facts = read_facts
     transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
         asked = [asyncio.create_task(client.get("/api/tags")) for _ in range(20)]

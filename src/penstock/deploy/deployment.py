@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.room import Tenancy, leavers, room_at_ns
+from penstock.deploy.room import leavers, room_at_ns
 from penstock.deploy.served import ModelState, ServedModel, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
@@ -241,9 +241,9 @@ class Deployment:
         line = line[: line.index(served) + 1]
         now_ns = self.clock.now_ns()
         leaving = [one for one in self.served if one.state is ModelState.LEAVING]
-        lacking_bytes = sum(_num_bytes(one) for one in line if one.running is None or one in leaving)
-        lacking_bytes -= self.memory.left_bytes() + sum(_num_bytes(one) for one in leaving)
-        room_ns = room_at_ns(lacking_bytes, self._tenancies(), now_ns) - now_ns
+        lacking_bytes = sum(one.num_bytes for one in line if one.running is None or one in leaving)
+        lacking_bytes -= self.memory.left_bytes() + sum(one.num_bytes for one in leaving)
+        room_ns = room_at_ns(lacking_bytes, self.served, now_ns) - now_ns
         return room_ns / 1e9 + sum(_load_s(one) for one in line if one.state is not ModelState.LOADED)
 
     def unload(self, served: ServedModel, timeout_s: float | None = None) -> Future[None]:
@@ -379,11 +379,11 @@ class Deployment:
                 continue
             try:
                 share = self._plan(served)
-                leaving = [_num_bytes(one) for one in self.served if one.state is ModelState.LEAVING]
+                leaving = [one.num_bytes for one in self.served if one.state is ModelState.LEAVING]
                 room_bytes = self.memory.left_bytes() + sum(leaving) if room_bytes is None else room_bytes
                 room_bytes -= share.num_bytes
                 if room_bytes < 0:
-                    chosen = leavers(-room_bytes, self._tenancies(), self.clock.now_ns())
+                    chosen = leavers(-room_bytes, self.served, self.clock.now_ns())
                     if not isinstance(chosen, tuple):
                         return chosen
                     room_bytes += self._make_room(served, chosen)
@@ -400,7 +400,7 @@ class Deployment:
         """Return the memory that a model will take. Raises NotEnoughMemory if it can never have that, or what `plan` raises."""
         if served.share is None:
             served.share = served.plan()
-        kept = [_num_bytes(one) for one in self.served if one.is_kept and one.running is not None and one is not served]
+        kept = [one.num_bytes for one in self.served if one.is_kept and one.running is not None and one is not served]
         stuck_bytes = self.memory.stuck_bytes()
         if served.share.num_bytes > self.memory.total_bytes() - sum(kept) - stuck_bytes:
             beside = f" and kept models have {format_size(sum(kept))} of it" if kept else ""
@@ -412,31 +412,14 @@ class Deployment:
             )
         return served.share
 
-    def _make_room(self, served: ServedModel, chosen: tuple[str, ...]) -> int:
+    def _make_room(self, served: ServedModel, leaving: tuple[ServedModel, ...]) -> int:
         """Have the chosen models leave, and close unused ones at once. Returns the bytes that this will free."""
-        leaving = [self._by_name[name] for name in chosen]
-        num_bytes = sum(_num_bytes(one) for one in leaving)
+        num_bytes = sum(one.num_bytes for one in leaving)
         for one in leaving:
             _log.info("%s leaves to make room for %s", one.name, served.name)
             self._leave(one, UnloadReason.ROOM)
         self._close_unused()
         return num_bytes
-
-    def _tenancies(self) -> list[Tenancy]:
-        return [
-            Tenancy(
-                name=one.name,
-                num_bytes=_num_bytes(one),
-                is_used=running.num_users > 0,
-                was_used=running.num_uses > 0,
-                used_ns=running.used_ns,
-                loaded_ns=one.loaded_ns,
-                load_ns=one.load_ns,
-                is_kept=one.is_kept,
-            )
-            for one in self.served
-            if one.state is ModelState.LOADED and (running := one.running) is not None
-        ]
 
     def _load(self, served: ServedModel) -> None:
         """Load a model and set its future. Raises the errors of `ServedModel.load`."""
@@ -534,10 +517,6 @@ def _load_s(served: ServedModel) -> float:
     if served.load_ns:
         return served.load_ns / 1e9
     return 1.0 + (0 if served.share is None else served.share.num_weight_bytes / 400e6)
-
-
-def _num_bytes(served: ServedModel) -> int:
-    return 0 if served.share is None else served.share.num_bytes
 
 
 def _shutting_down() -> Rejected:

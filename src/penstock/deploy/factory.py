@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.deploy.blueprint import Blueprint
     from penstock.deploy.deployment import Deployment
     from penstock.deploy.running import RunningModel
-    from penstock.deploy.served import ModelCard, ServedModel
+    from penstock.deploy.served import ServedModel
     from penstock.engine.ports import Executor
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
@@ -105,6 +105,7 @@ def _folder(config: Config) -> Path | None:
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
     """Return the model of a source that is present, not loaded yet. Raises ConfigError for bad names of adapters."""
     from penstock.deploy.served import ServedModel
+    from penstock.models.facts import read_facts
 
     is_on_gpu = decide(config).is_on_gpu
     if is_on_gpu:
@@ -120,7 +121,7 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         plan=partial(plan_share, config, source, resources),
         read_machine_ns=partial(resources.machine_ns, names[0]),
         idle_unload_ns=nanoseconds(config.sharing.idle_unload_s),
-        read_card=partial(_read_card, source),
+        read_facts=partial(read_facts, source),
         is_kept=config.sharing.keep_loaded or is_on_gpu,
         is_fixed=is_on_gpu,
         path=source.path if is_in_folder else None,
@@ -132,26 +133,6 @@ def make_lasting(config: Config, source: ModelSource) -> Lasting:
     """Return the parts of a model that outlive its loads. Raises ConfigError as `open_adapters`."""
     name = served_names(config, source)[0]
     return Lasting(name, open_adapters(config.lora), config.server, admission_limits(config.admission))
-
-
-def _read_card(source: ModelSource) -> ModelCard:
-    from penstock.deploy.served import ModelCard
-    from penstock.models.facts import read_facts
-
-    facts = read_facts(source)
-    return ModelCard(
-        title=facts.title,
-        license=facts.license,
-        architecture=facts.architecture,
-        container="gguf" if facts.path.suffix == ".gguf" else "safetensors",
-        quantisation=facts.quantisation or (facts.formats[0].name if facts.formats else ""),
-        num_parameters=None if facts.quantisation else facts.num_values,
-        num_layers=facts.num_layers,
-        max_model_len=facts.max_model_len,
-        chat_template=facts.chat_templates.get("default", ""),
-        num_bytes=facts.num_file_bytes,
-        modified_unix_s=int(facts.path.stat().st_mtime),
-    )
 
 
 def _check_stays(config: Config) -> None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows files by their facts alone
 from penstock.types.errors import ModelAway, PenstockError
 
 if TYPE_CHECKING:
@@ -43,26 +44,6 @@ class UnloadReason(StrEnum):
     """Its engine failed and could not be built anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """Facts of a model's files that clients may know. A text is empty if the files do not say."""
-
-    title: str = ""
-    license: str = ""
-    architecture: str = ""
-    container: str = ""
-    """`gguf` or `safetensors`."""
-    quantisation: str = ""
-    """The method, or the format of most weights."""
-    num_parameters: int | None = None
-    """None for packed weights, which hide their number."""
-    num_layers: int | None = None
-    max_model_len: int | None = None
-    chat_template: str = ""
-    num_bytes: int = 0
-    modified_unix_s: int = 0
-
-
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ServedModel:
     names: tuple[str, ...]
@@ -81,7 +62,7 @@ class ServedModel:
     """Returns for how long it has had the machine."""
     idle_unload_ns: int | None = None
     """Time without users after which it leaves."""
-    read_card: Callable[[], ModelCard] | None = None
+    read_facts: Callable[[], ModelFacts] | None = None
     """Reads the headers of its files. Raises PenstockError."""
     is_kept: bool = False
     """It never leaves for another model."""
@@ -148,6 +129,11 @@ class ServedModel:
         return None if kept_ns is not None and kept_ns < 0 else kept_ns
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of `share`; 0 if unknown."""
+        return 0 if self.share is None else self.share.num_bytes
+
+    @property
     def held_bytes(self) -> dict[str, int]:
         """The memory that it has now, by part."""
         return {} if self.running is None or self.share is None else self.share.by_part
@@ -156,15 +142,14 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
-    def card(self) -> ModelCard:
+    def facts(self) -> ModelFacts:
         """Read the facts of the model's files. Empty if that fails: a load will say why. Waits for the disk."""
-        if self.read_card is None:
-            return ModelCard()
+
         try:
-            return self.read_card()
+            return ModelFacts() if self.read_facts is None else self.read_facts()
         except (PenstockError, OSError) as error:
             _log.warning("the files of %s can't be described: %s", self.name, error)
-            return ModelCard()
+            return ModelFacts()
 
     @property
     def is_there(self) -> bool:

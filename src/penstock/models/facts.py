@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,44 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    path: Path
-    container: str  # the kind of files
-    title: str
-    license: str
-    architecture: str
-    quantisation: str  # method and bits of a Hugging Face directory, or empty
-    num_file_bytes: int
-    formats: tuple[StoredFormat, ...]  # the largest first
-    num_layers: int | None
-    max_model_len: int | None
-    vocabulary: str  # the kind of tokenizer
-    num_tokens: int | None
-    chat_templates: Mapping[str, str]
+    """Facts that clients may know, except the path. A text is empty if the files do not say."""
+
+    path: Path = Path()
+    container: str = ""  # the kind of files
+    title: str = ""
+    license: str = ""
+    architecture: str = ""
+    quantisation: str = ""  # method and bits of a Hugging Face directory, or empty
+    num_file_bytes: int = 0
+    modified_unix_s: int = 0
+    formats: tuple[StoredFormat, ...] = ()  # the largest first
+    num_layers: int | None = None
+    max_model_len: int | None = None
+    vocabulary: str = ""  # the kind of tokenizer
+    num_tokens: int | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_values(self) -> int:
         return sum(one.num_values for one in self.formats)
 
+    @property
+    def num_parameters(self) -> int | None:
+        """None if unknown: packed weights hide their number."""
+        return self.num_values if self.formats and not self.quantisation else None
+
+    @property
+    def weight_format(self) -> str:
+        """The method of quantisation, or the format of most weights."""
+        return self.quantisation or (self.formats[0].name if self.formats else "")
+
+    @property
+    def chat_template(self) -> str:
+        return self.chat_templates.get("default", "")
+
 
 def read_facts(source: ModelSource) -> ModelFacts:
-    """Return the facts of a source that is present. Raises ModelError."""
+    """Return the facts of a source that is present. Raises ModelError, and OSError."""
     return _directory_facts(source.path) if source.kind is SourceKind.DIRECTORY else _gguf_facts(source.path)
 
 
@@ -67,6 +84,7 @@ def _gguf_facts(path: Path) -> ModelFacts:
         architecture=architecture,
         quantisation="",
         num_file_bytes=file.num_bytes,
+        modified_unix_s=int(path.stat().st_mtime),
         formats=_formats((entry.format.value.upper(), entry.shape, entry.num_bytes) for entry in file.tensors.values()),
         num_layers=_count(values, f"{architecture}.block_count"),
         max_model_len=_count(values, f"{architecture}.context_length"),
@@ -94,6 +112,7 @@ def _directory_facts(path: Path) -> ModelFacts:
         architecture=", ".join(str(name)[:MAX_WORD_CHARS] for name in names[:3]) if isinstance(names, list) else "",
         quantisation=_quantisation(values.get("quantization_config")),
         num_file_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        modified_unix_s=int(path.stat().st_mtime),
         formats=_formats((tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors.values()),
         num_layers=_count(values, "num_hidden_layers"),
         max_model_len=_count(values, "max_position_embeddings"),

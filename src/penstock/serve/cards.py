@@ -17,8 +17,7 @@ from typing_extensions import TypedDict
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
-from penstock.deploy.served import ModelCard as FileCard
-from penstock.deploy.served import ServedModel
+from penstock.deploy.served import ModelFacts, ServedModel
 from penstock.serve.asking import find_allowed, may_ask
 from penstock.serve.loading import FolderWatch
 from penstock.serve.shapes import Count
@@ -28,12 +27,12 @@ class ModelCards:
     """Reads each model's files once, when first asked. A disk that hangs keeps one thread for each model."""
 
     def __init__(self) -> None:
-        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[FileCard]] = WeakKeyDictionary()
+        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelFacts]] = WeakKeyDictionary()
 
-    async def of(self, served: ServedModel) -> FileCard:
+    async def of(self, served: ServedModel) -> ModelFacts:
         """Return the facts of a model's files. Waits for the disk."""
         if served not in self._cards:
-            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.card))
+            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.facts))
         return await asyncio.shield(self._cards[served])
 
 

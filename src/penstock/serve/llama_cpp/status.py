@@ -15,7 +15,7 @@ import penstock
 from penstock.calls.call import CompletionRequest
 from penstock.calls.check import check_sampling
 from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ModelCard
+from penstock.deploy.served import ModelFacts
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, find_model, read_owner
 from penstock.serve.errors import unavailable
@@ -124,7 +124,7 @@ def _props(name: str, *, is_sleeping: bool) -> PropsHead:
     }
 
 
-def _of_files(name: str, card: ModelCard) -> LlamaProps:
+def _of_files(name: str, card: ModelFacts) -> LlamaProps:
     """Return `/props` of a model that is not loaded."""
     template = card.chat_template
     return {

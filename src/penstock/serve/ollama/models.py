@@ -12,7 +12,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
-from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.deploy.served import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask
 from penstock.serve.bodies import Body, Unread, parse_body
@@ -101,7 +101,7 @@ class OllamaModels:
         models: list[ModelOnDisk] = []
         for served, name in self._seen(http):
             card = await self._cards.of(served)
-            models.append({**_named(served, name, card), "modified_at": utc(card.modified_unix_s), "size": card.num_bytes})
+            models.append({**_named(served, name, card), "modified_at": utc(card.modified_unix_s), "size": card.num_file_bytes})
         return {"models": models}
 
     async def ps(self, http: HttpRequest) -> OllamaRunning:
@@ -164,24 +164,30 @@ def _not_done(message: str) -> ApiError:
     return ApiError(501, message, code="not_implemented")
 
 
-def _named(served: ServedModel, name: str, card: ModelCard) -> OllamaModel:
+def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
     """Return the fields that lists share. The digest is of these facts: nobody reads whole files for it."""
     digest = hashlib.sha256(f"{served.name} {card}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
 
 
-def _details(card: ModelCard) -> OllamaDetails:
+def _details(card: ModelFacts) -> OllamaDetails:
     return {
         "parent_model": "",
-        "format": card.container,
+        "format": _container(card),
         "family": card.architecture,
         "families": [card.architecture] if card.architecture else [],
         "parameter_size": "" if card.num_parameters is None else _short(card.num_parameters),
-        "quantization_level": card.quantisation,
+        "quantization_level": card.weight_format,
     }
 
 
-def _show(served: ServedModel, card: ModelCard) -> OllamaShow:
+def _container(card: ModelFacts) -> str:
+    if not card.container:
+        return ""
+    return "gguf" if card.path.suffix == ".gguf" else "safetensors"
+
+
+def _show(served: ServedModel, card: ModelFacts) -> OllamaShow:
     info = served.info
     context_len = card.max_model_len if info is None else info.max_model_len
     facts = {
@@ -203,7 +209,7 @@ def _show(served: ServedModel, card: ModelCard) -> OllamaShow:
     }
 
 
-def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
+def _capabilities(served: ServedModel, card: ModelFacts) -> list[str]:
     """Return what the model can do, in Ollama's words. A model that is not loaded is judged by its template."""
     running = served.running
     encoder = None if served.info is None else served.info.encoder
