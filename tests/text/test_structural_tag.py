@@ -228,7 +228,7 @@ REFUSED = {
         {"type": "sequence", "elements": [triggered(["<f"], TAG_X), const("a")]},
         "may go on, so nothing can stand behind it",
     ),
-    "a schema that can't be followed": (by_schema({"not": {}}), "does not support not"),
+    "a schema that can't be followed": (by_schema({"not": {}}), "does not support 'not'"),
     "a bad regex": (regex("(?=a)"), "A regex has look-around"),
     "a bad number": ({"type": "repeat", "min": 3, "max": 2, "content": const("a")}, "'min' and 'max' in order"),
     "an end in another": (tag("a", const("b"), ["c", "cd"]), "with which another begins"),

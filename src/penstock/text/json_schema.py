@@ -213,7 +213,7 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
 
 def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> None:
     if unsupported := sorted(_UNSUPPORTED.intersection(node)):
-        _refuse(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.", place)
+        _refuse(f"does not support {', '.join(map(repr, unsupported))}. Leave it out, or say the same in another way.", place)
     for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(name), bool):
             _refuse(f"takes {name} as a number, not as true or false. Give the bound itself.", place)
