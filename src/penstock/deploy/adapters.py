@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -53,15 +53,6 @@ of a model does not wait for it."""
 _MAX_THREADS = 4
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A name that clients may use."""
-
-    name: str
-    path: Path
-    """A folder of PEFT, or a GGUF file."""
 
 
 @dataclass(slots=True)
@@ -127,28 +118,15 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Counts:
-    num_loads: int = 0
-    load_ns: int = 0
-    num_pages: int = 0
-    """Sum over all loads."""
-    num_failures: int = 0
-    num_evictions: int = 0
-
-
-@dataclass(slots=True)
 class _Reading:
-    """An adapter that a thread reads."""
+    """An adapter that a thread reads, and what comes of it: an image and the hash of its files, or a failure."""
 
+    adapter: _Adapter
+    stamp: object
+    """The files when the reading began."""
     began_ns: int
     num_bytes: int = 0
     """Memory that it takes beside the packed adapters."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The result of a reading: an image and the hash of its files, or a failure."""
-
     packed: PackedAdapter | None = None
     content: bytes = b""
     failure: str = ""
@@ -194,7 +172,10 @@ class Adapters:
         """By the adapter's number."""
         self._reading: dict[int, _Reading] = {}
         """By the adapter's number."""
-        self._counts = _Counts()
+        self._counts = AdapterStats()
+        """What has been counted since the start."""
+        self._num_pages = 0
+        """Sum over all loads."""
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._threads: set[threading.Thread] = set()
@@ -276,11 +257,11 @@ class Adapters:
         with self._changed:
             return self._by_number[ref.number].path
 
-    def registered(self) -> list[Registered]:
-        """Return the names that were registered or asked for, not all in the folder."""
+    def registered(self) -> dict[str, Path]:
+        """Return the names that were registered or asked for, not all in the folder, and their folders or GGUF files."""
         with self._changed:
-            names = list(self._names.items())
-        return [Registered(name, entry.path) for name, entry in names]
+            names = self._names.copy()
+        return {name: entry.path for name, entry in names.items()}
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
         """Register a name when its adapter was read from files in the folder or in paths of the settings. Returns at once.
@@ -335,7 +316,7 @@ class Adapters:
         with self._changed:
             adapter, counts = self._by_number[number], self._counts
             num_loads = max(1, counts.num_loads)
-            likely_pages = adapter.num_pages or round(counts.num_pages / num_loads)
+            likely_pages = adapter.num_pages or round(self._num_pages / num_loads)
             num_left = 0 if adapter.packed is not None else self._num_loads_until(number)
             return AdapterOutlook(adapter.num_pages, likely_pages, num_left * counts.load_ns // num_loads)
 
@@ -347,15 +328,8 @@ class Adapters:
     def stats(self) -> AdapterStats:
         with self._changed:
             self._sweep()
-            counts = self._counts
-            return AdapterStats(
-                num_registered=len(self._names),
-                num_in_memory=len(self._in_memory),
-                num_bytes=self._num_bytes,
-                num_loads=counts.num_loads,
-                load_ns=counts.load_ns,
-                num_failures=counts.num_failures,
-                num_evictions=counts.num_evictions,
+            return replace(
+                self._counts, num_registered=len(self._names), num_in_memory=len(self._in_memory), num_bytes=self._num_bytes
             )
 
     def close(self) -> None:
@@ -517,7 +491,7 @@ class Adapters:
         ):
             # Of equals the first one: it is the least recently used.
             self._let_go(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.is_taken)))
-            self._counts.num_evictions += 1
+            self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
 
     def _keep(self, adapter: _Adapter, packed: PackedAdapter, content: bytes) -> None:
         self._make_room(packed.num_bytes, num_adapters=1)
@@ -567,67 +541,70 @@ class Adapters:
                     return
                 if self._reading:
                     _log.warning("%d threads that read adapters have been stuck for 5 s or more", len(self._reading))
-                reading = self._reading[adapter.number] = _Reading(self._clock.now_ns())
+                reading = self._reading[adapter.number] = _Reading(adapter, b"", self._clock.now_ns())
                 self._start_thread()
                 read, pack = self._read, self._pack
             assert read is not None, "a registry that is not closed is connected"
             assert pack is not None, "both or none"
-            stamp = _stamp(adapter.path)
-            outcome = self._load(adapter, reading, read, pack)
+            reading.stamp = _stamp(adapter.path)
+            self._load(reading, read, pack)
             with self._changed:
                 if session != self._session:
                     return
-                tell, wake = self._finish(adapter, stamp, outcome), self._wake
+                tell, wake = self._finish(reading), self._wake
                 self._changed.notify_all()
             if tell is not None:
                 tell()
             wake()
-            del adapter, outcome, tell
+            del adapter, reading, tell
 
-    def _finish(self, adapter: _Adapter, stamp: object, outcome: _Outcome) -> Callable[[], None] | None:
+    def _finish(self, reading: _Reading) -> Callable[[], None] | None:
         """Note what a reading has brought. Returns what `_settle` returns. With the lock."""
-        began_ns, now_ns = self._reading.pop(adapter.number).began_ns, self._clock.now_ns()
-        adapter.stamp = stamp
-        packed, failure = outcome.packed, outcome.failure
-        if packed is not None and adapter.fingerprint not in (b"", outcome.content):
+        adapter, packed, counts, now_ns = reading.adapter, reading.packed, self._counts, self._clock.now_ns()
+        del self._reading[adapter.number]
+        adapter.stamp = reading.stamp
+        if packed is not None and adapter.fingerprint not in (b"", reading.content):
             packed, adapter.is_lost = None, True
-            failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
+            reading.failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
         if packed is None:
-            adapter.failure, adapter.failed_at_ns = failure, now_ns
+            adapter.failure, adapter.failed_at_ns = reading.failure, now_ns
             # A client can't be to blame for an adapter that was read before.
-            adapter.reason = RejectReason.UNAVAILABLE if adapter.fingerprint else outcome.reason
-            self._counts.num_failures += 1
+            adapter.reason = RejectReason.UNAVAILABLE if adapter.fingerprint else reading.reason
+            self._counts = replace(counts, num_failures=counts.num_failures + 1)
         else:
-            self._keep(adapter, packed, outcome.content)
-            self._counts.num_loads += 1
-            self._counts.num_pages += packed.num_pages
-            self._counts.load_ns += now_ns - began_ns
+            load_ns = counts.load_ns + now_ns - reading.began_ns
+            self._counts = replace(counts, num_loads=counts.num_loads + 1, load_ns=load_ns)
+            self._num_pages += packed.num_pages
+            self._keep(adapter, packed, reading.content)
         asked = self._asked.pop(adapter.number, None)
         return None if asked is None else self._settle(asked)
 
-    def _load(self, adapter: _Adapter, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> _Outcome:
+    def _load(self, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> None:
         """Read an adapter and pack it. Never raises: all adapters need the thread."""
         from penstock.models.adapter_files import AdapterFiles
 
-        take = partial(self._take, adapter.path, reading)
-        files = AdapterFiles(roots=None if adapter.is_free else self._roots, timeout_s=30.0, take=take)
+        path = reading.adapter.path
+        roots = None if reading.adapter.is_free else self._roots
+        files = AdapterFiles(roots=roots, timeout_s=30.0, take=partial(self._take, path, reading))
         try:
-            packed = pack(read(adapter.path, files))
+            packed = pack(read(path, files))
             if packed.num_bytes > self._max_bytes:
-                raise _too_large(adapter.path, packed.num_bytes, self._max_bytes)
-            return _Outcome(packed, files.digest)
+                raise _too_large(path, packed.num_bytes, self._max_bytes)
+            reading.packed, reading.content = packed, files.digest
         except PenstockError as error:
             _log.warning("an adapter can't be loaded: %s", error)
+            reading.failure = error.without_folders()[:1000]
             is_of_disk = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
-            reason = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
-            reason = error.reason if isinstance(error, Rejected) else reason
-            return _Outcome(failure=error.without_folders()[:1000], reason=reason)
+            if isinstance(error, Rejected):
+                reading.reason = error.reason
+            elif not is_of_disk:
+                reading.reason = RejectReason.INVALID
         except MemoryError:
-            _log.exception("%s: there is no memory for the adapter", adapter.path)
-            return _Outcome(failure=f"{adapter.path.name}: there is no memory for the adapter.")
+            _log.exception("%s: there is no memory for the adapter", path)
+            reading.failure = f"{path.name}: there is no memory for the adapter."
         except Exception as error:
-            _log.exception("%s: the adapter can't be loaded", adapter.path)
-            return _Outcome(failure=f"{adapter.path.name}: {type(error).__name__}. The server's log has the cause.")
+            _log.exception("%s: the adapter can't be loaded", path)
+            reading.failure = f"{path.name}: {type(error).__name__}. The server's log has the cause."
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
         """Evict adapters for a reading that needs so many bytes in all. Raises ModelError or `Rejected`."""

@@ -90,12 +90,12 @@ class Deployment:
             if one.adapters is None:
                 continue
             for adapter in one.adapters.registered():
-                if adapter.name in taken:
+                if adapter in taken:
                     raise ConfigError(
-                        f"An adapter of {one.name} is called {adapter.name!r}, and so is another adapter or a model.",
+                        f"An adapter of {one.name} is called {adapter!r}, and so is another adapter or a model.",
                         remedy="Give it another name in --lora-modules.",
                     )
-                taken.add(adapter.name)
+                taken.add(adapter)
 
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with a registered or found adapter of this name, or None. Does not ask the disk."""

@@ -109,9 +109,9 @@ class ModelsEndpoint:
             found += [Listed(name, served) for name in served.names if may_ask(scope, served, name, self._deployment)]
             if served.adapters is None:
                 continue
-            for index, one in enumerate(served.adapters.registered()):
-                if may_ask(scope, served, one.name, self._deployment):
-                    found.append(Listed(one.name, served, one.path, is_adapter=True))
+            for index, (name, path) in enumerate(served.adapters.registered().items()):
+                if may_ask(scope, served, name, self._deployment):
+                    found.append(Listed(name, served, path, is_adapter=True))
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
         return found
