@@ -301,7 +301,7 @@ async def slow_templates(*keys):
 
 
 def num_waiting(line):
-    return sum(len(queue.jobs) for queue in list(line._queues.values()))
+    return sum(len(jobs) for jobs in list(line._queues.values()))
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

@@ -483,7 +483,7 @@ async def slow_grammars(*keys):
             return asyncio.create_task(client.post(COMPLETIONS, json=body, headers=headers))
 
         def waiting():
-            jobs = {job for queue in list(runtime.off_loop._grammars._queues.values()) for job in list(queue.jobs)}
+            jobs = {job for queue in list(runtime.off_loop._grammars._queues.values()) for job in list(queue)}
             return {job.key.source: job.waiting.total() for job in jobs}
 
         try:

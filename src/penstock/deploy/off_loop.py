@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -191,17 +191,6 @@ class Job:
         """Requests that wait for it to begin, by tenant. Empty when it has begun."""
 
 
-class _Queue:
-    """The jobs of one tenant."""
-
-    __slots__ = ("at_work", "jobs")
-
-    def __init__(self) -> None:
-        self.jobs: dict[Job, None] = {}
-        """Jobs that have not begun, the oldest first."""
-        self.at_work: Job | None = None
-
-
 class FairLine:
     """Jobs that a few threads do, in turn between tenants. Thread-safe.
 
@@ -212,12 +201,13 @@ class FairLine:
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int) -> None:
         """`max_jobs` and `max_size` limit the waiting jobs of each tenant."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
-        self._num_idle = num_threads
+        self._num_threads = num_threads
         self._max_jobs = max_jobs
         self._max_size = max_size
         self._lock = threading.Lock()
-        self._queues: dict[str, _Queue] = {}
-        """Queues of tenants with work, in the order of their turns."""
+        self._queues: dict[str, dict[Job, None]] = {}
+        """Jobs that have not begun, the oldest first, by tenants in the order of their turns."""
+        self._at_work: dict[str, Job] = {}
         self._shared: dict[Hashable, Job] = {}
         """Jobs with a key that have not ended."""
         self._is_closed = False
@@ -235,12 +225,12 @@ class FairLine:
             if self._is_closed:
                 job.done.cancel()
                 return job
-            queue = self._queues.get(tenant) or _Queue()
-            if job not in queue.jobs:
-                if self._is_full(queue, size):
+            jobs = self._queues.get(tenant, {})
+            if job not in jobs:
+                if self._is_full(jobs, size):
                     return None
-                queue.jobs[job] = None
-                self._queues[tenant] = queue
+                jobs[job] = None
+                self._queues[tenant] = jobs
             job.waiting[tenant] += 1
             if key is not None:
                 self._shared[key] = job
@@ -263,39 +253,32 @@ class FairLine:
         """Cancel waiting jobs, and the results of those that have begun. Does not wait. Idempotent."""
         with self._lock:
             self._is_closed = True
-            jobs = {job for queue in self._queues.values() for job in queue.jobs}
-            for queue in self._queues.values():
-                queue.jobs.clear()
-            for job in jobs:
+            jobs = {job for queue in self._queues.values() for job in queue}
+            self._queues.clear()
+            for job in jobs.union(self._at_work.values()):
                 job.waiting.clear()
-            for job in jobs.union(queue.at_work for queue in self._queues.values() if queue.at_work):
                 job.done.cancel()
         self._pool.shutdown(wait=False)
 
-    def _is_full(self, queue: _Queue, size: int) -> bool:
-        jobs = queue.jobs
+    def _is_full(self, jobs: Collection[Job], size: int) -> bool:
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
         """Begin jobs while threads are idle. Call this with the lock."""
-        while self._num_idle:
-            turns = ((tenant, queue) for tenant, queue in self._queues.items() if queue.jobs and queue.at_work is None)
-            tenant, queue = next(turns, ("", None))
-            if queue is None:
+        while len(self._at_work) < self._num_threads:
+            tenant = next((tenant for tenant in self._queues if tenant not in self._at_work), None)
+            if tenant is None:
                 return
-            job = next(iter(queue.jobs))
-            queue.at_work = job
+            job = self._at_work[tenant] = next(iter(self._queues[tenant]))
             for other in list(job.waiting):
                 self._take_out(other, job)
-            self._num_idle -= 1
             self._pool.submit(self._do, tenant, job)
 
     def _take_out(self, tenant: str, job: Job) -> None:
         """Remove a job from the tenant's queue. Call this with the lock."""
         del job.waiting[tenant]
-        queue = self._queues[tenant]
-        del queue.jobs[job]
-        if not queue.jobs and queue.at_work is None:
+        del self._queues[tenant][job]
+        if not self._queues[tenant]:
             del self._queues[tenant]
 
     def _do(self, tenant: str, job: Job) -> None:
@@ -306,11 +289,9 @@ class FairLine:
             result, error = None, raised
         with self._lock:
             self._shared.pop(job.key, None)
-            queue = self._queues.pop(tenant)
-            queue.at_work = None
-            if queue.jobs:
-                self._queues[tenant] = queue  # behind the other tenants
-            self._num_idle += 1
+            del self._at_work[tenant]
+            if jobs := self._queues.pop(tenant, None):
+                self._queues[tenant] = jobs  # behind the other tenants
             self._begin()
         with contextlib.suppress(InvalidStateError):  # the line was closed meanwhile
             if error is None:
