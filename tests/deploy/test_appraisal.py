@@ -28,7 +28,7 @@ def test_a_model_that_is_served_has_no_refusals(tmp_path: Path) -> None:
     assert found.model is not None
     assert found.outline is not None
     assert found.forecast is not None
-    assert found.forecast.kv.max_model_len == 256
+    assert found.forecast.kv.capacity.max_model_len == 256
     facts = found.facts
     assert (facts.architecture, facts.num_layers, facts.max_model_len, facts.num_tokens) == ("llama", 2, 256, 264)
     assert (facts.vocabulary, list(facts.chat_templates)) == ("gpt2, gpt-2", ["default"])

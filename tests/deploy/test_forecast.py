@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, forecast, read_outline
+from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, Outline, forecast, read_outline
 from penstock.deploy.resolve import resolve as resolve_model
 from penstock.deploy.resources import Machine
 from penstock.machine import find_cores
@@ -36,9 +36,9 @@ LLAMA_3_8B = {
 }
 
 
-def foresee(config: Config, source: ModelSource, *, is_gpu: bool, memory_bytes: int) -> Forecast:
+def foresee(config: Config, source: ModelSource, *, is_gpu: bool, memory_bytes: int) -> tuple[Outline, Forecast]:
     outline = read_outline(config, source, is_gpu=is_gpu)
-    return forecast(config, outline, is_gpu=is_gpu, memory_bytes=memory_bytes)
+    return outline, forecast(config, outline, is_gpu=is_gpu, memory_bytes=memory_bytes)
 
 
 @pytest.fixture
@@ -58,25 +58,24 @@ def test_it_is_the_plan_of_a_server_that_starts(tmp_path: Path, kind: str) -> No
     machine = Machine(available_bytes=4 * GIB, total_bytes=4 * GIB, num_models=1, cores=find_cores())
     blueprint, _ = resolve_model(replace(config, backend=BackendConfig(device="cpu")), source, machine)
     expected = blueprint.measured_plan
-    found = foresee(config, source, is_gpu=False, memory_bytes=4 * GIB)
+    outline, found = foresee(config, source, is_gpu=False, memory_bytes=4 * GIB)
     assert found.kv == expected
-    assert found.outline.num_weight_bytes == model.num_weight_bytes
-    assert found.capacity.num_blocks == expected.num_blocks
-    assert (found.capacity.max_rows, found.capacity.max_step_tokens, found.kv_dtype) == (64, 512, KvDtype.INT8)
+    assert outline.num_weight_bytes == model.num_weight_bytes
+    assert found.kv.capacity.num_blocks == expected.capacity.num_blocks
+    assert (found.kv.capacity.max_rows, found.kv.capacity.max_step_tokens, found.compute.kv_dtype) == (64, 512, KvDtype.INT8)
 
 
 def test_a_model_of_which_only_config_json_is_here(config_alone: Path) -> None:
     source = resolve(str(config_alone), config_alone)
-    found = foresee(Config(), source, is_gpu=True, memory_bytes=80_000_000_000)
-    outline = found.outline
+    outline, found = foresee(Config(), source, is_gpu=True, memory_bytes=80_000_000_000)
     assert outline.is_assumed
     assert outline.num_weight_bytes == 2 * 8_030_261_248
     assert outline.num_read_bytes == 2 * (8_030_261_248 - 128256 * 4096)
-    assert found.kv_dtype is KvDtype.BF16
+    assert found.compute.kv_dtype is KvDtype.BF16
     left = int(0.9 * 80_000_000_000) - outline.num_weight_bytes - ASSUMED_GPU_STEP_BYTES
     assert found.kv.num_bytes == pytest.approx(left, rel=0.001)
     assert found.kv.num_tokens == pytest.approx(left / (131_072 + 1024), rel=0.001)
-    assert (found.capacity.max_rows, found.capacity.max_step_tokens) == (256, 2048)
+    assert (found.kv.capacity.max_rows, found.kv.capacity.max_step_tokens) == (256, 2048)
 
 
 def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None:

@@ -134,10 +134,10 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
-    size = size_of_outline(outline, expected.kv_dtype)
+    size = size_of_outline(outline, expected.compute.kv_dtype)
     rates = speeds(size, hardware)
     simulation = Simulation(
-        capacity=expected.capacity,
+        capacity=expected.kv.capacity,
         make_policies=choose_policies(config).make,
         cost=saved.cost if saved else roofline(size, rates),
         enable_prefix_caching=config.kv.prefix_caching,

@@ -227,7 +227,7 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     if appraisal.forecast is None:
         return f"{words}; {format_size(appraisal.num_free_bytes)} are free"
     kv = appraisal.forecast.kv
-    longest = f"longest request {counted(kv.max_model_len, 'token')}"
+    longest = f"longest request {counted(kv.capacity.max_model_len, 'token')}"
     free = format_size(appraisal.num_free_bytes)
     words = f"{words}; a server takes {format_size(kv.num_bytes)} for them, of {free} free: {longest}"
     if appraisal.model is not None and appraisal.outline is not None and appraisal.outline.num_disk_bytes:
@@ -272,7 +272,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "state_bytes_per_block": size.state_bytes_per_block,
             "kv_dtype": size.kv_dtype.value,
             "kv_cache_bytes": None if forecast is None else forecast.kv.num_bytes,
-            "longest_request_tokens": None if forecast is None else forecast.kv.max_model_len,
+            "longest_request_tokens": None if forecast is None else forecast.kv.capacity.max_model_len,
             "free_bytes": appraisal.num_free_bytes,
         },
         "upper_bounds": speed

@@ -444,23 +444,24 @@ def _log_model(blueprint: Blueprint, model: LoadedModel) -> None:
 
 def _log_kv(blueprint: Blueprint, model: LoadedModel) -> None:
     kv: KvPlan = blueprint.measured_plan
+    longest = kv.capacity.max_model_len
     _log.info(
         "KV cache of %s, up to %s as it fills: %s of %s, %s in all; longest request %d",
         blueprint.compute.kv_dtype,
         format_size(kv.num_bytes),
-        counted(kv.num_blocks - 1, "block"),
-        counted(kv.block_size, "token"),
+        counted(kv.capacity.num_blocks - 1, "block"),
+        counted(kv.capacity.block_size, "token"),
         counted(kv.num_tokens, "token"),
-        kv.max_model_len,
+        longest,
     )
     # First turns of ShareGPT have 467 tokens on average, with their answers (`benchmarks/kv_waste.py`).
-    typical = min(512, kv.max_model_len)
-    num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(kv.max_model_len)
+    typical = min(512, longest)
+    num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(longest)
     _log.info(
         "KV cache holds %s of %s (prompt and answer) at once%s; at most %d run at once",
         counted(num_typical, "request"),
         counted(typical, "token"),
-        f", or {num_longest} of the longest" if typical < kv.max_model_len else "",
+        f", or {num_longest} of the longest" if typical < longest else "",
         blueprint.compute.max_rows,
     )
     if kv.is_shortened:

@@ -152,7 +152,7 @@ def _make_ready(executor: CudaExecutor, blueprint: Blueprint) -> None:
     from penstock.backends.cuda.memory import GpuMemory
 
     plan = blueprint.measured_plan
-    executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
+    executor.resize(plan.capacity.num_blocks, max_model_len=plan.capacity.max_model_len)
     executor.choose_attention()
     if not executor.num_graphs_left:
         return
@@ -174,14 +174,14 @@ def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
     the disk tier outlives the executor.
     """
     if model.encoder is not None:
-        return blueprint.measured_plan.max_model_len
+        return blueprint.measured_plan.capacity.max_model_len
     return min(blueprint.settings.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
 
 
 def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int = 2) -> CudaExecutor:
     """Make an executor whose KV cache is not planned yet."""
     compute = blueprint.compute
-    block_size = blueprint.plan.block_size if blueprint.plan is not None else compute.block_size
+    block_size = blueprint.plan.capacity.block_size if blueprint.plan is not None else compute.block_size
     rows, step_tokens = compute.max_rows, compute.max_step_tokens
     capacity = Capacity(num_blocks, block_size, rows, step_tokens, _longest(blueprint, model))
     return cast("CudaExecutor", _make(blueprint, model, capacity, **_gpu_extras(compute.options)))

@@ -21,7 +21,6 @@ from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv
 from penstock.machine import available_memory_bytes
 from penstock.types.errors import ConfigError, ModelError, PenstockError
-from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
@@ -60,16 +59,7 @@ class Outline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     compute: Compute
-    outline: Outline
     kv: KvPlan
-
-    @property
-    def kv_dtype(self) -> KvDtype:
-        return self.compute.kv_dtype
-
-    @property
-    def capacity(self) -> Capacity:
-        return self.kv.capacity
 
 
 def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: int) -> Forecast:
@@ -98,7 +88,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes,
             available_bytes=memory_bytes,
         )
-    return Forecast(compute=compute, outline=outline, kv=kv)
+    return Forecast(compute=compute, kv=kv)
 
 
 # --- the model ---
@@ -355,7 +345,7 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
         if config.model.experts_on_disk:
             check_experts(compute, model)
         outline = _outline_of(config, compute, model)
-        return forecast(config, outline, is_gpu=False, memory_bytes=available_memory_bytes()).capacity
+        return forecast(config, outline, is_gpu=False, memory_bytes=available_memory_bytes()).kv.capacity
     if config.kv.kv_cache_memory_bytes is not None:
         raise ConfigError("--blocks and --kv-cache-memory both say how large the KV cache is.", remedy="Leave one of them out.")
     if config.model.experts_on_disk:

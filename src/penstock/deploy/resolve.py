@@ -89,7 +89,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
             check_disk(expert_folder(config), model)
         available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
         if compute.is_on_gpu:
-            sizing.check_adapter_room(adapters, available_bytes)
+            sizing.check_adapter_room(adapters, available_bytes - sizing.RESERVE_BYTES)
         else:
             plan = plan_on_cpu(
                 config,

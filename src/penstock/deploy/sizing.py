@@ -55,31 +55,15 @@ class KvPlan:
     """The model could take longer requests than the cache can hold."""
     num_step_bytes: int = 0
     """Memory for the experts of a step, which `RESERVE_BYTES` does not cover."""
-    num_adapter_bytes: int = 0
-    """Memory for adapters beside the cache, and for reading one."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks, including the null block."""
-        return self.capacity.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.capacity.block_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest prompt + output."""
-        return self.capacity.max_model_len
 
     @property
     def num_tokens(self) -> int:
         """Positions that all running requests share."""
-        return (self.num_blocks - 1) * self.block_size
+        return (self.capacity.num_blocks - 1) * self.capacity.block_size
 
     def num_requests_of(self, num_tokens: int) -> int:
         """Return how many complete requests of so many tokens the cache holds."""
-        return (self.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
+        return (self.capacity.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
 
 
 def plan_kv(
@@ -106,15 +90,8 @@ def plan_kv(
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
-    adapter_bytes = adapters.num_bytes
-    if adapter_bytes and free_bytes - adapter_bytes < 2 * block_bytes:
-        raise NotEnoughMemory(
-            f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
-            f"{format_size(adapters.read_bytes)} to read one, leave no KV cache of the {format_size(max(0, free_bytes))} that "
-            "are free after the weights.",
-            remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
-        )
-    free_bytes -= adapter_bytes
+    check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
+    free_bytes -= adapters.num_bytes
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
@@ -127,7 +104,7 @@ def plan_kv(
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact)
-    return replace(found, num_step_bytes=step_bytes, num_adapter_bytes=adapter_bytes)
+    return replace(found, num_step_bytes=step_bytes)
 
 
 def plan_gpu_kv(
@@ -165,18 +142,17 @@ def plan_gpu_kv(
             remedy="Raise --gpu-memory-utilization, lower --max-num-batched-tokens, or take a smaller model.",
         )
     growth = "--kv-cache-memory" if kv.kv_cache_memory_bytes else "--gpu-memory-utilization"
-    found = _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact, growth=growth)
-    return replace(found, num_adapter_bytes=adapters.num_bytes)
+    return _plan(wanted, block_bytes, budget_bytes, is_exact=is_exact, growth=growth)
 
 
-def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
-    """Raise NotEnoughMemory if the adapters of a GPU's model do not fit the machine's memory."""
-    free_bytes = available_bytes - RESERVE_BYTES
-    if adapters.num_bytes > max(0, free_bytes):
+def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes: int = 0) -> None:
+    """Raise NotEnoughMemory if the adapters do not fit the machine's memory, beside the smallest KV cache there."""
+    if adapters.num_bytes and free_bytes - adapters.num_bytes < least_kv_bytes:
+        beside = " after the weights, with a KV cache beside them" if least_kv_bytes else ""
         raise NotEnoughMemory(
             f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
             f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the "
-            "machine's memory that are free.",
+            f"machine's memory that are free{beside}.",
             remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
         )
 
