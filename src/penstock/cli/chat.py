@@ -48,7 +48,7 @@ class Conversation:
                 self._turn(text)
 
     def _turn(self, text: str) -> None:
-        """Answer one question. What was said before an interruption counts as said."""
+        """Answer one question. Text before an interruption counts as said."""
         question = {"role": "user", "content": text}
         try:
             self._session.ask_chat([*self._messages, question])

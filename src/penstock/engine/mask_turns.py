@@ -44,9 +44,9 @@ class MaskTurns:
         self.made: list[tuple[_Row, int]] = []
         """Masks of the step, with their times."""
         self._left_ns: dict[str, int] = {}
-        """Tenant -> what is left of its part; negative after a mask that took longer."""
+        """Tenant -> time left of its share; negative after a mask that took longer."""
         self._owed_ns = 0
-        """What all masks took beyond the tenth, at most the longest mask. It spaces out the masks of different tenants."""
+        """Time that all masks took beyond the tenth, at most that of the longest mask. It spaces out the masks of different tenants."""
         self._layers_ns = 0
         """Time of the last step without its masks."""
         self._settled_ns = 0

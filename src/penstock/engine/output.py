@@ -32,7 +32,7 @@ class OutputStage:
         self._observer: TokenObserver = observer or NullObserver()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, _Stream] = {}
-        """Of requests that had an event."""
+        """Streams of requests that had an event."""
         self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
         """The choices of one call share theirs."""
 

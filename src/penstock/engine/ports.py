@@ -119,7 +119,7 @@ class BlockStore(Protocol):
         ...
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
-        """Put content into a slot under its name. What was there is lost, even if this fails."""
+        """Put content into a slot under its name. The old content is lost, even if this fails."""
         ...
 
     def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:

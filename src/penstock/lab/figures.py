@@ -343,7 +343,7 @@ class Figures:
     goodput: Goodput | None
     cost: Cost | None
     lag: Distribution | None
-    """Of the client: from the intended arrival to the sending."""
+    """Delay of the client: from the intended arrival to the sending."""
     steady: tuple[Window, Rates] | None
     """The rates without warm-up and drain, if enough is left."""
     fairness: Fairness | None

@@ -1,4 +1,4 @@
-"""What a simulation reports beside its records: how full the servers were, how fast it ran, whether it extrapolated."""
+"""The report of a simulation beside its records: how full the servers were, how fast it ran, whether it extrapolated."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Simulation(ServerSettings):
     max_returns: int = 0
     """How often a refused client comes back, as Retry-After says."""
     seed: int = 0
-    """Of the cost model's noise."""
+    """Seed of the cost model's noise."""
 
     def run(
         self,
@@ -175,7 +175,7 @@ class Cluster:
 def _play(
     clock: VirtualClock, traffic: Traffic, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None
 ) -> None:
-    """Let everything happen in the order of time. Of servers whose turns are due at once the first goes first."""
+    """Let everything happen in the order of time. If several servers' turns are due at once, the first one goes first."""
     agenda = traffic.agenda
     with _without_collector():
         while True:

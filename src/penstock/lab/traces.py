@@ -27,7 +27,7 @@ CountTokens = Callable[[str], int]
 CHARS_PER_TOKEN = 4
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_OUTPUT_TOKENS = 128
-"""Of a prompt whose file names no length of the answer."""
+"""Length of an answer whose length the file does not give."""
 FORMATS = (
     "a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure); or one JSON object a line with "
     "timestamp, input_length, output_length and hash_ids (Mooncake), with conversations (ShareGPT, also as one JSON array), "

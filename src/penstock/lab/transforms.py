@@ -78,7 +78,7 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 def repeat(workload: Workload, times: int) -> Workload:
     """Return the workload `times` times, with a mean gap between the last arrival and the next first one.
 
-    Prefixes of several conversations stay shared. What only one conversation has is new each time, or a cache would know it.
+    Prefixes of several conversations stay shared. Text of one conversation alone is new each time, or a cache would know it.
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}

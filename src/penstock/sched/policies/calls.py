@@ -64,7 +64,7 @@ class FairCalls(Order):
         self._shares = dict(shares or {})
         self._tenants: dict[str, Tenant] = {}
         self._num_shares = 0
-        """Of tenants with waiting requests, as the next."""
+        """Sum of the shares of tenants with waiting requests."""
         self._num_tenants = 0
         self._now = 0
         self._due: dict[str, OrderKey] = {}
