@@ -46,7 +46,7 @@ class MaskTurns:
         self._left_ns: dict[str, int] = {}
         """Tenant -> time left of its share; negative after a mask that took longer."""
         self._owed_ns = 0
-        """Time that all masks took beyond the tenth, at most that of the longest mask. It spaces out the masks of different tenants."""
+        """Time of masks beyond the tenth, at most that of the longest one. It spaces out the masks of different tenants."""
         self._layers_ns = 0
         """Time of the last step without its masks."""
         self._settled_ns = 0

@@ -320,7 +320,7 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Limits that bind, and how much raising each would help. Rates are tried in steps of `STEP`, so gains are known to 12 %."""
+    """Limits that bind, and the gain of raising each. Rates are tried in steps of `STEP`, so gains are known to 12 %."""
 
     before: float
     """The multiple of the highest rate that held in these steps: 1, more where the server was saturated or requests are few,
