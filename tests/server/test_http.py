@@ -336,3 +336,76 @@ async def test_nothing_is_timed_of_a_connection_that_was_closed_after_an_early_a
         timed.clear()
         check_error(await exchange(server, b"GET"), 408, "request_timeout")  # as long as the timer of the other takes
     assert len(set(timed)) == 1
+
+
+async def test_a_crowd_of_requests_behind_a_long_answer_is_not_read(gated, gate):
+    """Each takes a hundred times the memory of its bytes."""
+    short = b"GET /health HTTP/1.1\r\nHost:\r\n\r\n"
+    async with connected(gated) as (reader, writer):
+        writer.write(post())
+        await until(lambda: gated.runtime.engine.load().num_running == 1)
+        (connection,) = gated.server.acceptor.connections
+        writer.write(short * 20_000)
+        await until(lambda: not connection.transport.is_reading())
+        most = len(connection.exchanges)
+        gate.open()
+        assert (await read_answer(reader))[0] == 200
+        for _ in range(20_000):
+            assert (await read_answer(reader))[0] == 200
+            most = max(most, len(connection.exchanges))
+    assert most < 1000
+
+
+async def test_a_client_that_waits_for_100_continue_may_keep_its_body_after_a_refusal(live):
+    """Whether the body comes is not known, so what comes next cannot be read: the connection is closed (RFC 9110, 10.1.1)."""
+    sent = head("POST /nowhere HTTP/1.1", "Host: x", "Expect: 100-continue", f"Content-Length: {len(GET)}")
+    async with connected(live) as (reader, writer):
+        writer.write(sent)
+        check_error(await read_answer(reader), 404, "not_found")
+        writer.write(GET + GET)
+        assert await reader.read() == b""
+
+
+async def test_http_1_0_knows_no_100_continue(live):
+    async with connected(live) as (reader, writer):
+        writer.write(post(b"", "Expect: 100-continue", length=len(BODY)).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        await until(lambda: any(connection.exchanges for connection in live.server.acceptor.connections))
+        writer.write(BODY)
+        assert (await read_answer(reader))[0] == 200
+
+
+async def test_white_space_behind_a_value_does_not_count(live):
+    """RFC 9112, 5.1."""
+    async with connected(live) as (reader, writer):
+        writer.write(post(b"", "Expect: 100-continue \t", "X-Request-Id: trace ", length=f"{len(BODY)} "))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        status, headers, _ = await read_answer(reader)
+        assert (status, headers["x-request-id"]) == (200, "trace")
+
+
+async def test_a_body_that_is_compressed_for_its_transfer_is_refused(live):
+    sent = head("POST /v1/completions HTTP/1.1", "Host: x", "Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n"
+    error = check_error(await exchange(live, sent), 400, "invalid_request_error")
+    assert error["param"] == "Transfer-Encoding"
+
+
+async def test_each_of_several_requests_may_offer_http2(live):
+    offer = head("GET /health HTTP/1.1", "Host: x", *OFFER)
+    async with connected(live) as (reader, writer):
+        writer.write(offer * 3)
+        for _ in range(3):
+            assert (await read_answer(reader))[0] == 200
+
+
+async def test_an_answer_before_nonsense_is_not_lost_to_a_reset(gated, gate):
+    async with connected(gated) as (reader, writer):
+        writer.write(post() + b"HELO\r\n")
+        await until(lambda: any(connection.is_refused for connection in gated.server.acceptor.connections))
+        gate.open()
+        await until(lambda: not gated.server.acceptor.tasks)
+        for _ in range(10):
+            writer.write(b"x" * 10_000)
+            await asyncio.sleep(0.01)
+        assert (await read_answer(reader))[0] == 200
+        assert await reader.read() == b""

@@ -26,6 +26,8 @@ _CLOSING_S = 0.1
 """Time for a client to take the bytes that it was sent, if others need its place."""
 _MAX_AT_ONCE = 64
 """Connections that are accepted before the event loop turns to other work."""
+_READ_BYTES = 1 << 14
+"""Most that is read of a connection at once. It can be hundreds of requests, and each takes 3 kB of memory."""
 _RETRY_S = 0.5
 _REPORT_EVERY_S = 1.0
 _POLL_S = 0.05
@@ -40,7 +42,7 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        make_connection: Callable[[Acceptor, Encryption | None], asyncio.Protocol],
+        make_connection: Callable[[Acceptor, Encryption | None], asyncio.BaseProtocol],
         *,
         max_connections: int,
         ssl_context: ssl.SSLContext | None,
@@ -53,6 +55,8 @@ class Acceptor:
         self._ssl_context = ssl_context
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.buffer = bytearray(_READ_BYTES)
+        """Connections read into it in turn."""
         self._num_opening = 0
         """Connections that are accepted and have no transport yet."""
         self._idle_since_s: dict[Connection, float] = {}

@@ -41,7 +41,7 @@ MAX_HEAD_BYTES = 1 << 16
 MIN_BYTES_PER_CHECK = 1 << 14
 """Bytes that a request has to bring in every `read_timeout_s`, once it has begun: 4.4 kbit/s."""
 _MAX_BEHIND = 8
-"""Requests that are read while an earlier one is answered. With more, reading stops."""
+"""Requests that wait for the answer to an earlier one. With more, reading stops."""
 STALL_S = 5.0
 """A client that takes nothing of its complete answer for longer loses its place. TCP has repeated a segment thrice then."""
 _LOOK_EVERY_S = 0.5
@@ -54,7 +54,7 @@ _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """One client: parses its requests, refuses malformed ones, and has the app answer the others in turn."""
 
     read_timeout_s: ClassVar[float] = 30.0
@@ -130,9 +130,14 @@ class HttpConnection(asyncio.Protocol):
         self.is_taken.set()
         self._reading = self._parser = None  # the parser refers back to this object
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        del sizehint
+        return self._acceptor.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self.is_refused:
             return
+        data = bytes(memoryview(self._acceptor.buffer)[:nbytes])
         if self._encryption is not None:
             data = self._decrypt(data, self._encryption)
             if not data:
@@ -177,7 +182,8 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is None:  # Trailers come here, too, and nobody needs them.
-            self._headers.append((name.lower(), value))
+            # The parser leaves white space behind a value; RFC 9112, 5.1 does not count it.
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -211,6 +217,10 @@ class HttpConnection(asyncio.Protocol):
 
     # What an exchange and the acceptor call
 
+    def resume_reading(self) -> None:
+        if len(self.exchanges) <= 1 + _MAX_BEHIND:
+            self.transport.resume_reading()
+
     def write(self, data: bytes) -> None:
         if self._encryption is None:
             self.transport.write(data)
@@ -221,9 +231,11 @@ class HttpConnection(asyncio.Protocol):
         self.exchanges.popleft()
         if not exchange.keeps_alive:
             self.exchanges.clear()
-            self.is_refused = not exchange.is_whole
+            self.is_refused = self.is_refused or not exchange.is_whole
             self.close(lingers=self.is_refused)
-        self.transport.resume_reading()
+            self._be_idle_when_taken()
+            return
+        self.resume_reading()
         if self.exchanges:
             self._acceptor.start(self.exchanges[0].run(self._app))
             return
@@ -265,13 +277,16 @@ class HttpConnection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         assert self._parser is not None
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            # The parser takes what follows such a head for another protocol: give it the head without the offer.
-            head = self._head_without_offer(self._parser)
-            self._parser = self._new_parser()
-            self._parser.feed_data(head + data[offer.args[0] :])
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._parser.get_method() == b"CONNECT":
+                    raise
+                # The parser takes what follows such a head for another protocol: give it the head without the offer.
+                data = self._head_without_offer(self._parser) + data[offer.args[0] :]
+                self._parser = self._new_parser()
 
     def _head_without_offer(self, parser: httptools.HttpRequestParser) -> bytes:
         lines = [b"%s %s HTTP/%s" % (parser.get_method(), self._url, parser.get_http_version().encode())]
@@ -290,14 +305,16 @@ class HttpConnection(asyncio.Protocol):
             return request_head_too_large(MAX_HEAD_BYTES)
         if version[:2] != "1.":
             return version_not_supported()
-        # The parser leaves white space behind a value; RFC 9112, 5.1 does not count it.
-        hosts = [value.rstrip(b" \t") for name, value in self._headers if name == b"host"]
+        hosts = [value for name, value in self._headers if name == b"host"]
         if len(hosts) != 1 and (hosts or version != "1.0"):
             return invalid(f"An HTTP/1.1 request has one header Host, and this one {len(hosts) or 'none'}.", "Host")
         if hosts and not _HOST.fullmatch(hosts[0]):
             return invalid("The header Host is not a host with an optional port.", "Host")
-        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self._headers):
+        codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
+        if codings and version == "1.0":
             return invalid("HTTP/1.0 has no Transfer-Encoding: send a Content-Length, or HTTP/1.1.", "Transfer-Encoding")
+        if codings not in ([], [b"chunked"]):
+            return invalid("Transfer-Encoding can only be chunked: send the body uncompressed.", "Transfer-Encoding")
         if not self._acceptor.begin(self) and self._url.partition(b"?")[0].decode("latin-1") not in OPEN_PATHS:
             return self._acceptor.too_many()
         return None
@@ -327,8 +344,11 @@ class HttpConnection(asyncio.Protocol):
             "client": self._address("peername"),
             "server": self._address("sockname"),
         }
-        expects_continue = any(name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers)
-        keeps_alive = version != "1.0" and parser.should_keep_alive()
+        is_older = version == "1.0"
+        expects_continue = not is_older and any(
+            name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers
+        )
+        keeps_alive = not is_older and parser.should_keep_alive()
         return Exchange(self, scope, keeps_alive=keeps_alive, expects_continue=expects_continue)
 
     def _address(self, name: str) -> tuple[str, int] | None:

@@ -31,11 +31,13 @@ _Result = TypeVar("_Result")
 class Connection(Protocol):
     """A connection, as exchanges and the acceptor see it."""
 
-    transport: asyncio.Transport
     is_taken: asyncio.Event
     """Set while the client's system, or ours, has taken all that was written."""
 
     def write(self, data: bytes) -> None: ...
+
+    def resume_reading(self) -> None:
+        """Read on, unless too many requests wait already."""
 
     def on_answered(self, exchange: Exchange) -> None:
         """Begin the next request, or wait for it."""
@@ -104,7 +106,7 @@ class Exchange:
             if self._expects_continue and not self.has_begun:
                 self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
-            self._connection.transport.resume_reading()
+            self._connection.resume_reading()
             await self._news.wait()
             self._news.clear()
         if self.has_left or self.is_answered:
@@ -142,6 +144,9 @@ class Exchange:
         # An answer without a length ends with the connection in HTTP/1.0.
         self._is_chunked = self._has_body and b"content-length" not in given and self.scope["http_version"] != "1.0"
         more: Headers = [date_header()]
+        if self._expects_continue and not self.is_whole:
+            # Whether the client sends the body now is not known (RFC 9110, 10.1.1), nor what its next bytes belong to.
+            self.keeps_alive = False
         if given.get(b"connection", b"").lower() == b"close":
             self.keeps_alive = False
         elif not self.keeps_alive:
