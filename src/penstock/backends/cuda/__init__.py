@@ -1,8 +1,4 @@
-"""The GPU backend: says whether this machine has a usable GPU. Importing it imports neither PyTorch nor Triton.
-
-The cheap questions come first: the packages, then the driver itself, then PyTorch, whose import takes seconds. So a machine
-without the extra, or without a GPU, learns that in a millisecond.
-"""
+"""Finds a usable GPU. Cheap checks come first: importing PyTorch takes seconds."""
 
 from __future__ import annotations
 
@@ -12,20 +8,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 MIN_CAPABILITY = (8, 0)
-"""Tensor cores that multiply bf16: Ampere, 2020."""
+"""Ampere (2020), the first with bf16 tensor cores."""
 MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))
 """As the extra `cuda` in pyproject.toml."""
 REMEDY = "install it in Penstock's source folder: pip install '.[cuda]'"
 _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100
-"""`CUDA_ERROR_NO_DEVICE`: there is none, or `CUDA_VISIBLE_DEVICES` names none."""
+"""`CUDA_ERROR_NO_DEVICE`: no GPU, or `CUDA_VISIBLE_DEVICES` names none."""
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 """`CUdevice_attribute`: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The first device that is visible (`CUDA_VISIBLE_DEVICES`), as the driver describes it."""
+    """The first device in `CUDA_VISIBLE_DEVICES`."""
 
     name: str
     capability: tuple[int, int]
@@ -34,17 +30,16 @@ class Gpu:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of PyTorch and Triton, by name; None for a package that is not installed."""
+    """Return versions of PyTorch and Triton, None if missing."""
     return {name: _installed_version(name) for name, _ in MIN_VERSIONS}
 
 
 def flashinfer_version() -> str | None:
-    """As installed; None: it is not, and need not be."""
     return _installed_version("flashinfer", of="flashinfer-python")
 
 
 def find_gpu() -> Gpu | str:
-    """The device that would be used, or why there is none. Asks the driver alone."""
+    """Return the device, or why none is usable. Calls only the driver."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
@@ -65,10 +60,7 @@ def find_gpu() -> Gpu | str:
 
 
 def why_not() -> str | None:
-    """Why no GPU can be used, in words that can follow "no GPU is used: "; None if one can.
-
-    Imports PyTorch only if everything that can be known without it is in order.
-    """
+    """Return why no GPU can be used, worded to follow "no GPU is used: ", or None. Imports PyTorch last."""
     if (cause := _why_no_packages()) is not None:
         return cause
     gpu = find_gpu()
@@ -102,7 +94,6 @@ def _why_not_torch() -> str | None:
 
 
 def _installed_version(name: str, *, of: str | None = None) -> str | None:
-    """Version of a module, which the distribution of the same name has, or `of`."""
     if find_spec(name) is None:
         return None
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import, which most machines need not wait

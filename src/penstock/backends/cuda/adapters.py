@@ -1,10 +1,8 @@
-"""Adapters of the cuda backend: how their factors lie in the KV cache's blocks, where each is, and what they add to products.
+"""LoRA adapters in blocks of the KV cache. The executor packs and places them; the lowering adds an `AdaptedProduct` to each
+product.
 
-`AdapterFormat` packs factors, without a device. `PlacedAdapters` is the executor's: it puts pages into blocks, and says which
-rows of a step have which. `AdaptedProduct` is the lowering's: one for each product. The kernels are in `kernels.lora`.
-
-A piece is one layer's keys of a block, or its values. A and B^T of each site are cut into tiles of 16 ranks and as many columns
-as `tile_cols`, of which a piece holds as many as fit; an adapter whose greatest rank is below 16 has tiles of so many ranks.
+A and B^T of each site are cut into tiles of at most 16 ranks. A piece (one layer's keys or values of a block) has as many whole
+tiles as fit.
 
     site's A    [r, in]     tiles  (ranks 0-15, cols 0-63) (ranks 0-15, cols 64-127) ... (ranks 16-31, cols 0-63) ...
     site's B^T  [r, out]    behind them, in the same way; then the next site
@@ -32,25 +30,23 @@ from penstock.types.errors import ExecutorFailure, ModelError
 
 MAX_TILE_COLS = 64
 LEAST_TILE_COLS = 16
-"""The narrowest tile: the fewest columns that the matrix unit takes."""
+"""The fewest columns that the matrix unit takes."""
 MAX_SPLITS = 8
-"""Programs that divide the columns of A among them, for each group of rows; how many follows from the matrix alone."""
+"""Most splits of A's columns; the number depends on the matrix alone."""
 LEAST_SPLIT_TILES = 8
 PLACED_AT_ONCE = 16 << 20
-"""Bytes of pages that are sent to the device together: what it needs beside the cache for a moment is twice as much."""
+"""Bytes of pages sent at once, which briefly take twice the memory."""
 
 F32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedAdapter:
-    """An adapter's pages, as `PagedKvCache.write_blocks` takes them."""
-
     format: AdapterFormat
     pages: NDArray[np.uint8]
     """[num_pages, block_bytes]"""
     table: NDArray[np.int32]
-    """As kernels read it (`kernels.lora`), without its blocks."""
+    """As in `kernels.lora`, without its blocks."""
     max_rank: int
 
     @property
@@ -63,10 +59,9 @@ class PagedAdapter:
 
 
 class AdapterFormat:
-    """How factors lie in pages: of one program, one size of blocks and one type of numbers. For any thread."""
+    """The layout of factors in pages. Thread-safe."""
 
     def __init__(self, program: Program, cache: PagedKvCache, dtype: torch.dtype, max_rank: int) -> None:
-        """Raises ModelError if blocks are too small for any adapter."""
         self._program, self.dtype, self.max_rank = program, dtype, max_rank
         self.site_ids = {site: idx for idx, site in enumerate(sites(program))}
         self._block_bytes, self._piece_bytes, self._num_pieces = cache.block_bytes, cache.piece_bytes, cache.num_pieces
@@ -80,7 +75,7 @@ class AdapterFormat:
             )
         self.tile_cols = min(MAX_TILE_COLS, 1 << (numbers // lora.RANK_TILE.value).bit_length() - 1)
         self.hidden_ranks = -(-max_rank // lora.RANK_TILE.value) * lora.RANK_TILE.value
-        """Room for the ranks of a row."""
+        """Ranks reserved per row."""
         self.layout = {
             "SITES": len(self.site_ids),
             "PIECES": self._num_pieces,
@@ -88,15 +83,13 @@ class AdapterFormat:
             "TILE_COLS": self.tile_cols,
             "HIDDEN_RANKS": self.hidden_ranks,
         }
-        """Constants of the kernels."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Formats with one key pack an adapter into the same pages."""
         return self._block_bytes, self._piece_bytes, self._num_pieces, self.dtype, self.tile_cols, *self.site_ids
 
     def pack(self, factors: AdapterFactors) -> PagedAdapter:
-        """Raises ModelError for an adapter of another model, of too high a rank, or with a number that is none in `dtype`."""
+        """Raises ModelError for another model's adapter, a rank above `max_rank`, or a number that is not finite in `dtype`."""
         factors.check(self._program, max_rank=self.max_rank)
         tile_ranks = min(lora.RANK_TILE.value, max(1, factors.max_rank))
         tile_bytes = tile_ranks * self.tile_cols * self.dtype.itemsize
@@ -122,7 +115,7 @@ class AdapterFormat:
         return PagedAdapter(self, pages, table, factors.max_rank)
 
     def _tiles(self, site: str, matrix: F32, tile_ranks: int) -> NDArray[np.uint8]:
-        """The tiles of a matrix [ranks, cols], padded with zeros, by ranks and then by columns. [tiles, bytes]"""
+        """Cut a matrix [ranks, cols] into padded tiles, by rank, then by column. [tiles, bytes]"""
         num_ranks, num_cols = matrix.shape
         rank_tiles, col_tiles = -(-num_ranks // tile_ranks), -(-num_cols // self.tile_cols)
         padded = torch.zeros((rank_tiles * tile_ranks, col_tiles * self.tile_cols), dtype=self.dtype)
@@ -146,7 +139,7 @@ class _Placed:
 
 
 class PlacedAdapters:
-    """The adapters that are in blocks now, by their numbers. Called in the order of the stream of steps."""
+    """Adapters in blocks, by number. Call it in the order of the steps' stream."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format = format
@@ -157,7 +150,7 @@ class PlacedAdapters:
         return number in self._placed
 
     def place(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Nothing is waited for. Raises ValueError for a number or an adapter that can't be placed."""
+        """Queue the writes. Raises ValueError for an invalid number or adapter."""
         if number == BASE or number in self._placed:
             raise ValueError(f"adapter {number} is placed already, or is none")
         if not isinstance(packed, PagedAdapter) or packed.format.key != self.format.key or packed.num_pages != len(block_ids):
@@ -172,17 +165,15 @@ class PlacedAdapters:
         self._placed[number] = _Placed(table.to(self._device, non_blocking=True), tuple(block_ids), packed.max_rank)
 
     def drop(self, number: int) -> None:
-        """Forget an adapter; one that is not placed is ignored."""
         placed = self._placed.pop(number, None)
         if placed is not None:
             self._cache.forget(placed.block_ids, 0)
 
     def clear(self) -> None:
-        """Forget all, and nothing of the cache, which has other blocks now."""
         self._placed.clear()
 
     def arrays(self, batch: StepBatch, host: BatchBuilder) -> Grouped | None:
-        """The groups of a step's tokens and samples; None if no row of it has an adapter."""
+        """Return the adapter groups of a step's rows, or None."""
         numbers = host.adapters[batch.row_slots]
         if not numbers.any():
             return None
@@ -190,7 +181,7 @@ class PlacedAdapters:
         return self.grouped(np.repeat(numbers, query_lens), numbers[batch.sample_rows])
 
     def grouped(self, of_tokens: NDArray[np.int64], of_samples: NDArray[np.int64]) -> Grouped:
-        """The groups of tokens and samples by these numbers of adapters. Raises ExecutorFailure for one that was dropped."""
+        """Raises ExecutorFailure for an adapter that was dropped."""
         numbers = [number for number in np.unique(of_tokens).tolist() if number != BASE]
         if lost := [number for number in numbers if number not in self._placed]:
             raise ExecutorFailure(f"adapter {lost[0]} was dropped while a row had it")
@@ -198,7 +189,6 @@ class PlacedAdapters:
         return Grouped((*self._groups(of_tokens), *self._groups(of_samples)), max_rank)
 
     def _groups(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The order of the rows that have an adapter, and their groups, as `kernels.lora` has them."""
         adapted = np.flatnonzero(numbers != BASE)
         order = adapted[np.argsort(numbers[adapted], kind="stable")].astype(np.int32)
         known, first, counts = np.unique(numbers[order], return_index=True, return_counts=True)
@@ -212,14 +202,13 @@ class PlacedAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """Which rows of a step have which adapter, on the host."""
+    """A step's rows grouped by adapter, on the host."""
 
     arrays: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
-    """Order and groups of tokens, then of samples; parts of the step's message."""
+    """Order and groups of tokens, then of samples."""
     max_rank: int
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> tuple[AdaptedRows | None, AdaptedRows | None]:
-        """Tokens and samples, made of the arrays as they lie on the device; None where no row has an adapter."""
         tokens, token_groups, samples, sample_groups = parts
         return (
             AdaptedRows(tokens, token_groups, self.max_rank) if len(tokens) else None,
@@ -228,7 +217,7 @@ class Grouped:
 
 
 class AdapterScratch:
-    """The memory for x A^T, which products use one after the other. First they say what they need, then it is allocated."""
+    """Memory for x A^T that products share, one after the other."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format, self.cache, self.device = format, cache, device
@@ -236,7 +225,7 @@ class AdapterScratch:
         self.hidden = torch.empty(0, dtype=torch.float32, device=device)
 
     def reserve(self, num_rows: int) -> None:
-        """Rows of `hidden_ranks` numbers."""
+        """Reserve rows of `hidden_ranks` numbers."""
         self._num_rows = max(self._num_rows, num_rows)
 
     def allocate(self) -> None:
@@ -249,7 +238,7 @@ class AdapterScratch:
 
 
 class AdaptedProduct:
-    """Adds what adapters change to one product, or to what an embedding looks up: to results of some sites, side by side."""
+    """Adds adapters' changes to a product or embedding of one or several sites."""
 
     def __init__(
         self,
@@ -261,7 +250,7 @@ class AdaptedProduct:
         of_samples: bool,
         is_embedding: bool = False,
     ) -> None:
-        """`site_widths`: columns of each site's result, in order. `num_cols`: those of x, or tokens of the vocabulary."""
+        """`site_widths`: columns of each site's result. `num_cols`: columns of x, or the vocabulary size."""
         self._scratch, self._num_cols, self._of_samples = scratch, num_cols, of_samples
         cols = scratch.format.tile_cols
         self._num_splits = 1 if is_embedding else max(1, min(MAX_SPLITS, -(-num_cols // cols) // LEAST_SPLIT_TILES))
@@ -276,11 +265,10 @@ class AdaptedProduct:
         scratch.reserve(self._num_splits * len(ids) * max_rows)
 
     def rows_of(self, step: StepTensors) -> AdaptedRows | None:
-        """The rows of a step that it has something to add to, if their adapters change these sites; None: no row."""
         return step.adapted_samples if self._of_samples else step.adapted_tokens
 
     def add(self, step: StepTensors, out: torch.Tensor, x: torch.Tensor) -> None:
-        """out += (x A^T) B^T of each row's adapter. x [rows, num_cols], out [rows, sum of widths]; they don't overlap."""
+        """out += (x A^T) B^T with each row's adapter. x [rows, num_cols] and out [rows, sum of widths] don't overlap."""
         rows = self.rows_of(step)
         if rows is None:
             return
@@ -291,7 +279,7 @@ class AdaptedProduct:
         lora.expand(out, hidden, *groups, self._tiles, pages, num_splits=num_splits, layout=layout)
 
     def look_up(self, step: StepTensors, out: torch.Tensor, scale: float) -> None:
-        """out += scale * A[:, token] B^T of each row's adapter, of an embedding. out [tokens, width]"""
+        """out += scale * A[:, token] B^T with each row's adapter. out [tokens, width]"""
         rows = self.rows_of(step)
         if rows is None:
             return

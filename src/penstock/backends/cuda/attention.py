@@ -1,7 +1,4 @@
-"""The attention of a step in numbers: the shape of a layer's, and what the host knows of the rows. Computes nothing.
-
-`triton_attention` and `flashinfer_attention` compute it, and `attention_choice` says which of them a step has.
-"""
+"""Shape and row lengths of a step's attention, shared by the modules that choose and compute it."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from numpy.typing import NDArray
 from penstock.models.program import Attention
 
 MAX_ERROR_CHARS = 300
-"""That the log shows of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Shape of one layer's attention: see `program.Attention`."""
+    """See `program.Attention`."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,31 +32,31 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class StepKind(StrEnum):
-    """Kinds of steps whose attention is chosen separately; the log shows the value."""
+    """Kinds of steps whose attention is chosen separately."""
 
     DECODE = "decode"
     """Every row has one query."""
     PREFILL = "prefill"
-    """Some row has more; others may have one."""
+    """Some row has more than one query."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLens:
-    """The rows of a step, padding among them, as the host knows them: int32."""
+    """A step's row lengths on the host, with padding. int32"""
 
     query_starts: NDArray[np.int32]
-    """Prefix sums of the rows' query lengths, each at least 1. [R + 1]"""
+    """Prefix sums of query lengths, each at least 1. [R + 1]"""
     context_lens: NDArray[np.int32]
     """Positions in the cache before the step. [R]"""
 
     @staticmethod
     def padded(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_rows: int) -> RowLens:
-        """With rows of one query after nothing up to `num_rows`, as `staging.step_arrays` pads a step."""
+        """Pad as `staging.step_arrays` does: one query, no context."""
         num_padding = num_rows - len(context_lens)
         more = query_starts[-1] + np.arange(1, num_padding + 1, dtype=np.int32)
         return RowLens(np.concatenate([query_starts, more]), np.pad(context_lens, (0, num_padding)))
@@ -71,7 +67,7 @@ class RowLens:
 
     @property
     def seq_lens(self) -> NDArray[np.int32]:
-        """Positions that the last query of each row sees. [R]"""
+        """Positions seen by each row's last query. [R]"""
         lens: NDArray[np.int32] = self.context_lens + np.diff(self.query_starts)
         return lens
 
@@ -81,5 +77,4 @@ class RowLens:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of a library that computes attention, in one line: compilers say much."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARS]}"

@@ -1,8 +1,6 @@
-"""Chooses the kernels for a step's attention: ours, or FlashInfer's where they give the same answers and are faster. The
-executor makes and asks it; what it tries is measured by `attention_trial`. Never computes a step.
+"""Chooses the attention kernels of each kind of step: ours, or FlashInfer's where they give the same answers faster.
 
-Our kernels do, until `choose` was called. FlashInfer is opened before that: it compiles its kernels, and the memory that it
-takes is taken when a profile run measures. Each kind of step is chosen for alone.
+Until `choose`, our kernels compute every step. FlashInfer is opened earlier, so that the profile run counts its memory.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.02
-"""Largest error, as a share of the length of a head's answer. Two ways of rounding to bf16 should make a quarter of it; a
-position too many or too few in a row of some hundreds makes more."""
+"""Largest error relative to a head's answer. bf16 rounding makes a quarter of it; one wrong position in some hundreds makes
+more."""
 LEAST_SPEEDUP = 1.05
-"""The geometric mean over a kind's steps, from which on FlashInfer computes it. Below it, chance decides."""
+"""Mean speedup from which FlashInfer is used; less is noise."""
 
 
 class Wanted(StrEnum):
@@ -46,7 +44,7 @@ class Wanted(StrEnum):
 
 
 class AttentionChoice:
-    """Raises ConfigError if FlashInfer is what is wanted, and can't be used."""
+    """The kernels of each kind of step. Raises ConfigError if FlashInfer is required but unusable."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class AttentionChoice:
         self._version = ""
 
     def open(self, capacity: Capacity, graphs: DecodeGraphs | None) -> None:
-        """FlashInfer, if it is there and suits: minutes, where it has to compile. Tries a step of each kind."""
+        """Open FlashInfer and try each kind of step. Takes minutes if it compiles."""
         if self._wanted is Wanted.TRITON:
             return
         if not is_installed():
@@ -95,7 +93,7 @@ class AttentionChoice:
             self._give_up(error)
 
     def choose(self, capacity: Capacity, graphs: DecodeGraphs | None, clock: Clock | None = None) -> None:
-        """Choose for each kind of step, by trials over the cache, which is empty. Call it once, while no step is in flight."""
+        """Choose by trials over the empty cache. Call it once, while no step is in flight."""
         if self._opened is None:
             return
         opened, self._opened = self._opened, None
@@ -113,18 +111,17 @@ class AttentionChoice:
 
     @property
     def names(self) -> dict[str, str]:
-        """Name of the kernels that compute each kind of step."""
         return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
 
     def decode_programs(self, num_rows: int, max_seq_len: int) -> int:
-        """Programs that a decode with this limit of lengths launches: see `TritonAttention`. FlashInfer plans each step."""
+        """Programs of a decode with this length limit; 1 for FlashInfer, which plans each step."""
         own = self._program.attention
         if own is None or StepKind.DECODE in self._chosen:
             return 1
         return own.decode_programs(num_rows, max_seq_len, self._program.attention_shapes[0])
 
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
-        """The attention of the next step; None: the program's own kernels. `is_captured`: it runs as a graph, or will."""
+        """Plan the next step; None means the program's own kernels. `is_captured`: it is or will be a graph."""
         attention = self._chosen.get(rows.kind)
         if attention is not None:
             attention.plan(rows, is_captured=is_captured)
@@ -184,7 +181,7 @@ class AttentionChoice:
         )
 
     def _give_up(self, error: Exception) -> None:
-        """Raises ConfigError if the GPU can't be used any more: a kernel that reads where it may not takes it down for all."""
+        """Raises ConfigError if the GPU is unusable: one invalid read breaks it for all."""
         cause = str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}"
         try:
             self._stream.mark().wait()

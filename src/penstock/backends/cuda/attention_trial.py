@@ -1,8 +1,6 @@
-"""Trials of one way of computing attention against our own, on the device and over the KV cache that serves: does it give the
-same answers, and how long does it take? Run at a start by `attention_choice`, before any request; decides nothing.
+"""Compares another attention with our own at startup, over the real KV cache: same answers, and how fast?
 
-Keys, values and queries are random numbers. Rows have lengths from nothing to twice the average, so that the edges of masks,
-pages and pieces of work fall everywhere, and blocks from all over the cache. Blocks have no content afterwards.
+Inputs are random, with lengths that put mask, page and split edges everywhere. The blocks have no content afterwards.
 """
 
 from __future__ import annotations
@@ -25,32 +23,26 @@ from penstock.backends.cuda.stream import Stream
 from penstock.types.plan import Capacity
 
 REPEATS = 5
-"""Runs of a trial, of which the fastest counts."""
+"""The fastest of them counts."""
 SEED = 17
 FILLED_BLOCKS = 256
-"""At a time: the KV cache has most of the memory."""
+"""The KV cache leaves little memory."""
 COMPARED_TOKENS = 1024
-"""At once, since little memory is left beside the KV cache."""
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds that the device takes for what is queued."""
+"""Device seconds of the queued work."""
 
 
 class Unfit(Exception):
-    """The attention that is tried fails, or gives other answers. The message says which, in words that can follow "it is not
-    used: "."""
+    """Failed, or gave other answers. The message follows "it is not used: "."""
 
 
 class PlannedAttention(StepAttention, Protocol):
-    """An attention that is tried."""
-
     def plan(self, rows: RowLens, *, is_captured: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrialStep:
-    """The rows of a step."""
-
     name: str
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -62,7 +54,7 @@ class TrialStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of one step, of all layers."""
+    """Seconds of one step, over all layers."""
 
     step: TrialStep
     own_s: float
@@ -72,8 +64,6 @@ class Outcome:
 
 
 def stream_clock(stream: Stream) -> Clock:
-    """By the device's own clock."""
-
     def seconds(run: Callable[[], object]) -> float:
         begun = stream.mark()
         run()
@@ -85,7 +75,6 @@ def stream_clock(stream: Stream) -> Clock:
 
 
 def trial_steps(capacity: Capacity) -> list[TrialStep]:
-    """A few of each kind within the limits, the largest among them."""
     longest, most, tokens = capacity.max_model_len, capacity.max_rows, capacity.max_step_tokens
 
     def spread(num_rows: int, mean: int) -> tuple[int, ...]:
@@ -109,10 +98,7 @@ def trial_steps(capacity: Capacity) -> list[TrialStep]:
 
 
 class Trial:
-    """The parts that all tried steps have in common.
-
-    With `graphs`, decodes are tried as they will run: padded and captured. Without, their kernels are launched one by one.
-    """
+    """The trials' common parts. With `graphs`, decodes run padded and captured, as in service."""
 
     def __init__(
         self,
@@ -153,7 +139,7 @@ class Trial:
         self, trial_step: TrialStep, step: StepTensors, rows: RowLens, *, is_captured: bool, tolerance: float
     ) -> Outcome:
         width = self._shape.num_heads * self._shape.head_dim
-        # Rows lie apart, as those of a q that is a part of a larger matrix.
+        # Strided rows, like those of a q that is part of a larger matrix.
         q = self._normal((step.num_tokens, width + self._shape.head_dim))[:, :width]
         wanted, found = torch.zeros(2, step.num_tokens, width, dtype=self._dtype, device=self._device)
         own = self._launches(self._own, wanted, q, step)
@@ -169,11 +155,7 @@ class Trial:
         return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
 
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
-        """A planned run of what is tried.
-
-        A decode is captured with rows that have no context, and planned again with theirs: a graph that holds on to the plan
-        that it was captured with is found out.
-        """
+        """Capture a decode without contexts and then plan it with them, to expose a graph that keeps its old plan."""
         if not is_captured:
             self._tried.plan(rows, is_captured=False)
             return run
@@ -193,8 +175,6 @@ class Trial:
         return self._capture(run_all).replay
 
     def _launches(self, attention: StepAttention, out: torch.Tensor, q: torch.Tensor, step: StepTensors) -> Callable[[], None]:
-        """All layers, of which the last one's answers stay."""
-
         def launch() -> None:
             attention.begin(step)
             for layer in self._layers:
@@ -203,10 +183,7 @@ class Trial:
         return launch
 
     def _blocks(self, rows: RowLens, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables, and the ids that are in them: of blocks all over the cache, in no order, used again if too few.
-
-        Padding has the null block.
-        """
+        """Return block tables and their ids, random over the cache, reused if too few."""
         counts = -(-rows.seq_lens[:num_real] // self._capacity.block_size)
         num_there = self._capacity.num_blocks - 1
         block_ids = np.unique(np.linspace(1, num_there, min(num_there, int(counts.sum()))).astype(np.int32))
@@ -227,7 +204,6 @@ class Trial:
 
     @contextmanager
     def _filled(self, block_ids: torch.Tensor) -> Iterator[None]:
-        """Blocks with random keys and values, for as long as it lasts."""
         try:
             for layer in self._layers:
                 for some in block_ids.split(FILLED_BLOCKS):
@@ -235,7 +211,7 @@ class Trial:
                     layer.k[some], layer.v[some] = self._normal(shape), self._normal(shape)
             yield
         finally:
-            # On a GPU that was broken this fails, too, and what broke it is what has to be told.
+            # On a broken GPU this fails, too; the first error must be reported.
             with nullcontext() if sys.exception() is None else suppress(RuntimeError):
                 for layer in self._layers:
                     layer.k[block_ids] = layer.v[block_ids] = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -247,7 +223,7 @@ class Trial:
 
 @contextmanager
 def _blamed() -> Iterator[None]:
-    """Any exception is the fault of the way that is tried."""
+    """Turn any exception into `Unfit`."""
     try:
         yield
     except Exception as error:
@@ -255,7 +231,7 @@ def _blamed() -> Iterator[None]:
 
 
 def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
-    """Error over all heads' answers [tokens, num_heads * head_dim] to the first tokens; infinite if one is no number."""
+    """Return the largest error of any head in the first tokens, infinite for NaN. [tokens, num_heads * head_dim]"""
     largest = 0.0
     for pair in zip(found[:num_tokens].split(COMPARED_TOKENS), wanted[:num_tokens].split(COMPARED_TOKENS), strict=True):
         got, want = (part.float().unflatten(-1, (-1, head_dim)) for part in pair)

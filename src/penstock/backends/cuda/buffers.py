@@ -1,7 +1,7 @@
-"""Owns the memory of what lies between a program's operations, by name. Made by `lowering`, whose launches fill and read it.
+"""The memory between a program's operations, by name.
 
-A buffer has a row for each token until a program gathers rows, and one for each sample from then on; of one name, both may
-exist. Results of linear operations that read the same value are neighbouring columns of one matrix.
+Buffers have a row per token until the program gathers rows, then one per sample. Linear operations that read one value write
+adjacent columns of one matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.types.errors import ModelError
 
 
 class Buffers:
-    """Raises `ModelError` for a name of which the program does not say how wide it is."""
+    """Raises `ModelError` for a name whose width the program does not give."""
 
     def __init__(
         self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
@@ -43,14 +43,13 @@ class Buffers:
         return self._widths[name]
 
     def of(self, name: str, *, of_samples: bool) -> torch.Tensor:
-        """All rows of a buffer, made when it is first asked for."""
+        """Return all rows of a buffer, allocated on first use."""
         key = (name, of_samples)
         if key not in self._made:
             self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
         return self._made[key]
 
     def make_result(self, name: str, width: int, *, of_samples: bool) -> torch.Tensor:
-        """One of float32, of what the program is computed for."""
         self._made[name, of_samples] = self._allocate(width, torch.float32, of_samples=of_samples)
         return self._made[name, of_samples]
 
@@ -59,7 +58,7 @@ class Buffers:
 
 
 def lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether they are neighbouring columns of one matrix, in order."""
+    """Whether they are adjacent columns of one matrix."""
     at = parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or part.stride() != parts[0].stride():
@@ -69,13 +68,12 @@ def lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The columns of buffers that lie side by side, as one matrix."""
     width = sum(part.shape[1] for part in parts)
     return parts[0].as_strided((len(parts[0]), width), parts[0].stride())
 
 
 def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
-    """Names of buffers that are to lie side by side, and whether they are of samples. No other products have one of them."""
+    """Return names to lay side by side, and whether of samples. A name in two different runs is left out."""
     runs: dict[str, set[tuple[str, ...]]] = {}
     found: list[tuple[tuple[str, ...], bool]] = []
     at, of_samples = 0, False

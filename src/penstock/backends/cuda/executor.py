@@ -1,9 +1,7 @@
-"""Owns a model on a GPU and speaks the `Executor` port for it: a step is one message up, queued kernels, one message down.
-Where rows follow a grammar, what is queued first ends with the logits, and a second message has the masks.
+"""The `Executor` port on a GPU. A step is one message up, queued kernels and one message down. Masks of grammars come in a
+second message.
 
-Up to `depth` steps are in flight, in the order of one stream; blocks that none of them has are read beside them, in another.
-The next step uses the tokens that a step samples without the host: the tokens are in the device's tables (`tables`), and the
-host only counts them. So `submit` never waits for the device.
+Sampled tokens stay in the device's tables, where the next step finds them, so `submit` never waits.
 """
 
 from __future__ import annotations
@@ -46,17 +44,14 @@ from penstock.types.sampling import PARAMETERS
 
 
 class CudaExecutor:
-    """See `engine.ports.Executor` for the contract.
+    """See `engine.ports.Executor`.
 
-    On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.
-    `dtype` is that of weights, activations and a KV cache that is not quantised: bf16 on a GPU, float32 elsewhere, unless
-    given; with `round_to_fp8`, weights of linear operations that are floats become fp8. With `deterministic` a row's bits do
-    not depend on the batch. `attention` is a `Wanted`; until `choose_attention` was called, it is that of our own kernels.
-    Rows may have adapters of a rank up to `max_adapter_rank`; steps with one are no graphs.
-    Raises `ModelError` for what the backend can't compute, ConfigError for an attention that it can't, MemoryError if there is
-    no room. `poison` is for tests: stale KV becomes NaN.
+    `dtype` is that of weights, activations and unquantised KV: by default bf16 on a GPU, else float32. `round_to_fp8` rounds
+    float weights of linear operations. With `deterministic`, bits do not depend on the batch. `attention` is a `Wanted`; our
+    kernels run until `choose_attention`. Steps with adapters (rank at most `max_adapter_rank`) or texts do not run as graphs.
+    Tests run other devices in Triton's interpreter, enabled before importing Triton; `poison` turns stale KV into NaN.
 
-    A program that reads texts has no KV, and its steps are no graphs.
+    Raises `ModelError` or ConfigError for an unsupported program or attention, and MemoryError.
     """
 
     def __init__(
@@ -92,15 +87,15 @@ class CudaExecutor:
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
         self._reading = open_stream(self._device, spins=False, goes_first=True)
-        """Reads of blocks that no row in flight has: they do not wait for the steps of the other stream."""
+        """Reads unused blocks while steps run."""
         self._moved: dict[int, Mark] = {}
-        """Marks of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
+        """Marks of blocks that a copy or write filled and nobody has read since."""
         self._vocab_size = program.vocab_size
         self._max_adapter_rank = max_adapter_rank
         self._adapters: PlacedAdapters | None = None
-        """None: no adapter may come."""
+        """None if adapters are off."""
         self._flights: deque[Flight | UnsampledStep | TextFlight] = deque()
-        """Steps in flight, the oldest first. Only the last one may wait for masks."""
+        """Oldest first. Only the last can wait for masks."""
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
         self._use_graphs = use_graphs and not program.is_one_pass
@@ -126,7 +121,7 @@ class CudaExecutor:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
 
     def _run_without_factors(self, adapters: PlacedAdapters) -> None:
-        """A step of padding whose adapter changes nothing: no request waits for a compiler."""
+        """Compile adapters' kernels before any request."""
         number = BASE + 1
         adapters.place(number, adapters.format.pack(AdapterFactors({})), [NULL_BLOCK + 1])
         assert isinstance(self._launcher, StepLauncher), "texts have no adapters"
@@ -138,7 +133,6 @@ class CudaExecutor:
         return BatchBuilder(self._capacity, vocab_size=self._vocab_size, placed=placed)
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """None is captured yet."""
         if not self._use_graphs:
             return None
         capture = CudaCapture() if self._device.type == "cuda" else Captured.without_device
@@ -229,31 +223,27 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """Positions of the longest request that it was made for, by which keys are centred (`models.rope`); `resize`
-        changes the limit alone."""
+        """The initial length limit, by which keys are centred (`models.rope`). `resize` does not change it."""
         return self._num_positions
 
     @property
     def depth(self) -> int:
-        """Steps that may be in flight."""
         return self._depth
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on the device."""
         return self._program.weight_bytes
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of a mask that `restrict` takes."""
         return 4 * num_mask_words(self._vocab_size)
 
     # KV blocks.
 
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
-        """Another number of KV blocks, without content, and a limit of lengths that is no larger than the one before.
+        """Replace the KV blocks and lower the length limit, while no request is known.
 
-        Only while no request is known. Raises MemoryError if there is no room; then nothing but `close` may be called.
+        Raises MemoryError if there is no room; then only `close` may be called.
         """
         if self._flights or max_model_len > self._capacity.max_model_len:
             raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
@@ -269,9 +259,9 @@ class CudaExecutor:
                 raise MemoryError(f"the GPU has no room for {num_blocks} KV blocks: {error}") from error
 
     def choose_attention(self, clock: Clock | None = None) -> dict[str, str]:
-        """Measure who computes the attention of each kind of step. Only before the first request: blocks have no content then.
+        """Measure and return the kernels of each kind of step, before the first request.
 
-        Returns who it is, by kind. Raises ConfigError if FlashInfer is wanted and gives other answers than our kernels.
+        Raises ConfigError if FlashInfer is required but gives other answers.
         """
         with self._working():
             self._attention.choose(self._capacity, self._graphs, clock)
@@ -280,15 +270,14 @@ class CudaExecutor:
 
     @property
     def num_graphs_left(self) -> int:
-        """That a decode may still have to be captured for."""
         return 0 if self._graphs is None else self._graphs.num_left
 
     def capture_graphs(
         self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> CaptureRun:
-        """Capture the usual decodes, so that no request waits for it: with rows of padding (`DecodeGraphs.capture_usual`).
+        """Capture the usual decodes with padding rows, so that no request waits.
 
-        Only while no step is in flight, after `resize` and `choose_attention`, which throw graphs away. Raises MemoryError.
+        Call it while no step is in flight, after `resize` and `choose_attention`, which discard graphs. Raises MemoryError.
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
@@ -302,7 +291,7 @@ class CudaExecutor:
             return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises ValueError for a block that is not in the pool."""
+        """Raises ValueError for an invalid block."""
         for source, destination in pairs:
             if source != NULL_BLOCK:
                 self._check_block_id(source)
@@ -321,7 +310,7 @@ class CudaExecutor:
             self._check_block_id(block_id)
         if not block_ids:
             return None
-        # What a step wrote was collected before anybody knew of it; a copy of this block may still be queued.
+        # Steps that wrote these blocks have been collected, but a copy into them may still be queued.
         with self._working(self._reading):
             for mark in dict.fromkeys(self._moved.pop(block_id) for block_id in block_ids if block_id in self._moved):
                 self._reading.follow(mark)  # those of other blocks may lie behind the step in flight
@@ -348,7 +337,7 @@ class CudaExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """The packer of adapters for this executor and others of its model and settings; it outlives this one."""
+        """Valid for all executors with this model and these settings."""
         return self._adapters_on.format.pack
 
     @property
@@ -358,7 +347,7 @@ class CudaExecutor:
         return self._adapters
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Raises ValueError as `PlacedAdapters.place`, and for a block that is not in the pool."""
+        """Raises ValueError for an invalid number, adapter or block."""
         for block_id in block_ids:
             self._check_block_id(block_id)
         with self._working():
@@ -372,7 +361,7 @@ class CudaExecutor:
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Raises ValueError on a broken contract, for more than `depth` steps in flight, and if one of them waits for masks."""
+        """Raises ValueError for a broken contract, if `depth` steps are in flight, or if one waits for masks."""
         if len(self._flights) >= self._depth:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
         if self._flights and isinstance(last := self._flights[-1], UnsampledStep):
@@ -384,7 +373,7 @@ class CudaExecutor:
                 self._flights.append(self._launcher.launch(batch, self._batches, began_ns))
                 return Ticket(plan.step_id)
             self._flights.append(self._launcher.launch(plan, batch, self._batches, self._graphs, began_ns))
-        # From now on the row has one more token, which only the device knows.
+        # From now on the row has one more token, known only to the device.
         self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
         return Ticket(plan.step_id)
 
@@ -398,7 +387,7 @@ class CudaExecutor:
             self._flights[-1] = self._launcher.restrict(step, by_sample)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """The result of the oldest step in flight. Raises ValueError for any other ticket, and if it waits for masks."""
+        """Raises ValueError for a ticket other than the oldest, or if its step waits for masks."""
         if not self._flights or self._flights[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         flight = self._flights[0]
@@ -409,7 +398,7 @@ class CudaExecutor:
             return flight.result()
 
     def close(self) -> None:
-        """Waits for what is in flight, and frees the device's memory. Idempotent; nothing else may be called after it."""
+        """Finish steps in flight and free the device's memory. Idempotent; call nothing else afterwards."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -424,9 +413,9 @@ class CudaExecutor:
             torch.cuda.empty_cache()  # nothing is done without a GPU
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Logits after each token of a text with an adapter that is placed, [len(token_ids), vocab_size]; for tests.
+        """Return logits after each token of a text, for tests. [len(token_ids), vocab_size]
 
-        Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere. Raises ValueError for a
+        Call it only when idle, with adapters placed elsewhere: it overwrites KV from block 1 on. Raises ValueError for a
         program that reads texts.
         """
         if not isinstance(self._launcher, StepLauncher):
@@ -440,7 +429,7 @@ class CudaExecutor:
 
     @contextmanager
     def _working(self, stream: Stream | None = None) -> Iterator[None]:
-        """On the stream of steps, or another; what the device or its libraries say becomes an `ExecutorFailure`."""
+        """Turn errors of the device or its libraries into `ExecutorFailure`."""
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")
         with (stream or self._stream).entered():

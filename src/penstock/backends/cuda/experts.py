@@ -1,8 +1,6 @@
-"""Owns the weights of one mixture of experts, and how it is computed. Made by `lowering`, whose launches call it.
+"""A mixture of experts. Rows are sorted by expert, and each expert multiplies its own.
 
-Rows are put in order by expert, and each expert multiplies its own: all in a fixed number of launches, whatever is chosen, so
-that a step can be captured in a CUDA graph. Each token's results are added in the order of its choice. Never knows of buffers'
-names or of steps.
+The number of launches is fixed, for CUDA graphs. A token's results are added in the order of its choice.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from penstock.models.weights import WeightTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """Memory of mixtures of one shape, which use it one after the other. A pair is a token and one of its experts."""
+    """Memory that mixtures of one shape share. A pair is a token and one of its experts."""
 
     experts: torch.Tensor
     """int32 [pairs]"""
@@ -29,9 +27,9 @@ class Scratch:
     order: torch.Tensor
     """Pairs by expert. int32 [pairs]"""
     starts: torch.Tensor
-    """The place in `order` where those of each expert begin. int32 [num_experts + 1]"""
+    """Where each expert begins in `order`. int32 [num_experts + 1]"""
     inner: torch.Tensor
-    """Gate and up projection of each pair. [pairs, 2 * intermediate_size]"""
+    """Gate and up projection. [pairs, 2 * intermediate_size]"""
     outer: torch.Tensor
     """[pairs, width of the result]"""
 
@@ -54,7 +52,7 @@ class Scratch:
 
 
 class Mixture:
-    """`program.Experts` of a layer. `find` gives a weight by its name. The router stays float32, never fp8."""
+    """`program.Experts`. The router stays float32, never fp8."""
 
     def __init__(
         self,
@@ -83,11 +81,10 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its matrices, the router's too."""
         return int(self._router.nbytes) + sum(matrix.num_bytes for matrix in (self._gate, self._up, self._down))
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """x, out [tokens, width]; `out` may be `x`. Neither allocates nor waits."""
+        """x, out [tokens, width]; may be the same."""
         if not len(x):
             return
         op, scratch, num_pairs = self._op, self._scratch, len(x) * self._op.num_experts_per_token

@@ -1,16 +1,9 @@
-"""Attention by FlashInfer's kernels (https://docs.flashinfer.ai): owns its wrappers, their workspaces and what they are planned
-with. Made and planned by `attention_choice`, asked by the lowering; decides nothing, and copies nothing of the KV cache.
+"""Attention by FlashInfer (https://docs.flashinfer.ai), whose layout NHD our cache has: pages of [block_size, num_kv_heads,
+head_dim].
 
-Our cache is FlashInfer's layout NHD as it is: a layer's keys are pages of [block_size, num_kv_heads, head_dim], its values too.
-FlashInfer wants to know on the host, before a step, how long its rows are: there it cuts them into pieces of work, and copies
-the list of these to the device. The host knows as much of a step without asking the device: lengths, if not tokens. Which
-blocks a row has stands in tables on the device, so that list is made there (`kernels.page_indices`).
-
-The next plan writes to the same memory as the one before. On the device that is in the order of the stream. The host's side
-is pinned
-memory that the device may not have copied yet; so a plan waits until the one before it has been copied. That is a copy at
-the beginning of the last step submitted, which the device has come to when the step before that one has ended: and no step is
-submitted until that one has been collected, with two in flight.
+FlashInfer plans each step on the host. Page lists are made on the device, where block tables are. Plans share pinned memory, so
+each waits until the last submitted step has copied its plan. The device has reached that copy: the step before it is collected
+already.
 """
 
 from __future__ import annotations
@@ -36,25 +29,23 @@ if TYPE_CHECKING:
 
 PACKAGE = "flashinfer"
 VERSIONS = ((0, 7, 2), (0, 8))
-"""From the first, before the second, as the extra `flashinfer` in pyproject.toml: what this file was written for."""
+"""At least the first, below the second, as in pyproject.toml."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_GROUP_FOR_TENSOR_CORES = 4
-"""Query heads of a KV head. FlashInfer says that large groups decode faster on tensor cores; its users draw the line here."""
+"""Query heads per KV head from which FlashInfer's users choose its tensor cores."""
 LEAST_WORKSPACE_BYTES = 128 << 20
-"""Workspace that FlashInfer's documentation recommends."""
+"""FlashInfer's documentation recommends it."""
 DECODE_PLAN_BYTES = 1 << 20
-"""Bytes for the list of work of a decode: 17 bytes for each of at most twice as many pieces as rows, or some hundreds."""
+"""17 bytes per piece; at most twice as many pieces as rows, or some hundreds."""
 _INDPTR, _STARTS, _LAST, _LENS = range(4)
 
 
 def is_installed() -> bool:
-    """Asked without importing it."""
     return find_spec(PACKAGE) is not None
 
 
 def import_package() -> ModuleType | str:
-    """The package, or why it can't be used."""
     try:
         module = import_module(PACKAGE)
     except Exception as error:  # it loads compilers and NVIDIA's libraries, each with errors of its own
@@ -68,7 +59,7 @@ def import_package() -> ModuleType | str:
 
 
 def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
-    """Reason why FlashInfer does not suit a model or mode; None: it does. Asks for no package."""
+    """Return the reason, or None if FlashInfer suits."""
     if deterministic:
         return "deterministic mode wants sums whose order does not depend on the batch"
     if is_int8_kv:
@@ -87,11 +78,8 @@ def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_k
 
 
 def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors: int) -> int:
-    """For the parts into which FlashInfer cuts rows (`PrefillSplitQOKVIndptr` and `PrefillPlan` in its scheduler.cuh).
-
-    There are two programs for each multiprocessor, each of one KV head and a tile of queries. A decode that is to be
-    captured has room for two tiles a row.
-    """
+    """Room for split rows (`PrefillSplitQOKVIndptr` and `PrefillPlan` in FlashInfer's scheduler.cuh): two programs per
+    multiprocessor, each for a KV head and a tile of queries, and two tiles per row of a captured decode."""
     num_split = max(1, 2 * num_multiprocessors // shape.num_kv_heads)
     tile = 16 if shape.group <= 16 else 64 if shape.group <= 64 else 128
     num_queries = max(num_split * 128, max(num_split, 2 * max_rows) * tile) // shape.group + 1
@@ -99,11 +87,10 @@ def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors
 
 
 class FlashInferAttention:
-    """See `step.StepAttention`; `plan` comes before each step that has it.
+    """A `step.StepAttention`. Call `plan` before each step.
 
-    `graph_rows` are the numbers of rows for which decodes are captured: each has a wrapper, whose buffers do not move. All else
-    has one, decodes that are not captured, too. `max_blocks` is the width of block tables. `backend` is FlashInfer's name of
-    its kernels, of all but captured decodes. Raises whatever FlashInfer does.
+    Captured decodes have a wrapper per entry of `graph_rows`, with fixed buffers; other steps share one. `max_blocks`: width of
+    block tables. `backend`: FlashInfer's kernels, except for captured decodes.
     """
 
     def __init__(
@@ -127,7 +114,7 @@ class FlashInferAttention:
         decode_plans = torch.zeros(DECODE_PLAN_BYTES, dtype=torch.uint8, device=device)
         width = max_rows + 1
         self._host = stream.pinned(4 * width).view(4, width)
-        """By `_INDPTR` and so on."""
+        """Rows by `_INDPTR` and so on."""
         self._indptr = torch.zeros(width, dtype=torch.int32, device=device)
         self._last_page_len = torch.zeros(width, dtype=torch.int32, device=device)
         self._indices = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
@@ -149,7 +136,7 @@ class FlashInferAttention:
         self._copied = stream.mark()
 
     def plan(self, rows: RowLens, *, is_captured: bool) -> None:
-        """For the next step, before it is queued. `is_captured`: it is a decode that runs, or will run, as a graph."""
+        """Plan a step before queueing it. `is_captured`: it is or will be a graph."""
         self._copied.wait()
         shape, num_rows, lens = self._shape, rows.num_rows, rows.seq_lens
         num_pages = -(-lens // self._block_size)

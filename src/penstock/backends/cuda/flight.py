@@ -1,6 +1,4 @@
-"""A step in flight: owns what is remembered of it from `submit` to `collect`, and reads its result. Made by the launcher and
-asked by the executor; launches nothing, and keeps no order among several.
-"""
+"""A step from `submit` to `collect`, and its results. Made by the launcher."""
 
 from __future__ import annotations
 
@@ -23,21 +21,20 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsampledStep:
-    """A step of which all is queued but what its rows sample: it is in flight, too, while rows of it wait for their masks."""
+    """A step in flight whose sampling waits for masks."""
 
     step_id: int
     names: list[str]
     """Request ids of the rows that sample. [S]"""
     plan: SamplePlan
     logits: torch.Tensor | None
-    """Good until the next step. [S, vocab_size]; None if the step computes nothing."""
+    """Valid until the next step. [S, vocab_size]; None if the step computes nothing."""
     host_ns: int
-    """Time of the host's work for it so far."""
     begun: Mark
     computed: Mark
 
     def by_sample(self, masks: Mapping[str, bytes]) -> dict[int, bytes]:
-        """Masks of requests as those of samples. Raises ValueError for a row that waits for none, or one of another size."""
+        """Key masks by sample. Raises ValueError for a row that awaits no mask, and for a wrong size."""
         assert self.logits is not None, "somebody samples"
         num_bytes = 4 * num_mask_words(self.logits.shape[1])
         samples = {self.names[sample]: sample for sample in self.plan.followers.tolist()}
@@ -51,28 +48,27 @@ class UnsampledStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """One step that was submitted and not collected, and of which everything is queued."""
+    """A fully queued step."""
 
     step_id: int
     names: list[str]
-    """As those of `UnsampledStep`. [S]"""
+    """As in `UnsampledStep`. [S]"""
     plan: SamplePlan
     where: SampledWords
     words: NDArray[np.int32]
-    """The results; good once `ended` has been passed."""
+    """Valid once `ended` has passed."""
     host_ns: int
-    """Time of the host's work for all of it."""
     begun: Mark
     computed: Mark
     resumed: Mark
-    """Where sampling begins: `computed`, unless the step had to wait for masks."""
+    """Where sampling begins: `computed`, unless it waited for masks."""
     ended: Mark
 
     def result(self) -> StepResult:
-        """Waits for the device until it has computed the step."""
+        """Wait for the device."""
         self.ended.wait()
-        # Both by the device's clock, each from when its message was there. So what the device waits for masks between the two,
-        # and for the copy of them, is no part of the step's time, as little as what it waits for the next step.
+        # Device time from each message's arrival. Waiting for masks and their copy is not part of the step's time, nor is
+        # waiting for the next step.
         model_ns, sampling_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.resumed)
         parts = {"host": self.host_ns, "model": model_ns, "sampling": sampling_ns}
         end_ns = time.monotonic_ns()
@@ -102,21 +98,20 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextFlight:
-    """One step of texts that was submitted and not collected, and of which everything is queued."""
+    """A fully queued step of texts."""
 
     step_id: int
     rows: Mapping[str, slice]
-    """Request id -> its rows of `states`, in the order of the step."""
+    """Rows of `states` by request id."""
     states: NDArray[np.float32]
-    """The results; good once `ended` has been passed. [., width]"""
+    """Valid once `ended` has passed. [., width]"""
     host_ns: int
-    """Time of the host's work for it."""
     begun: Mark
     computed: Mark
     ended: Mark
 
     def result(self) -> StepResult:
-        """Waits for the device until it has computed the step. A text whose states are no numbers fails alone."""
+        """Wait for the device. A text whose states are not finite fails alone."""
         self.ended.wait()
         model_ns, copy_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.computed)
         end_ns = time.monotonic_ns()

@@ -1,7 +1,4 @@
-"""The forward pass of a step: owns the tensors that a program reads, at fixed addresses, and fills them on the device.
-
-Called by the executor, which has sent what a step is made of; never samples, and knows no requests.
-"""
+"""The forward pass of a step, on tensors at fixed addresses."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def is_decode(batch: StepBatch) -> bool:
-    """Whether every row computes one token and samples, so that a graph may run."""
+    """Whether a graph can run it: every row computes one token and samples."""
     return 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
 
 
 class ForwardPass:
-    """The forward pass of steps of at most `max_tokens` tokens, padding among them, and `max_rows` rows."""
+    """`max_tokens` and `max_rows` include padding."""
 
     def __init__(
         self,
@@ -55,10 +52,10 @@ class ForwardPass:
         least_seq_len: int = 0,
         adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None),
     ) -> torch.Tensor | None:
-        """The step's logits [S or more, vocab_size]; None if it computes nothing.
+        """Return logits [S or more, vocab_size], or None if it computes nothing.
 
-        `parts` are what `staging.step_arrays` made, on the device. `graphs` are given for a decode that was padded for them;
-        `least_seq_len` makes it one of the graph for such lengths. `adapted` are the tokens and samples with an adapter.
+        `parts`: device copies of `staging.step_arrays`. `graphs`: for a padded decode; `least_seq_len` selects the graph.
+        `adapted`: tokens and samples with an adapter.
         """
         if not batch.num_tokens:
             return None

@@ -1,7 +1,4 @@
-"""Owns the paged keys and values of the cuda backend; its kernels write and read them, and its executor copies blocks.
-
-Never knows who holds a block.
-"""
+"""The paged keys and values on the device."""
 
 from __future__ import annotations
 
@@ -16,25 +13,22 @@ from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
-"""Type of an int8's scale: the reference rounds its scales to it, too."""
+"""As in the reference."""
 VALUE_SCALE_DTYPE = torch.float32
-"""The same numbers. There is one per head, and a GPU copies no fewer than four bytes while it computes."""
+"""bf16 values in float32: asynchronous copies take at least four bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class KvLayer:
-    """One layer's part of the cache, for kernels. A token's slot is block_id * block_size + offset.
-
-    The cache writes to it when it gets another size, nobody else.
-    """
+    """One layer; slot = block_id * block_size + offset. `PagedKvCache.resize` updates it."""
 
     k: torch.Tensor
-    """[num_blocks, block_size, num_kv_heads, head_dim], contiguous, as `v`; int8, or what the model computes in."""
+    """As `v`: contiguous [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
     v: torch.Tensor
     k_scale: torch.Tensor | None
-    """Scales of int8 keys: one per `KEY_GROUP` columns. [num_blocks, block_size, num_kv_heads, key_groups]"""
+    """Per `KEY_GROUP` columns of int8. [num_blocks, block_size, num_kv_heads, key_groups]"""
     v_scale: torch.Tensor | None
-    """Scales of int8 values: one per head. [num_blocks, block_size, num_kv_heads]"""
+    """Per head of int8. [num_blocks, block_size, num_kv_heads]"""
 
     @property
     def block_size(self) -> int:
@@ -42,14 +36,12 @@ class KvLayer:
 
 
 def key_groups(head_dim: int) -> int:
-    """Scales of one int8 key."""
     return -(-head_dim // KEY_GROUP)
 
 
 def block_bytes(
     *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, kv_dtype: KvDtype, dtype: torch.dtype
 ) -> int:
-    """Bytes that one more block takes on the device: what a budget of memory is divided by."""
     if kv_dtype is KvDtype.INT8:
         head_bytes = 2 * head_dim + key_groups(head_dim) * int(KEY_SCALE_DTYPE.itemsize) + int(VALUE_SCALE_DTYPE.itemsize)
     else:
@@ -59,17 +51,15 @@ def block_bytes(
 
 @dataclass(slots=True, eq=False)
 class BlockRead:
-    """Contents of blocks on their way to the host's memory."""
-
     left: Mark
-    """From here on the blocks may be written to."""
+    """From here on the blocks may be overwritten."""
     _arrived: Mark
     _staging: torch.Tensor | None
-    """Pinned; None once it is copied."""
+    """Pinned; None once copied."""
     _out: Sequence[memoryview]
 
     def wait(self) -> None:
-        """Until each is in its `out`: see `ports.Ready`."""
+        """See `ports.Ready`."""
         if self._staging is None:
             return
         self._arrived.wait()
@@ -79,11 +69,10 @@ class BlockRead:
 
 
 class PagedKvCache:
-    """Keys and values of all layers. With `BF16` they are stored in `dtype`: bf16 on the device, float32 or float16 in tests.
+    """Keys and values of all layers. `BF16` stores `dtype`: bf16, or float32 or float16 in tests.
 
-    Their layout keeps the heads of a position together, so that all that a step writes of one token is one piece.
-    With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer. Not those of the null block, which
-    padding reads.
+    A position's heads are contiguous, so that a step writes a token in one piece. `poison` makes empty slots NaN, except in the
+    null block, which padding reads.
     """
 
     def __init__(
@@ -106,7 +95,7 @@ class PagedKvCache:
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._dtype = torch.int8 if kv_dtype is KvDtype.INT8 else dtype
         self._scales: tuple[torch.Tensor, ...] = ()
-        """Scales of keys, then of values."""
+        """Keys', then values'."""
         self._allocate(num_layers, num_blocks)
         self._layers = [KvLayer(*self._of_layer(i)) for i in range(num_layers)]
 
@@ -120,9 +109,9 @@ class PagedKvCache:
         self._poison_slots(slice(NULL_BLOCK + 1, None), 0)
 
     def resize(self, num_blocks: int) -> None:
-        """Another number of blocks, all without content; whoever has a layer has the new one. Graphs have the old one.
+        """Replace all blocks by empty ones; captured graphs become invalid.
 
-        The blocks that it had are freed first. After an error of the device the cache can't be used.
+        Frees the old ones first. Unusable after an error of the device.
         """
         empty = self._k.new_empty(0)
         self._content = self._k = self._v = empty
@@ -137,25 +126,23 @@ class PagedKvCache:
 
     @property
     def _parts(self) -> tuple[torch.Tensor, ...]:
-        """All that a block consists of. Each [num_layers, num_blocks, ...]"""
+        """Each [num_layers, num_blocks, ...]"""
         return (self._k, self._v, *self._scales)
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of a block without gaps: one for each layer's keys, then for each layer's values. Scales are none."""
+        """Contiguous pieces of a block: each layer's keys, then each layer's values. No scales."""
         return 2 * len(self._layers)
 
     @property
     def piece_bytes(self) -> int:
-        """In the form of `write_blocks` the pieces of a block lie one after the other."""
         return self._block_size * self._num_kv_heads * self._head_dim * int(self._dtype.itemsize)
 
     def pieces_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """The pieces of all blocks as numbers of another type, flat: piece p of block b is the one at p * num_blocks + b."""
+        """Return all pieces, flat: piece p of block b is number p * num_blocks + b."""
         return self._content.view(-1).view(dtype)
 
     def layer(self, index: int) -> KvLayer:
-        """The same object each time."""
         return self._layers[index]
 
     def _of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -164,7 +151,6 @@ class PagedKvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, in all layers."""
         return sum(part[:, 0].numel() * part.dtype.itemsize for part in self._parts)
 
     @property
@@ -172,19 +158,18 @@ class PagedKvCache:
         return sum(part.numel() * part.dtype.itemsize for part in self._parts)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination), in order; nothing is waited for."""
+        """Copy (source, destination) in order, without waiting."""
         for source, destination in pairs:
             for part in self._parts:
                 part[:, destination].copy_(part[:, source])
 
     def pack_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """The contents of blocks, on the device, one after the other. uint8 [num_block_ids, block_bytes]"""
+        """uint8 [num_block_ids, block_bytes], on the device."""
         index, count = self._index(block_ids), len(block_ids)
         pieces = [part.index_select(1, index).transpose(0, 1).reshape(count, -1).view(torch.uint8) for part in self._parts]
         return torch.cat(pieces, 1)
 
     def unpack_blocks(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """The reverse of `pack_blocks`."""
         index = self._index(block_ids)
         widths = [part[:, 0].numel() * part.dtype.itemsize for part in self._parts]
         for part, piece in zip(self._parts, packed.split(widths, 1), strict=True):
@@ -192,7 +177,7 @@ class PagedKvCache:
             part.index_copy_(1, index, blocks.transpose(0, 1))
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview], stream: Stream) -> BlockRead:
-        """Queue the copies of blocks to the host on `stream`, which was entered; nothing is waited for."""
+        """Queue copies to the host on `stream`, which must be entered."""
         packed = self.pack_blocks(block_ids)
         left = stream.mark()
         staging = self._staging(len(block_ids))
@@ -200,8 +185,7 @@ class PagedKvCache:
         return BlockRead(left, stream.mark(), staging, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """The reverse of `read_blocks`: the contents are copied before this returns, the blocks written later,
-        in the order of the stream."""
+        """Copy the contents now, and queue the writes."""
         if not block_ids:
             return
         staging = self._staging(len(block_ids))
@@ -210,23 +194,22 @@ class PagedKvCache:
         self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
-        """Pinned: PyTorch gives it to nobody else before the device has copied what it was asked to."""
+        """PyTorch does not reuse it before the device has copied it."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """On the device, without waiting for what is queued there. int64 [num_block_ids]"""
+        """int64 [num_block_ids], without waiting."""
         index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """Poison, if asked to, the content of these blocks after their first `num_kept` positions: it has no meaning any
-        more."""
+        """With `poison`, overwrite positions from `num_kept` on."""
         for i, block_id in enumerate(block_ids):
             if block_id != NULL_BLOCK:
                 self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))
 
     def _poison_slots(self, blocks: slice, start: int) -> None:
-        """Those of the blocks from offset `start` on. An int8 is none if its scale is none."""
+        """int8 values are poisoned by their scales."""
         if self._poison:
             for part in self._scales or self._parts:
                 part[:, blocks, start:] = torch.nan

@@ -1,8 +1,4 @@
-"""Queues all of a step: its message, the forward pass, what its rows sample, and the copy of that to the host.
-
-Made and called by the executor, once for each step, or twice where masks come later. Owns what steps are launched with: the
-device's tables, the sampler, the pinned memory. Never keeps a request or a step in flight; no step waits here for the device.
-"""
+"""Queues a step: message, forward pass, sampling, and the copy of results to the host."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepLauncher:
-    """Launches the steps of an executor whose stream was entered."""
+    """For an executor that has entered its stream."""
 
     def __init__(
         self,
@@ -50,14 +46,14 @@ class StepLauncher:
         stream: Stream,
         device: torch.device,
     ) -> None:
-        """`max_tokens`: of a step, padding among them."""
+        """`max_tokens` includes padding."""
         self._cache, self._adapters, self._stream = cache, adapters, stream
         self.tables = RowTables(capacity, vocab_size=vocab_size, device=device)
         self._sampler = Sampler(self.tables, vocab_size=vocab_size)
         num_words = message_words(capacity, has_adapters=adapters is not None)
         self._upload = Upload(num_words, depth=depth, stream=stream, device=device)
-        # Of its own, since a buffer of the other may be written to again `depth` messages later, and now a step may have two.
-        # Made at once: to get pinned memory can hold up the device, and the profile run is to count the rest.
+        # Separate, since buffers are reused `depth` messages later, and a step may send two messages.
+        # Allocated at startup: pinning memory can stall the device, and the profile run counts the rest.
         mask_words = mask_message_words(capacity, vocab_size)
         self._mask_upload = Upload(mask_words, depth=depth, stream=stream, device=device)
         result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
@@ -70,10 +66,7 @@ class StepLauncher:
     def launch(
         self, plan: StepPlan, batch: StepBatch, host: BatchBuilder, graphs: DecodeGraphs | None, began_ns: int
     ) -> Flight | UnsampledStep:
-        """Queue a step, which `host` made `batch` of; without its sampling if a row follows a grammar, whose masks are awaited.
-
-        `began_ns`: when the host's work for it began.
-        """
+        """Queue a step, without sampling if a row awaits a mask. `host` made `batch`. `began_ns`: start of the host's work."""
         self._forget_stale_blocks(plan)
         patches = self._patches(plan, batch, host)
         slots = batch.row_slots[batch.sample_rows]
@@ -81,13 +74,13 @@ class StepLauncher:
         waits = len(sample_plan.followers) > 0
         sampling = {} if waits else sample_plan.arrays()
         grouped = None if self._adapters is None else self._adapters.arrays(batch, host)
-        # A graph would have launches for adapters in it, or none: those with adapters are launched one by one.
+        # Graphs have no launches for adapters, so steps with adapters run without a graph.
         graphs = graphs if grouped is None and is_decode(batch) else None
         num_rows = batch.num_rows if graphs is None else graphs.padded_rows(batch.num_rows)
         arrays = step_arrays(batch, self.tables, num_rows=num_rows)
         of_adapters = () if grouped is None else grouped.arrays
         sent = self._upload.send([*arrays, *of_adapters, *sampling.values(), *patches.arrays()])
-        # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
+        # After the message: an idle device would pass an earlier mark at once, and count the host's work as its own.
         begun = self._stream.mark()
         if len(sent[-1]):
             self.tables.apply(sent[-2], sent[-1])
@@ -104,9 +97,7 @@ class StepLauncher:
         return self._sample(step, sample_plan, dict(zip(sampling, sent[num_parts:-2], strict=True)), computed)
 
     def restrict(self, step: UnsampledStep, masks: Mapping[int, bytes]) -> Flight:
-        """Queue the rest of a step that waits for masks, which are by sample. A message of its own has all that the sampler
-        needs: nothing is read from the step's first one, in whose place there may be another.
-        """
+        """Queue the sampling, given masks by sample. Sends its own message: the first may be overwritten by now."""
         began_ns = time.monotonic_ns()
         plan = step.plan.masked_by(masks)
         arrays = plan.arrays()
@@ -136,14 +127,14 @@ class StepLauncher:
         )
 
     def run_padding(self, num_rows: int, limit: int, graphs: DecodeGraphs | None) -> None:
-        """The forward pass of a decode whose rows are all padding, as one of rows up to `limit` long; waits for it."""
+        """Run padding rows as if up to `limit` long, and wait."""
         batch = padding(self.tables)
         sent = self._upload.send(step_arrays(batch, self.tables, num_rows=num_rows))
         self._forward.run(batch, sent, graphs, least_seq_len=limit)
         self._stream.mark().wait()  # so that the pinned memory may be written to again
 
     def run_adapted_padding(self, number: int) -> None:
-        """The forward pass of a decode of one row of padding that has an adapter; waits for it."""
+        """Run one padding row with an adapter, and wait."""
         assert self._adapters is not None, "adapters may come"
         batch = padding(self.tables)
         arrays, numbers = step_arrays(batch, self.tables, num_rows=1), np.array([number], np.int64)
@@ -153,7 +144,7 @@ class StepLauncher:
         self._stream.mark().wait()  # as above
 
     def _patches(self, plan: StepPlan, batch: StepBatch, host: BatchBuilder) -> Patches:
-        """Changes of the device's tables before the step: admitted rows in full, and new blocks."""
+        """New blocks, and admitted rows in full."""
         patches, tables = Patches(), self.tables
         for slot in batch.released:
             self._sampler.release(slot)

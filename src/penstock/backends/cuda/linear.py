@@ -1,8 +1,7 @@
-"""Owns the matrices of one linear operation, or of several that read the same values, and how their product is computed.
+"""Products of linear operations that read the same value.
 
-Made by `lowering`; never knows of buffers' names or of steps. Dense products are cuBLAS's; those of quantised matrices, and of
-fp8, are multiplied as they are for few tokens, and unpacked first, a part at a time, for many. With `deterministic` all are our
-own.
+Dense products use cuBLAS. Quantised and fp8 matrices are multiplied directly for few tokens, and unpacked part by part for
+many. With `deterministic`, all kernels are our own.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from penstock.models.weights import WeightTensor
 from penstock.types.model_spec import Activation
 
 MAX_FUSED_TOKENS = 128
-"""Up to so many, unpacking a matrix would cost more than it saves: it reads and writes several times the matrix's bytes."""
+"""Above it unpacking pays, though it moves several times the matrix's bytes."""
 UNPACKED_BYTES = 256 << 20
-"""At most, of the rows that are unpacked at a time."""
+"""Rows unpacked at once."""
 
 
 class Workspace:
-    """Memory that operations use one after the other. First they say what they need, then it is allocated, once."""
+    """Memory that operations share, one after the other."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -39,7 +38,7 @@ class Workspace:
         self._num_ordered = max(self._num_ordered, num_ordered)
 
     def allocate(self) -> None:
-        """Allocate the memory that was reserved so far. Call it before the first operation runs."""
+        """Call it after all `reserve` calls, before any operation."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
         self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)
@@ -50,7 +49,7 @@ class Workspace:
 
 
 class Linear:
-    """out = x @ weight.T (+ bias) (+ residual), the rows of all its matrices one below the other."""
+    """out = x @ weight.T (+ bias) (+ residual), all matrices' rows stacked."""
 
     def __init__(
         self, matrices: Sequence[Matrix], bias: torch.Tensor | None, workspace: Workspace, *, deterministic: bool
@@ -72,7 +71,7 @@ class Linear:
         deterministic: bool = False,
         round_to_fp8: bool = False,
     ) -> Linear:
-        """The product of matrices that read the same values; `bias` is that of all of them. [sum of num_rows]"""
+        """`bias` covers all matrices. [sum of num_rows]"""
         matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
         return cls(matrices, bias, workspace, deterministic=deterministic)
 
@@ -85,7 +84,6 @@ class Linear:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
     def reserve(self, max_tokens: int) -> None:
-        """Tell the workspace what this needs for so many tokens."""
         for matrix in self.matrices:
             fused = max_tokens if self._deterministic else min(max_tokens, MAX_FUSED_TOKENS)
             unpacks = isinstance(matrix, QuantisedMatrix) and not self._deterministic and max_tokens > MAX_FUSED_TOKENS
@@ -97,7 +95,7 @@ class Linear:
             )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        """x [tokens, num_cols], out [tokens, num_rows]; `residual`, as `out`, may be `out`. Neither allocates nor waits."""
+        """x [tokens, num_cols], out [tokens, num_rows]; `residual` may be `out`. Neither allocates nor waits."""
         begin = 0
         for matrix in self.matrices:
             end = begin + matrix.num_rows
@@ -120,7 +118,7 @@ class Linear:
         weight: torch.Tensor,
         eps: float,
     ) -> None:
-        """The product in `out`, and its RMS norm, of whole rows, in `normed`: at once where the product is a sum of splits."""
+        """Write the product to `out`, its RMS norm over whole rows to `normed`; fused if it has splits."""
         product = self._splits(x)
         if product is None:
             self(out, x, residual)
@@ -129,7 +127,7 @@ class Linear:
             splits.add_splits_and_norm(out, normed, product, self._bias, residual, weight, eps)
 
     def and_gate(self, out: torch.Tensor, both: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
-        """out = activation(the first half of the product) * the second half; `both` has room for the product."""
+        """out = activation(first half of the product) * second half. `both`: room for the product."""
         product = self._splits(x)
         if product is None:
             self(both, x)
@@ -139,7 +137,7 @@ class Linear:
             splits.add_splits_and_gate(out, product, self._bias, kind)
 
     def _splits(self, x: torch.Tensor) -> splits.Splits | None:
-        """The product as it is to be added up, if it may be rounded once where it would be twice otherwise."""
+        """Return splits to fuse, which saves a rounding, or None where not allowed."""
         matrix = self.matrices[0]
         if len(self.matrices) > 1 or isinstance(matrix, DenseMatrix) or self._deterministic:
             return None
@@ -148,7 +146,6 @@ class Linear:
         return gemm.multiply_splits(self._workspace.partials, self._in_order(x, matrix), matrix)
 
     def _in_order(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """x with its columns in the order of the matrix's."""
         if matrix.column_order is None:
             return x
         ordered = self._workspace.ordered[: x.numel()].view(x.shape)
@@ -200,9 +197,9 @@ class Linear:
 def dense_product(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> None:
-    """By cuBLAS (on a CPU, whatever torch has). A residual that `out` holds already is added by the product itself.
+    """Use cuBLAS, or torch on a CPU. A `residual` equal to `out` is added in place.
 
-    `out` may be float32 where x and weight are not, for logits: then there is neither bias nor residual.
+    For logits, `out` may be float32 while x and weight are not; then bias and residual must be None.
     """
     if out.dtype != x.dtype:
         _wide_product(out, x, weight)

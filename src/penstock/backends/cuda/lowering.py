@@ -1,9 +1,6 @@
-"""Owns a `Program` on the device: its weights, its buffers, and the launches of a step. The executor calls `run` for each step.
+"""Lowers a `Program` to launches. Weights and buffers are allocated once; a step only launches, so it can be a CUDA graph.
 
-Everything is allocated and decided when it is made; a step only launches, and waits for nothing, so that it can be captured in
-a CUDA graph. Linear operations that read the same value become one product, of which each has its columns; rotations
-and the write to the cache become one kernel. Where adapters may come, each product is followed by what they add to it, and
-computed as without them in a step that has none. Never knows of requests or of sampling.
+Linear operations that read one value become one product; rotations and the cache write become one kernel.
 """
 
 from __future__ import annotations
@@ -86,16 +83,14 @@ COMPUTED = frozenset(
         *("Logits", "Logits.scale", "States", "States.is_normalised"),
     }
 )
-"""The `features` of operations that this backend computes."""
+"""`features` that this backend computes."""
 
 
 class CompiledProgram:
-    """Raises `ModelError` for a program that this backend can't compute, or if a weight is missing or damaged.
+    """A program on the device. Raises `ModelError` if it is unsupported, or a weight is missing or damaged.
 
-    A step has at most `max_tokens` tokens and `max_samples` rows, and no position from `num_positions` on. With
-    `deterministic`, a row's logits do not depend on what it is computed with, to the bit. With `round_to_fp8`, the weights of
-    linear operations that are floats are rounded; those of embeddings and logits are not. With an `adapter_format`, rows may
-    have adapters; without, no launch knows of them.
+    Positions stay below `num_positions`. With `deterministic`, logits do not depend on the batch. `round_to_fp8` spares
+    embeddings and logits. Adapters need an `adapter_format`.
     """
 
     def __init__(
@@ -119,22 +114,19 @@ class CompiledProgram:
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
         self.result: torch.Tensor = lowering.result
-        """Where `run` leaves its result, with room for the largest step: float32."""
+        """Output of `run`, sized for the largest step. float32"""
         self.has_state_of_each_token = program.is_one_pass and not lowering.is_on_samples
-        """Whether `run` gives a row for each token, not for each sample."""
+        """Whether `run` returns rows per token, not per sample."""
         self.attention: TritonAttention | None = lowering.attention
-        """Its own kernels, which compute the attention of a step that says nothing else; None if it has no attention."""
+        """The default attention, if any."""
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
-        """Shapes of its layers' attention, each once."""
+        """Each shape once."""
         self.weight_bytes: int = lowering.weight_bytes
         self.buffer_bytes: int = lowering.buffer_bytes
-        """Bytes of what lies between operations."""
 
     def run(self, step: StepTensors) -> torch.Tensor:
-        """Logits of the step's samples, float32 [num_samples, vocab_size], or states of these or of each token, [., width].
-
-        The next step overwrites them.
-        """
+        """Return float32 logits [num_samples, vocab_size], or states of samples or tokens [., width], valid until the next
+        step."""
         if (attention := step.attention or self.attention) is not None:
             attention.begin(step)
         for launch in self._on_tokens:
@@ -153,8 +145,6 @@ class _Limits:
 
 
 class _Lowering:
-    """One translation; holds what was already made."""
-
     def __init__(
         self,
         program: Program,
@@ -187,9 +177,8 @@ class _Lowering:
             program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
         )
         self._scratches: dict[tuple[int, int, int, int], Scratch] = {}
-        """Memory of mixtures of experts, by numbers of experts and widths."""
         self._matrices: dict[str, list[Matrix]] = {}
-        """Matrices of products with one weight, which an embedding may share."""
+        """By weight: an embedding may share a product's."""
         self.is_on_samples = False
         self.on_tokens: list[Launch] = []
         self.on_samples: list[Launch] = []
@@ -222,7 +211,7 @@ class _Lowering:
             self._adapters.allocate()
 
     def _emit(self, at: int) -> int:
-        """Translate the operation at `at`, and those that go with it; how many that were."""
+        """Translate the operation at `at` and those fused with it; return their number."""
         op = self._ops[at]
         of_tokens = Embed | EmbedPositions | EmbedTypes | Rope | KvWrite | Attention | TextAttention
         if self.is_on_samples and isinstance(op, of_tokens):
@@ -263,7 +252,6 @@ class _Lowering:
         return self._buffers.of(name, of_samples=self.is_on_samples)
 
     def _count(self) -> Callable[[StepTensors], int]:
-        """How many rows of a buffer a step has, from here on."""
         return _num_samples if self.is_on_samples else _num_tokens
 
     # Operations
@@ -343,7 +331,7 @@ class _Lowering:
         self._launch(launch)
 
     def _emit_linears(self, run: Sequence[Linear]) -> int:
-        """One product, if its results lie side by side; else one for each."""
+        """Emit one product if the results are adjacent, else one each."""
         outs = [self._buffer(op.out) for op in run]
         x, count = self._buffer(run[0].x), self._count()
         if len(run) > 1 and not lie_side_by_side(outs):
@@ -405,7 +393,6 @@ class _Lowering:
         return 2
 
     def _adapted(self, ops: Sequence[Linear | Embed | Logits], num_cols: int) -> AdaptedProduct | None:
-        """The change of operations whose results lie side by side by adapters; None where no adapter may come."""
         if self._adapters is None:
             return None
         widths = [self._program.vocab_size if isinstance(op, Logits) else self._buffers.width(op.out) for op in ops]
@@ -523,7 +510,6 @@ class _Lowering:
         )
 
     def _own_attention(self, shape: AttentionShape) -> TritonAttention:
-        """One for all layers."""
         if shape not in self.attention_shapes:
             self.attention_shapes.append(shape)
         if self.attention is None:
@@ -541,7 +527,7 @@ class _Lowering:
         return self._tables[key]
 
     def _centre(self, op: KvWrite) -> torch.Tensor | None:
-        """bf16 is rounded as by the checkpoints' own implementation, which stores whole keys."""
+        """For int8 only: bf16 keys stay whole, rounded as by the models' own implementation."""
         if op.bias is None or self._cache.kv_dtype is not KvDtype.INT8:
             return None
         bias = self._tensor(op.bias).dequantize().reshape(-1)
@@ -555,7 +541,7 @@ class _Lowering:
         return self._weights[name]
 
     def _tensor_in_order(self, name: str) -> WeightTensor:
-        """One whose columns are in the order of a value's, which embeddings and experts need."""
+        """Return it with columns in a value's order, for embeddings and experts."""
         tensor = self._tensor(name)
         if tensor.column_order is not None:
             raise ModelError(
@@ -573,7 +559,7 @@ class _Lowering:
         return load_vector(self._tensor(op.bias), self._dtype, self._device)
 
     def _table_of_rows(self, name: str) -> Matrix:
-        """The matrix of an embedding, which a product may have, too."""
+        """A product may share the matrix."""
         tensor = self._tensor_in_order(name)
         if name not in self._matrices:
             self._matrices[name] = load_matrices([tensor], self._dtype, self._device)

@@ -1,9 +1,4 @@
-"""Measures what of a GPU's memory weights and steps take, by running the largest ones: a profile run. Called by the composition
-root, once at a start; decides nothing.
-
-The memory of a step beside weights and KV cache (activations, workspaces of matrix multiplications, copies of logits, the
-code of kernels) depends on libraries and devices, so it is measured instead of computed.
-"""
+"""Measures memory by running the largest steps at startup, since it depends on libraries and devices."""
 
 from __future__ import annotations
 
@@ -32,42 +27,36 @@ COSTLY = SamplingParams(
     min_tokens=1,
     stop_token_ids=(1,),
 )
-"""All that a row can ask of the sampler at once."""
+"""The most expensive sampling."""
 FOLLOWING = replace(COSTLY, allowed_token_ids=None, follows_grammar=True)
-"""A row of small steps. Large ones would take no more of them: masks have their memory, and lists come with the row."""
+"""For small steps. Masks have their own memory; lists come with the row."""
 
 SMALL_BATCHES = (1, 32, 64)
-"""Decodes up to 16, 32 and 128 rows have products of quantised matrices of their own, which larger steps do without."""
+"""Up to 16, 32 and 128 rows have their own quantised products."""
 SHORT_CHUNK = 16
-"""Tokens."""
 SAMPLED_GRAPHS = 4
-"""Captured to find what one takes. All of them would be captured twice: they hold the addresses of a KV cache that gets another
-size."""
+"""Captured to measure one; `resize` discards graphs."""
 GRANULE_BYTES = 2 << 20
-"""In which the driver gives memory: what was measured may be so much too small."""
+"""The driver's unit, by which a measurement may be too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of a GPU's memory."""
-
     total_bytes: int
     free_bytes: int
     """Before anything was loaded."""
     used_bytes: int
-    """By weights, the largest steps and all graphs that decodes may be captured as; without the KV cache."""
+    """Weights, the largest steps and all graphs, without KV."""
 
 
 class Memory(Protocol):
-    """The memory of a device."""
-
     def read(self) -> tuple[int, int]:
-        """(free, total) bytes, when all that was begun is done."""
+        """Return (free, total) bytes after all queued work."""
         ...
 
 
 class GpuMemory:
-    """The memory of the GPU that PyTorch would use. Memory that its allocator keeps for later counts as used."""
+    """PyTorch's GPU. Its allocator's cache counts as used."""
 
     def read(self) -> tuple[int, int]:
         import torch
@@ -78,27 +67,19 @@ class GpuMemory:
 
 
 class Captured(Protocol):
-    """The outcome of `capture_graphs`."""
-
     @property
     def num_captured(self) -> int: ...
 
 
 class GraphExecutor(Executor, Protocol):
-    """One that may have graphs of decodes."""
+    @property
+    def mask_bytes(self) -> int: ...
 
     @property
-    def mask_bytes(self) -> int:
-        """Bytes of a mask that `restrict` takes."""
-        ...
-
-    @property
-    def num_graphs_left(self) -> int:
-        """Not captured yet."""
-        ...
+    def num_graphs_left(self) -> int: ...
 
     def capture_graphs(self, most: int | None = None) -> Captured:
-        """The largest of the usual ones."""
+        """Capture the largest usual graphs."""
         ...
 
 
@@ -106,7 +87,6 @@ _Executor = TypeVar("_Executor", bound=GraphExecutor)
 
 
 def no_blocks(block_bytes: int) -> int:
-    """There is no tier below the pool."""
     del block_bytes
     return 0
 
@@ -118,10 +98,10 @@ def profile(
     *,
     num_moved_blocks: Callable[[int], int] = no_blocks,
 ) -> tuple[_Executor, Usage]:
-    """Make an executor with a small KV cache and run its largest steps, and those that have kernels of their own.
+    """Make an executor with a small KV cache, run its largest and special steps, and return the usage.
 
-    `make` is given the number of blocks; `capacity` says the other sizes. `num_moved_blocks`: of one block's bytes, how many
-    blocks are copied to the tier below the pool at once, or back. Raises MemoryError if not even that fits.
+    `make` takes a number of blocks; `num_moved_blocks` maps a block's bytes to the most blocks moved between tiers at once.
+    Raises MemoryError.
     """
     lens = row_lens(capacity)
     num_blocks = 1 + sum(_num_blocks(length, capacity) for length in lens)
@@ -129,8 +109,8 @@ def profile(
     try:
         executor = make(num_blocks)
         try:
-            # Steps run in the engine's thread and captures in that of the start, and PyTorch gives each thread a handle of
-            # cuBLAS with memory to work in (32 MiB on an H200). A thread that has ended leaves its own to the next one.
+            # Steps run in the engine's thread, captures in the startup thread. PyTorch gives each thread a cuBLAS handle with
+            # a workspace (32 MiB on an H200), which the next thread inherits when a thread ends.
             with ThreadPoolExecutor(1, "penstock-profile") as engine:
                 engine.submit(run_largest_steps, executor, lens).result()
                 run_small_steps(executor, lens[0])
@@ -148,10 +128,9 @@ def profile(
 
 
 def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
-    """Bytes of the graphs that are not captured when this returns: as much each as the few that it captures, which are
-    the largest of those that are left, and their share of a granule, for what could not be seen of these.
+    """Estimate each remaining graph as the largest, which it captures, plus a share of a granule.
 
-    After `run_largest_steps`, whose decode was captured, and took what graphs share.
+    Call it after `run_largest_steps`, which has paid for the graphs' shared memory.
     """
     if not executor.num_graphs_left:
         return 0
@@ -164,7 +143,7 @@ def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
 
 
 def row_lens(capacity: Capacity) -> list[int]:
-    """Prompt lengths of a step with as many rows and tokens as there may be, the first ones as long as they may be."""
+    """Return prompt lengths that fill a step, longest first."""
     num_rows = min(capacity.max_rows, capacity.max_step_tokens)
     num_sampled = 0 if capacity.is_one_pass else 2
     longest = max(1, capacity.max_model_len - num_sampled)
@@ -178,10 +157,7 @@ def row_lens(capacity: Capacity) -> list[int]:
 
 
 def run_largest_steps(executor: Executor, lens: list[int]) -> None:
-    """A step in which every row computes its prompt and samples, one that only decodes, and one that forgets them.
-
-    A text does not decode: where steps are of texts, the second is empty.
-    """
+    """Run full prompts, a decode (empty for texts) and a release."""
     capacity = executor.capacity
     admits, rows, next_block = [], [], 1
     for idx, length in enumerate(lens):
@@ -201,10 +177,9 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
 
 
 def run_small_steps(executor: GraphExecutor, longest: int) -> None:
-    """A few tokens after a long context, and decodes of few rows: so that no request waits for a compiler, which takes seconds.
+    """Compile small steps: a chunk after a long context, and decodes of few rows, or short texts.
 
-    After `run_largest_steps`, whose first row left the context of `longest` tokens in the first blocks. Where
-    steps are of texts, there are short ones instead, of one token each.
+    Call it after `run_largest_steps`, which left `longest` tokens in the first blocks.
     """
     capacity = executor.capacity
     tokens = tuple(token % 2 for token in range(longest))
@@ -228,7 +203,7 @@ def run_small_steps(executor: GraphExecutor, longest: int) -> None:
 
 
 def move_blocks(executor: Executor, count: int) -> None:
-    """To the host's memory and back, all at once: each way gathers them in the device's memory first."""
+    """Move blocks to the host and back at once; the device gathers them first."""
     if not count:
         return
     block_ids = [1 + idx % (executor.capacity.num_blocks - 1) for idx in range(count)]  # one may be there twice
@@ -240,5 +215,5 @@ def move_blocks(executor: Executor, count: int) -> None:
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
-    """The number of blocks of a prompt and the token after it, or of a text."""
+    """For a prompt and its next token, or a text."""
     return 1 if capacity.is_one_pass else -(-(length + 1) // capacity.block_size)

@@ -1,4 +1,4 @@
-"""Which operations of a program go together, in one launch or side by side. Pure; called by `lowering` and `buffers`."""
+"""Finds operations that share a launch or lie side by side, for `lowering` and `buffers`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.models.program import (
 )
 
 Gather = GatherRows | FirstRows | MeanRows
-"""Operations behind the first of which buffers have a row for each sample."""
+"""From these on, buffers have a row per sample."""
 
 _NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks", "distances")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
-    """The linear operations from `at` on that read the same value and can be one product."""
+    """Return operations from `at` on that read one value, to form one product."""
     run: list[Linear] = []
     for op in ops[at:]:
         if not isinstance(op, Linear):
@@ -39,7 +39,6 @@ def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
 
 
 def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
-    """Whether a buffer's value is read from `at` on, before it is written again."""
     for op in ops[at:]:
         if name in _read_by(op):
             return True
@@ -49,14 +48,13 @@ def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _read_by(op: Op) -> set[object]:
-    """The buffers that an operation reads, among other values."""
     if isinstance(op, Experts):  # the names of its weights are not among `_NOT_READ`
         return {op.x}
     return {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}
 
 
 def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:
-    """A gate, an up projection and their activation, if nobody else reads the two products."""
+    """Return a gate, an up projection and their activation, if nothing else reads the products."""
     run, following = linear_run(ops, at), ops[at + 2 : at + 3]
     if len(run) != 2 or not following or not isinstance(act := following[0], GatedActivation):
         return None
@@ -66,7 +64,7 @@ def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation]
 
 
 def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
-    """A product that is added to a residual, and the norm of the sum."""
+    """Return a product with residual, and the sum's norm."""
     found = ops[at : at + 2]
     if len(found) < 2 or not isinstance(op := found[0], Linear) or not isinstance(norm := found[1], RMSNorm):
         return None
@@ -75,7 +73,7 @@ def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
 
 
 def written_keys_at(ops: Sequence[Op], at: int) -> tuple[Rope, Rope, KvWrite] | None:
-    """The rotations of queries and keys, and the write of the keys, if nobody reads these from their buffer."""
+    """Return both rotations and the cache write, if nothing else reads the keys."""
     found = ops[at : at + 3]
     if len(found) < 3:
         return None

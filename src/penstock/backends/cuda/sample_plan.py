@@ -1,7 +1,4 @@
-"""Plans the sampling of one step, on the host: which samples are changed by what, in arrays for the step's message.
-
-Made by `sampling.Sampler` from the parameters of each row. Knows no tensor and no device.
-"""
+"""Plans a step's sampling on the host, as arrays for its message."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.types.sampling import SamplingParams
 
 NO_TOKEN_BEFORE = -1
-"""In a banned sequence, where it is shorter than others: any token, or none."""
+"""Pads shorter sequences: matches anything."""
 
 I32 = NDArray[np.int32]
 _NONE = np.empty(0, np.int32)
@@ -23,7 +20,7 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """Changes of one row's logits, in arrays; not which tokens may be sampled at all."""
+    """Changes of a row's logits, apart from allowed tokens."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -33,19 +30,17 @@ class Changes:
     banned: I32
     """The last token of each banned sequence."""
     before: tuple[tuple[int, ...], ...]
-    """The others of it."""
+    """The tokens before it."""
     stop_ids: I32
 
     def bans_stops(self, position: int) -> bool:
         return position - self.num_prompt_tokens < self.params.min_tokens and len(self.stop_ids) > 0
 
     def applies(self, position: int) -> bool:
-        """Whether anything changes the logits of the token at this position."""
         return self.is_penalized or len(self.bias_ids) > 0 or len(self.banned) > 0 or self.bans_stops(position)
 
 
 def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | None:
-    """None if the row's logits are never changed."""
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     is_penalized = penalties != (1.0, 0.0, 0.0)
     has_early_stops = params.min_tokens > 0 and params.stop_token_ids
@@ -66,52 +61,51 @@ def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | No
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """The plan of S samples; other indices than those of `changed` are into these."""
+    """The plan of S samples. Fields after `changed` index it, the others the samples."""
 
     slots: I32
     """[S]"""
     positions: I32
-    """Positions of the new tokens. [S]"""
+    """[S], of the new tokens."""
     num_tops: I32
-    """For each sample with log-probabilities, how many of the most likely tokens. [L]"""
+    """Most likely tokens to report. [L]"""
     logprob_samples: I32
     """[L]"""
     listed: I32
-    """Samples with a list of allowed tokens, which are in the tables. [A]"""
+    """Samples with allowed tokens in the tables. [A]"""
     followers: I32
-    """Samples that follow a grammar. It is not known yet what they may sample: `masked_by` says it."""
+    """Samples that follow a grammar, whose masks `masked_by` adds."""
     masked: I32
-    """Those for which the mask is known. [M]"""
+    """[M]"""
     masks: I32
-    """As `types.sampling` has them. [M, vocab_size / 32]"""
+    """As in `types.sampling`. [M, vocab_size / 32]"""
     changed: I32
-    """Samples whose logits are changed besides; what follows counts within them. [C]"""
+    """Samples whose logits change otherwise. [C]"""
     penalized: I32
     ban_rows: I32
-    """One entry for each token that may be banned. [B]"""
+    """Per token that may be banned. [B]"""
     ban_ids: I32
     """[B]"""
     before: I32
-    """The tokens that must come before it, the last one first, then `NO_TOKEN_BEFORE`. [B, longest]"""
+    """The tokens that must precede it, last one first, padded. [B, longest]"""
     bias_rows: I32
     bias_ids: I32
     bias_values: NDArray[np.float32]
     max_penalized_tokens: int
-    """Tokens of the longest penalized row."""
 
     @property
     def changes_logits(self) -> bool:
         return len(self.listed) + len(self.masked) + len(self.changed) > 0
 
     def masked_by(self, masks: Mapping[int, bytes]) -> SamplePlan:
-        """The same, with the masks of samples that follow a grammar, all of one size."""
+        """Add masks by sample, all of one size."""
         if not masks:
             return self
         words = np.frombuffer(b"".join(masks.values()), np.int32)
         return replace(self, masked=_i32(list(masks)), masks=words.reshape(len(masks), -1))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Arrays that the sampler needs on the device, by name. Those that may be long without bound come last."""
+        """Return device arrays by name, unbounded ones last."""
         arrays: dict[str, NDArray[Any]] = {
             "slots": self.slots,
             "positions": self.positions,
@@ -145,8 +139,7 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """The plan for samples of the rows in `slots`, whose new tokens come to `positions`, [S] each; what else is given is by
-    slot."""
+    """Plan rows in `slots`, with new tokens at `positions`, [S] each. The rest is by slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]
@@ -182,8 +175,6 @@ def make_plan(
 
 
 class _Bans:
-    """Collects the tokens that may be banned in a step."""
-
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.ids: list[int] = []
@@ -205,7 +196,6 @@ class _Bans:
 
 
 def _samples_of(chosen: Collection[int], slots: I32) -> I32:
-    """Samples of rows in the chosen slots."""
     return _i32([i for i, slot in enumerate(slots.tolist()) if slot in chosen]) if chosen else _NONE
 
 

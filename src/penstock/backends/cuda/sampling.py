@@ -1,7 +1,6 @@
-"""Owns how all rows of a step that sample get their tokens, on the device: what changes their logits, and the draw.
+"""Samples a step's tokens on the device without waiting. The specification is `backends/reference/sampling.py`.
 
-Called by the launcher: `admit` and `prepare` on the host, before the step's message; `choose` queues the work. Nothing here
-waits for the device, and nothing depends on what it computed. The specification is `backends/reference/sampling.py`.
+Call `admit` and `prepare` before the step's message, `choose` after it.
 """
 
 from __future__ import annotations
@@ -22,31 +21,27 @@ from penstock.types.plan import AdmitRow
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_BLOCK = 4096
-"""Logits that a program of the kernels looks at together."""
+"""Logits per iteration."""
 NUM_WARPS = 16
 NUM_PIVOTS = 4
-"""Thresholds that are tried in one pass: what that many sums take of the registers."""
+"""Per pass, limited by registers."""
 NUM_PIVOTS_INTERPRETED = 16
-"""Where a pass costs the same, however many they are."""
+"""A pass costs the same for any number."""
 LARGEST = float(np.finfo(np.float32).max)
 
 
 class Sampler:
-    """Parameters of every slot, and the buffers for what a step samples."""
-
     def __init__(self, tables: RowTables, *, vocab_size: int) -> None:
         self._tables = tables
         self._vocab_size = vocab_size
         self._block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
         self._num_pivots = NUM_PIVOTS if tables.tokens.is_cuda else NUM_PIVOTS_INTERPRETED
         self._changes: dict[int, Changes] = {}
-        """By slot; only of rows that have any."""
+        """By slot; only rows with changes."""
         self._listed: set[int] = set()
-        """Slots of rows with a list of allowed tokens."""
         self._followers: set[int] = set()
-        """Slots of rows that follow a grammar."""
         self._num_tops: dict[int, int] = {}
-        """By slot; only of rows that want log-probabilities."""
+        """By slot; only rows with log-probabilities."""
 
     def release(self, slot: int) -> None:
         self._changes.pop(slot, None)
@@ -55,7 +50,7 @@ class Sampler:
         self._followers.discard(slot)
 
     def admit(self, slot: int, row: AdmitRow, patches: Patches) -> None:
-        """Take over a row's parameters; what the device must know goes into `patches`."""
+        """Store a row's parameters; the device's part goes into `patches`."""
         params, tables = row.sampling, self._tables
         patches.add(tables.at(tables.params, slot), param_words(params, row.num_prompt_tokens))
         if params.allowed_token_ids is not None:
@@ -69,7 +64,7 @@ class Sampler:
             self._num_tops[slot] = params.logprobs
 
     def prepare(self, slots: I32, positions: I32) -> SamplePlan:
-        """For samples of the rows in `slots`, whose new tokens come to `positions`. [S] each"""
+        """Plan rows in `slots`, with new tokens at `positions`. [S] each"""
         return make_plan(
             slots,
             positions,
@@ -82,9 +77,9 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], results: torch.Tensor
     ) -> SampledWords:
-        """Queue it: append each row's token to the tables, and write what the host wants to know to `results`, int32 words.
+        """Queue sampling: append tokens to the tables, and write them and log-probabilities to `results`, int32.
 
-        `logits` [S, vocab_size] float32 are left as they are. `sent` are the plan's arrays, on the device.
+        `logits` [S, vocab_size] float32 stay unchanged. `sent`: the plan's device arrays.
         """
         words = SampledWords(len(plan.slots), len(plan.num_tops))
         tokens = results[: words.num_samples]
@@ -122,7 +117,7 @@ class Sampler:
         return words
 
     def _change(self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Steps 2 to 4 of `types/sampling.py`, in a copy of the logits."""
+        """Steps 2 to 4 of `types/sampling.py`, in a copy."""
         result = logits.clone()
         if len(plan.listed):
             self._restrict(result, sent["listed"], sent["listed_slots"], self._tables.allowed)
@@ -145,7 +140,7 @@ class Sampler:
         return result
 
     def _restrict(self, x: torch.Tensor, samples: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
-        """Leave each of the samples the tokens whose bits are set in its line, in place."""
+        """Allow only the tokens set in each sample's line of `bits`."""
         kernels.restrict[(len(samples), triton.cdiv(self._vocab_size, self._block))](
             x,
             x.stride(0),
@@ -160,16 +155,16 @@ class Sampler:
     def _without_banned(
         self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, sent: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """A new one; rows that would be left with nothing are as they were."""
+        """Return a copy. Rows that would have no token left stay unchanged."""
         rows = sent["ban_rows"].long()
         is_met = self._is_met(slots.index_select(0, rows), positions.index_select(0, rows), sent["before"])
         banned = x.clone()
-        # A logit is never inf: adding -inf bans it, and adding 0 leaves it, however often a token is listed.
+        # Logits are never inf, so adding -inf bans a token and adding 0 keeps it, however often it is listed.
         _add_at(banned, rows, sent["ban_ids"].long(), torch.where(is_met, -torch.inf, 0.0))
         return torch.where((banned > -torch.inf).any(1, keepdim=True), banned, x)
 
     def _is_met(self, slots: torch.Tensor, positions: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Whether the row's last tokens are those of `before`. [B]"""
+        """Whether the last tokens are `before`. [B]"""
         back = torch.arange(1, before.shape[1] + 1, dtype=torch.int32, device=before.device)
         at = positions[:, None] - back
         last = self._tables.tokens[slots.long()[:, None], at.clamp(min=0).long()]
@@ -193,13 +188,13 @@ class Sampler:
 
 
 def _add_at(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, addends: torch.Tensor) -> None:
-    """x[rows, columns] += addends, x contiguous. Not `index_put_`, which reads its indices on the host to check them."""
+    """x[rows, columns] += addends, x contiguous. `index_put_` would check indices on the host."""
     x.view(-1).scatter_add_(0, rows * x.shape[1] + columns, addends)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledWords:
-    """Where the results of a step lie among int32 words."""
+    """Layout of a step's results, int32 words."""
 
     num_samples: int
     num_logprobs: int
@@ -227,7 +222,7 @@ class SampledWords:
         return words[: self.num_samples]
 
     def logprobs(self, words: I32) -> tuple[NDArray[np.float64], I32]:
-        """Log-probabilities of the token and of the most likely; the token's rank and their ids. ([L, 1 + 20], the same)"""
+        """Return log-probabilities of the token and the most likely; its rank and their ids. Both [L, 1 + 20]"""
         shape = (self.num_logprobs, 1 + MAX_LOGPROBS)
         numbers = words[self.logprobs_begin : self.logprobs_end].view(np.float64).reshape(shape)
         return numbers, words[self.ids_begin : self.end].reshape(shape)

@@ -1,7 +1,7 @@
-"""Owns the pinned memory through which a step's message goes to the device, and its results come back: one copy each way.
+"""Pinned memory for a step's message and its results: one copy each way.
 
-Called by the launcher, at most once per step each. A buffer of the host is used again `depth` calls later, when the step that
-used it last has been collected; the device has one of each, since all copies are in the order of its work.
+A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one: copies are in stream
+order.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ _DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.float64): torch.float64,
 }
 ALIGN_WORDS = 4
-"""Alignment of an array that lies among others: Triton compiles kernels anew for arguments that do not lie at multiples of 16
-bytes."""
+"""Triton recompiles kernels for arguments that are not 16-byte aligned."""
 
 
 def aligned(num_words: int) -> int:
-    """The next place where an array may begin."""
     return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
 
 
 class Upload:
-    """Messages to the device: arrays, one after the other."""
+    """Messages to the device: arrays in sequence."""
 
     def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
         self._stream = stream
@@ -44,10 +42,9 @@ class Upload:
         self._num_sent = 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """Queue the copy; the tensors are good until the next message. Nothing is waited for.
+        """Queue the copy; the tensors are valid until the next message.
 
-        Where an array lies depends on the sizes of those before it alone, so a captured graph finds its own again. An array
-        that does not fit goes by a copy of its own.
+        Arrays that do not fit are copied alone. Places depend only on earlier sizes, so captured graphs find their arrays.
         """
         host = self._hosts[self._num_sent % len(self._hosts)]
         self._num_sent += 1
@@ -67,23 +64,23 @@ class Upload:
         return tensors
 
     def _sent_alone(self, array: NDArray[Any]) -> torch.Tensor:
-        """Through pinned memory of its own, which PyTorch gives to nobody else before the device has copied it."""
+        """PyTorch does not reuse the pinned memory before the device has copied it."""
         host = self._stream.pinned(array.nbytes // 4)
         host.numpy().view(array.dtype)[:] = array.reshape(-1)
         return host.to(self._device.device, non_blocking=True).view(_DTYPES[array.dtype]).view(array.shape)
 
 
 class Download:
-    """Results of the device: int32 words from the first on."""
+    """Results, int32 words."""
 
     def __init__(self, words: torch.Tensor, *, depth: int, stream: Stream) -> None:
         self._hosts = [stream.pinned(len(words)) for _ in range(depth)]
         self.words = words
-        """A step writes its results there, on the device: int32."""
+        """On the device. int32"""
         self._num_fetched = 0
 
     def fetch(self, num_words: int) -> NDArray[np.int32]:
-        """Queue the copy of the first words; what is returned is good once the device has come past it, for `depth` steps."""
+        """Queue a copy. The result is valid once the device has passed it, for `depth` steps."""
         host = self._hosts[self._num_fetched % len(self._hosts)]
         self._num_fetched += 1
         host[:num_words].copy_(self.words[:num_words], non_blocking=True)
@@ -92,10 +89,8 @@ class Download:
 
 
 def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[NDArray[Any]]:
-    """Arrays of which a step's tensors are made, in the order in which the executor unpacks them.
-
-    `num_rows` > those of the batch pads a step in which every row has one token and samples, with rows of the null slot.
-    """
+    """Return a step's arrays in the order of `ForwardPass.run`. If `num_rows` is larger than the batch's, rows of the null slot
+    pad a decode."""
     row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.query_start_loc))
     sources = batch.row_slots[row_of_token] * np.int32(tables.table_width) + batch.positions
     arrays: list[NDArray[Any]] = [
@@ -117,7 +112,7 @@ def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[N
 
 
 def padding(tables: RowTables) -> StepBatch:
-    """A decode of one row of the null slot, as `step_arrays` pads others with."""
+    """One row, as `step_arrays` pads with."""
     zero = np.zeros(1, np.int32)
     return StepBatch(
         step_id=0,
@@ -135,7 +130,7 @@ def padding(tables: RowTables) -> StepBatch:
 
 
 def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
-    """`None` counts on from the last element."""
+    """None counts on from the last element."""
     if fill is None:
         more = array[-1] + np.arange(1, num_padding + 1, dtype=array.dtype)
     else:
@@ -144,16 +139,16 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
 
 
 def message_words(capacity: Capacity, *, has_adapters: bool = False) -> int:
-    """Words of an upload that has room for any step, and for what a step usually brings besides."""
+    """Room for any step and its usual table updates."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
     if has_adapters:  # the order of tokens and samples, and their groups
         step_words += 2 * num_tokens + 14 * capacity.max_rows
-    # An admitted row brings its tokens and blocks, a word for the place of each.
+    # An admitted row sends its tokens and blocks, each with its place.
     patch_words = 2 * (4 * capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words
 
 
 def mask_message_words(capacity: Capacity, vocab_size: int) -> int:
-    """Words of an upload that has room for the masks of all rows, and for what else the sampler usually needs of a step."""
+    """Room for all rows' masks and the sampler's usual arrays."""
     return capacity.max_rows * (num_mask_words(vocab_size) + 64) + 64 * ALIGN_WORDS

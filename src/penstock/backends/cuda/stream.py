@@ -1,6 +1,4 @@
-"""Owns a queue in which a device works, in order, and the marks in it. The executor has one for all its work, and another for
-contents that it reads beside a step.
-"""
+"""In-order device queues and their marks: one for steps, one for reads beside them."""
 
 from __future__ import annotations
 
@@ -13,40 +11,34 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in the queue."""
-
     def wait(self) -> None:
-        """Until the device has come past it; without the GIL."""
+        """Wait without the GIL."""
         ...
 
     def ns_since(self, earlier: Mark) -> int:
-        """By the device's clock, between two marks that it has come past."""
+        """Device time; both marks have passed."""
         ...
 
 
 class Stream(Protocol):
-    """All work that is queued inside of `entered` happens in order."""
+    """Runs the work issued inside `entered` in order."""
 
     def entered(self) -> AbstractContextManager[None]: ...
 
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """All that is queued here from now on happens after the device has come past a mark of another stream."""
+        """Delay later work here until another stream passes a mark."""
         ...
 
     def pinned(self, num_words: int) -> torch.Tensor:
-        """Host memory that the device reads and writes by itself: int32 [num_words]."""
+        """int32 [num_words], accessed by the device."""
         ...
 
 
 class CudaStream:
-    """A stream of a GPU."""
-
     def __init__(self, device: torch.device, *, spins: bool, goes_first: bool = False) -> None:
-        """With `spins` whoever waits takes a whole CPU, and wakes some tens of microseconds earlier. Work on a stream that
-        `goes_first` is begun before what other streams have not begun.
-        """
+        """`spins`: waits take a CPU, but wake tens of microseconds earlier. `goes_first`: priority over other streams."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if goes_first else 0)
         self._spins = spins
@@ -82,7 +74,7 @@ class CudaMark:
 
 
 class HostStream:
-    """The interpreter's stream: what is queued is done at once."""
+    """For the interpreter; runs at once."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
-"""The tables in which the device remembers each row from step to step: its tokens, its block table, how it is sampled.
+"""Device tables of each row's tokens, blocks and sampling parameters.
 
-Made by the executor. Written by patches that come with a step's message, and by the sampler, which appends the tokens that it
-chose: so a step can use a token that the host has not seen. Never reads anything back.
+Messages patch them, and the sampler appends its tokens, which a step can use before the host sees them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 
 PARAM_WORDS = 16
-"""Words of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the
-seed, num_prompt_tokens; float32 repetition, frequency and presence penalty; int32 penalty window."""
+"""float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, seed (both halves), num_prompt_tokens; float32 repetition,
+frequency and presence penalty; int32 penalty window."""
 
 COMPUTED = frozenset(
     {
@@ -31,14 +30,14 @@ COMPUTED = frozenset(
         "seed",
     }
 )
-"""Names of `types.sampling.PARAMETERS` that the kernels compute."""
+"""`types.sampling.PARAMETERS` that kernels compute."""
 
 MAX_INVERSE_TEMPERATURE = 1e250
-"""So that neither 0 nor the largest difference of logits times it leaves the range of float64."""
+"""Keeps logit differences times this in float64."""
 
 
 class RowTables:
-    """One int32 arena. Slot `max_rows` belongs to nobody: the padding of a captured step lies there, all zero."""
+    """All tables in one int32 arena. The all-zero slot `max_rows` is padding."""
 
     def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
         num_slots = capacity.max_rows + 1
@@ -56,7 +55,7 @@ class RowTables:
         ]
         self.null_slot = capacity.max_rows
         self.params, self.tokens, self.block_tables, self.allowed = parts
-        """`allowed`: one bit per token that may be sampled, written for rows that restrict them alone. [slots, vocab / 32]"""
+        """`allowed`: a bit per token, only for rows with a list. [slots, vocab / 32]"""
         self.params_f64 = self.params.view(torch.float64)
 
     @property
@@ -69,35 +68,32 @@ class RowTables:
         return int(self.tokens.shape[1])
 
     def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `Patches.arrays` gave, both int32, on the device."""
+        """Write device copies of `Patches.arrays`. int32"""
         self._arena.index_copy_(0, idx.long(), values)
 
     def at(self, part: torch.Tensor, slot: int, column: int = 0) -> int:
-        """Where a place of one of the tables lies in the arena."""
         return int(part.storage_offset() + slot * part.shape[1] + column)
 
 
 class Patches:
-    """Changes of the tables before a step; each place once."""
+    """Updates before a step, each place once."""
 
     def __init__(self) -> None:
         self._idx: list[NDArray[np.int32]] = []
         self._values: list[NDArray[np.int32]] = []
 
     def add(self, start: int, values: NDArray[np.int32]) -> None:
-        """Consecutive words of the arena."""
         self._idx.append(np.arange(start, start + len(values), dtype=np.int32))
         self._values.append(values)
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Places and values."""
         if not self._idx:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         return np.concatenate(self._idx), np.concatenate(self._values)
 
 
 def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.int32]:
-    """One row of `RowTables.params`. [PARAM_WORDS]"""
+    """[PARAM_WORDS]"""
     words = np.zeros(PARAM_WORDS, np.int32)
     inverse = 0.0 if params.temperature == 0.0 else min(1.0 / params.temperature, MAX_INVERSE_TEMPERATURE)
     words[:6].view(np.float64)[:] = inverse, params.top_p, params.min_p
@@ -110,12 +106,11 @@ def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.in
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of 32 bits, one for each token."""
     return -(-vocab_size // 32)
 
 
 def allowed_words(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
-    """One row of `RowTables.allowed`: bit i % 32 of word i / 32. [vocab / 32]"""
+    """Token i is bit i % 32 of word i / 32. [vocab / 32]"""
     bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

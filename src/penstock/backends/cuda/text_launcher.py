@@ -1,8 +1,4 @@
-"""Queues the steps of programs that read texts: a message with all tokens, the forward pass, and the copy of the states.
-
-Made and called by the executor, once for each step. Keeps nothing from step to step: a text is computed whole, by one of them.
-No step waits here for the device.
-"""
+"""Queues steps of texts, each computed whole in one step."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TextLauncher:
-    """Launches the steps of an executor whose stream was entered."""
+    """For an executor that has entered its stream."""
 
     def __init__(
         self, capacity: Capacity, program: CompiledProgram, *, depth: int, stream: Stream, device: torch.device
@@ -36,7 +32,7 @@ class TextLauncher:
         self._none = torch.empty(0, dtype=torch.int32, device=device)
 
     def launch(self, batch: StepBatch, host: BatchBuilder, began_ns: int) -> TextFlight:
-        """Queue a step, which `host` made `batch` of. `began_ns`: when the host's work for it began."""
+        """`host` made `batch`. `began_ns`: start of the host's work."""
         starts = batch.query_start_loc
         row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(starts))
         second_at = host.second_at[batch.row_slots][row_of_token]
@@ -64,7 +60,7 @@ class TextLauncher:
         )
 
     def _run(self, batch: StepBatch, sent: list[torch.Tensor]) -> int:
-        """Queue the forward pass; how many rows of states it makes."""
+        """Queue the forward pass; return the rows of states."""
         token_ids, positions, row_of_token, query_start_loc, sample_tokens, types = sent
         longest = int(np.diff(batch.query_start_loc).max())
         step = StepTensors(

@@ -1,6 +1,4 @@
-"""The logits after every token of one text: owns the step that computes them, for tests and benchmarks, which ask the executor.
-Never serves a request: it knows no rows, overwrites the first blocks of the KV cache and samples nothing.
-"""
+"""Logits after every token of a text, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,11 +24,10 @@ def text_logits(
     device: torch.device,
     adapted: tuple[PlacedAdapters, int] | None = None,
 ) -> NDArray[np.float32]:
-    """[len(token_ids), vocab_size], in chunks of what a step may sample.
+    """[len(token_ids), vocab_size], in chunks of a step's samples. Overwrites the first KV blocks.
 
-    `max_blocks`: the width of block tables. `adapted`: where the text's adapter is, and its number.
-
-    Raises ValueError if the text does not fit into the KV cache.
+    `max_blocks`: width of block tables. `adapted`: placed adapters, and the text's number. Raises ValueError if the text does
+    not fit.
     """
     size = capacity.block_size
     num_blocks = -(-len(token_ids) // size)
@@ -57,7 +54,7 @@ def text_logits(
 def _step(
     token_ids: NDArray[np.int32], begin: int, table: NDArray[np.int32], *, block_size: int, device: torch.device
 ) -> StepTensors:
-    """One row, of which every token samples."""
+    """One row that samples at every token."""
     num_tokens = len(token_ids)
     positions = np.arange(begin, begin + num_tokens, dtype=np.int32)
 

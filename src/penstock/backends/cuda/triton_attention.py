@@ -1,6 +1,4 @@
-"""Attention by our own kernels: owns their workspace. Made by the lowering; computes every program and mode, and is what a step
-has if nothing else was chosen for it. Plans nothing.
-"""
+"""Attention by our own kernels, the default for every program."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """See `step.StepAttention`."""
+    """A `step.StepAttention`."""
 
     workspace: AttentionWorkspace
     deterministic: bool
@@ -28,7 +26,7 @@ class TritonAttention:
     def allocate(
         shape: AttentionShape, *, max_rows: int, num_positions: int, device: torch.device, deterministic: bool
     ) -> TritonAttention:
-        """For all layers of a program, whose heads are alike."""
+        """Make one for all layers, whose heads are alike."""
         workspace = AttentionWorkspace.allocate(
             max_rows=max_rows,
             num_heads=shape.num_heads,
@@ -41,7 +39,7 @@ class TritonAttention:
         return TritonAttention(workspace, deterministic)
 
     def decode_programs(self, num_rows: int, max_seq_len: int, shape: AttentionShape) -> int:
-        """For each row and KV head, of a decode whose longest row may have so many positions; 0: computed as a prefill."""
+        """Return programs per row and KV head, or 0 if the prefill kernel computes the decode."""
         return decode_programs(
             self.workspace,
             num_rows=num_rows,

@@ -1,12 +1,10 @@
-"""Owns how matrices lie in the device's memory; made once, at load, of what a file has, and read by `linear` and its kernels.
+"""Loads matrices in the layout that `linear` and its kernels read.
 
-Floats become one type, or fp8 with a scale per row. Quantised formats stay integers of 4 or 8 bits, value = scale * integer
-(+ offset) with a scale per group of 32 or 16 columns, which is what the file says, but for the rounding of scales to half
-precision. fp8 of a file stays as it is; where a row has several scales, they are of groups, too. All lie in the order in which
-the kernels read them: 128 rows at a time (a tile), and of these one step of 64 columns after the other, so that a program of a
-product reads one contiguous run of memory. A word of 16 bits has numbers of 4 (or 2) columns that are 16 apart: two
-neighbouring words are, after a shift and a mask, the two numbers that a register of the matrix unit wants. Never computes
-products.
+Floats become one dtype, or fp8 with row scales. Quantised integers stay: value = scale * integer (+ offset) per group, exact
+but for half-precision scales. fp8 files stay as they are.
+
+A tile of 128 rows has its 64-column steps in order, for contiguous reads. A 16-bit word packs 4 (or 2) columns 16 apart: shift
+and mask turn two words into a register of the matrix unit.
 """
 
 from __future__ import annotations
@@ -30,32 +28,28 @@ from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
 
 TILE_ROWS = 128
-"""Rows that lie together, and that one program of a product computes."""
+"""Rows per program of a product."""
 STEP_COLS = 64
 QUARTER_COLS = 16
-"""Columns of a step, which the matrix unit multiplies at a time."""
+"""Columns that the matrix unit multiplies at once."""
 FOUR_BITS = formats.FOUR_BITS | {WeightFormat.Q2_K, WeightFormat.Q3_K}
-"""Formats whose integers fit into 4 bits; those of all other quantised ones fit into 8."""
+"""Other quantised formats have 8-bit integers."""
 SIGNED_ZERO = 8
-"""Number added to signed integers of 4 bits, as they are stored."""
+"""Added to signed 4-bit integers."""
 CENTRES = {WeightFormat.Q2_K: 2, WeightFormat.Q4_1: 8, WeightFormat.Q4_K: 8, WeightFormat.Q5_1: 16, WeightFormat.Q5_K: 16}
-"""Centres of the integers of formats with offsets, which are not negative. Held less this, their offsets are small, and so is
-what the rounding of scales and offsets to bf16 changes."""
+"""Centres of unsigned integers. Subtracting them shrinks offsets, and so bf16 rounding errors."""
 LARGEST_HALF = 65504.0
 FLOAT8_GROUP = 32
-"""Columns that share a scale in fp8 of which a row has several: a divisor of the blocks that files have."""
+"""Columns per scale if fp8 rows have several; divides the files' block sizes."""
 CHUNK_ROWS = 2048
-"""Rows that are read from the file at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseMatrix:
-    """Rows of floats; a row is one output channel."""
-
     values: torch.Tensor
     """[num_rows, num_cols]"""
     column_order: torch.Tensor | None = None
-    """Its column j is multiplied by column `column_order[j]` of a value; None: by column j. int64 [num_cols]"""
+    """The input column of each column; None keeps the order. int64 [num_cols]"""
 
     @property
     def num_rows(self) -> int:
@@ -72,30 +66,29 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedMatrix:
-    """Integers, or numbers of fp8, scales and offsets in tiles of `TILE_ROWS` rows and steps of `STEP_COLS`; padding is 0.
+    """Integers or fp8 in tiles of `TILE_ROWS` rows and `STEP_COLS` columns, padded with 0.
 
-    A value is number * its group's scale (+ its group's offset), and that times its row's scale; one of the two may lack.
+    Value = (number * group scale (+ group offset)) * row scale. Either scale may be absent.
     """
 
     num_rows: int
     num_cols: int
     bits: int
     group: int
-    """Columns that share a scale: 32 or 16; 0 where there are scales of rows alone."""
+    """Columns per scale: 32 or 16; 0 with only row scales."""
     values: torch.Tensor
-    """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16], of which bits 4 i to 4 i + 3 are of the step's column 16 i + place.
-    8 bits: int16 [num_tiles, num_steps, 2, TILE_ROWS, 16], of which byte i is of column 32 half + 16 i + place."""
+    """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16]; bits 4 i to 4 i + 3: column 16 i + place. 8 bits: int16 [num_tiles,
+    num_steps, 2, TILE_ROWS, 16]; byte i: column 32 half + 16 i + place."""
     scales: torch.Tensor | None
-    """float16, which is what files have or have factors of; float32 where everything is. [num_steps, num_tiles * TILE_ROWS,
-    STEP_COLS / group]"""
+    """float16, or float32 like dtype. [num_steps, num_tiles * TILE_ROWS, STEP_COLS / group]"""
     offsets: torch.Tensor | None = None
     """As `scales`."""
     row_scales: torch.Tensor | None = None
     """float32 [num_tiles * TILE_ROWS]"""
     is_float: bool = False
-    """Whether the numbers, of 8 bits, are fp8 (e4m3); then none is NaN."""
+    """Whether the 8-bit numbers are fp8 (e4m3); none is NaN."""
     column_order: torch.Tensor | None = None
-    """Its column j is multiplied by column `column_order[j]` of a value; None: by column j. int64 [num_cols]"""
+    """As in `DenseMatrix`."""
 
     @property
     def num_steps(self) -> int:
@@ -107,7 +100,7 @@ class QuantisedMatrix:
 
     @property
     def zero(self) -> int:
-        """Number to take off the stored integers."""
+        """Subtracted from stored integers."""
         return SIGNED_ZERO if self.bits == 4 else 0
 
     @property
@@ -122,9 +115,9 @@ Matrix = DenseMatrix | QuantisedMatrix
 def load_matrices(
     tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device, *, round_to_fp8: bool = False
 ) -> list[Matrix]:
-    """The rows of all tensors, one below the other, in as few matrices as have one layout. All have the same `num_cols`.
+    """Stack the rows of tensors with equal `num_cols` into as few matrices as layouts allow.
 
-    With `round_to_fp8`, those of floats become fp8. Raises `ModelError` for a scale, or a number of fp8, that is not finite.
+    Raises `ModelError` for a scale or fp8 number that is not finite.
     """
     loaders: dict[_Kind, Callable[[Sequence[WeightTensor], torch.dtype, torch.device], Matrix]] = {
         _Kind.DENSE: _load_dense,
@@ -141,7 +134,7 @@ def load_matrices(
 
 
 def load_vector(tensor: WeightTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A norm's weight or a bias. [n]"""
+    """[n]"""
     return torch.from_numpy(tensor.dequantize().reshape(-1).copy()).to(device=device, dtype=dtype)
 
 
@@ -152,7 +145,7 @@ class _Kind(Enum):
 
 
 def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, int]:
-    """Kind, bits of a value and columns of a group."""
+    """Return kind, bits, and columns per group."""
     if tensor.format in BLOCKS:
         return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, 16 if tensor.format in GROUP_OF_16 else 32
     if tensor.scales is not None:
@@ -166,7 +159,7 @@ def _layout_and_order(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[tupl
 
 
 def _chunks(tensor: WeightTensor) -> Iterator[tuple[int, NDArray[np.generic]]]:
-    """(first row, raw rows) of a tensor, in its order of columns, a part at a time: a copy would be as large as the matrix."""
+    """Yield (first row, raw rows) in column order; a full copy would double the matrix."""
     for begin in range(0, tensor.num_rows, CHUNK_ROWS):
         yield begin, tensor.ordered_rows(begin, min(begin + CHUNK_ROWS, tensor.num_rows))
 
@@ -183,7 +176,7 @@ def _load_dense(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: tor
 
 
 def _floats(fmt: WeightFormat, rows: NDArray[np.generic]) -> torch.Tensor:
-    # A copy, because torch warns of arrays that can't be written, as those of a mapped file.
+    # Copied, because torch warns of read-only arrays, such as those of a mapped file.
     found = torch.from_numpy(np.array(rows.view(np.int16) if fmt is WeightFormat.BF16 else rows))
     return found.view(torch.bfloat16) if fmt is WeightFormat.BF16 else found
 
@@ -254,10 +247,8 @@ def _load_float8(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: to
 
 
 def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales of some rows, and of their groups as shares of these: half precision is for what is at most 1.
-
-    [end - begin], [end - begin, num_groups], of which the latter may be none.
-    """
+    """Return row scales [end - begin], and group scales relative to them, at most 1 for half precision. [end - begin,
+    num_groups or 0]"""
     found = scales.of_rows(begin, end)
     if not num_groups:
         return found[:, 0], np.zeros((len(found), 0), np.float32)
@@ -268,7 +259,7 @@ def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple
 
 
 def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]]:
-    """(first row, rows), in order, read by as many threads as the machine lets us have: NumPy computes without the GIL."""
+    """Yield (first row, rows) in order. Threads help: NumPy releases the GIL."""
 
     def read(chunk: tuple[int, NDArray[np.generic]]) -> tuple[int, GroupedIntegers]:
         return chunk[0], grouped_integers(chunk[1], tensor.format, tensor.num_cols)

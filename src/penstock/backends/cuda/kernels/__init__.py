@@ -1,1 +1,1 @@
-"""Triton kernels of the cuda backend, and the functions that launch them on a step. Imported only where Triton is installed."""
+"""Triton kernels and the functions that launch them. Import only where Triton is installed."""

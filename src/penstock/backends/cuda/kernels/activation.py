@@ -1,7 +1,4 @@
-"""Operations on single numbers, in Triton: activations with and without a gate, and the softcap. Called by `lowering`.
-
-Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: the columns of a row must lie side by side.
-"""
+"""Elementwise kernels: activations, gates and the softcap. Arithmetic is float32. Rows may be strided."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
@@ -17,15 +14,14 @@ import triton.language as tl
 from penstock.types.model_spec import Activation
 
 BLOCK = 1024
-"""Columns of a program."""
 KINDS: Mapping[Activation, int] = MappingProxyType(
     {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "tanh": 6, "swiglu_clamped": 7}
 )
-"""The number of each in kernels. The last one is of a gate and its partner alone."""
+"""The last one always has a gate."""
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activation) -> None:
-    """out = activation(gate) * up; all [rows, width]. `out` may be `gate` or `up`."""
+    """out = activation(gate) * up, [rows, width]. `out` may be `gate` or `up`."""
     if gate.shape[0]:
         _gated_kernel[_grid(gate)](
             out, gate, up, out.stride(0), gate.stride(0), up.stride(0), gate.shape[1], KIND=KINDS[kind], BLOCK=BLOCK
@@ -50,14 +46,14 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
 
 @triton.jit
 def tanh(x):
-    """tanh of float32, made of exp2: Triton's core has none. Above 15 it is 1, and NaN stays NaN."""
+    """float32 by exp2, since Triton's core has no tanh. 1 above 15; NaN stays NaN."""
     x = tl.where(x > 15.0, 15.0, x)
     return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """An activation of float32; `program.GatedActivation` has the formulas. NaN stays NaN."""
+    """float32, by the formulas of `program.GatedActivation`. NaN stays NaN."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
     elif KIND == 1:
@@ -77,7 +73,6 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate_gate(gate, up, KIND: tl.constexpr):
-    """activation(gate) * up, or what an activation makes of both. float32"""
     if KIND == 7:
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))

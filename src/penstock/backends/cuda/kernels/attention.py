@@ -1,17 +1,10 @@
-"""Attention of a step's queries over the paged cache; called by the lowering, once per layer.
+"""Attention over the paged cache.
 
-Two kernels (`attention_kernels`). `decode_kernel` computes rows with one query: a program takes all query heads of one KV head,
-so that keys and values are read once, and a part of the context; `merge_kernel` merges the parts. `prefill_kernel` takes a tile
-of queries of one row and walks its whole context. A step with rows of both kinds launches both, and each leaves the other's
-rows alone.
+`decode_kernel` computes rows with one query: a program takes a part of the context and a KV head's query heads, to read keys
+and values once. `prefill_kernel` takes a tile of one row's queries. Nothing waits, for CUDA graphs.
 
-Grids follow from the step's host numbers and nothing is waited for, so that a step can be captured in a CUDA graph: programs
-that find nothing to do in their row leave at once.
-
-Deterministic, a query's bits depend on its own position and context alone. Then both kernels have tiles of the same shape,
-the context is cut at multiples of `DETERMINISTIC_SPLIT`, and the parts are merged in ascending order, by the prefill kernel
-while it walks. Otherwise a row is cut into as many parts as keep the device busy: always in a decode, and in a prefill of few
-queries after a long context, whose parts `merge_prefill_kernel` merges.
+In deterministic mode bits depend only on a query's position and context: both kernels use one tile shape, cut at multiples of
+`DETERMINISTIC_SPLIT` and merge in order. Otherwise decodes, and short prefills after long contexts, are cut to fill the device.
 """
 
 from __future__ import annotations
@@ -31,35 +24,31 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.step import StepTensors
 
 DETERMINISTIC_SPLIT = 512
-"""Positions of a part of the context, of which a deterministic step has as many as the context needs."""
+"""Positions per part."""
 LEAST_SPLIT_TILES = 2
-"""Tiles of a part otherwise: a shorter one costs more in merging than it wins."""
+"""Shorter parts cost more to merge than they save."""
 PROGRAMS_PER_MULTIPROCESSOR = 16
-"""Programs of a decode: some three run at once, and the more there are, the less of the device idles while the last ones
-end."""
+"""About three run at once; more of them reduce idling at the end."""
 LEAST_PREFILL_PART = 512
-"""Positions of a part of a prefill's context."""
+"""Positions."""
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Workspace of a deterministic decode. A larger one is computed by the prefill kernel, whose bits are the same."""
+"""Larger deterministic decodes use the prefill kernel, with the same bits."""
 LARGE_SHARED_BYTES = 200 << 10
-"""That a program can have on an H100 and later ones for servers: 227 KiB. An A100 has 163, those of desktops 99."""
+"""Server GPUs from the H100 on have 227 KiB, an A100 163, desktop GPUs 99."""
 SPARE_SHARED_BYTES = 8 << 10
-"""For what is neither queries nor keys nor values."""
 DECODE_TILE = 64
 """Positions."""
 DECODE_SHARED_BYTES = 72 << 10
-"""Shared memory of one program's tiles of keys and values: three programs share an H100's multiprocessor."""
+"""For keys and values: three programs share an H100's multiprocessor."""
 PARTS_PER_MULTIPROCESSOR = 64
-"""Parts of a KV head's queries that the workspace has room for: half of a prefill's tile."""
+"""Room for parts of a KV head's queries: half of a prefill's tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """The device's multiprocessors, for which grids and tiles are chosen."""
-
     count: int
     shared_bytes: int
-    """Bytes that a program has at most."""
+    """Most bytes per program."""
 
     @staticmethod
     def of(device: torch.device) -> Multiprocessors:
@@ -71,17 +60,17 @@ class Multiprocessors:
 
 
 INTERPRETED = Multiprocessors(2, 227 << 10)
-"""The tiles of an H100 or H200, and few programs, each of which costs milliseconds."""
+"""An H100's tiles, but few programs: each costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWorkspace:
-    """Where a decode's parts lie until they are merged. One serves all layers, one step at a time."""
+    """Parts of a decode until merged. Layers share it, one step at a time."""
 
     parts: torch.Tensor
     """float32 [num_parts, columns]"""
     stats: torch.Tensor
-    """The largest score and the sum of weights of each. float32 [num_parts, 2]"""
+    """Largest score and sum of weights. float32 [num_parts, 2]"""
     multiprocessors: Multiprocessors
 
     @staticmethod
@@ -95,7 +84,6 @@ class AttentionWorkspace:
         device: torch.device | str,
         deterministic: bool,
     ) -> AttentionWorkspace:
-        """Room for decodes of at most `max_rows` rows."""
         columns = _columns(head_dim)
         device = torch.device(device)
         processors = Multiprocessors.of(device)
@@ -103,25 +91,25 @@ class AttentionWorkspace:
             num_parts = max_rows * num_heads * triton.cdiv(max_model_len, DETERMINISTIC_SPLIT)
             num_parts = min(num_parts, MAX_WORKSPACE_BYTES // (4 * columns))
         else:
-            # The number of a decode's parts is rounded up; a prefill has them if its tokens are too few for the device.
+            # Decodes round their number of parts up; prefills have parts if their tokens can't fill the device.
             num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors.count, num_kv_heads))
         parts = torch.empty((num_parts, columns), dtype=torch.float32, device=device)
         return AttentionWorkspace(parts, torch.empty((num_parts, 2), dtype=torch.float32, device=device), processors)
 
 
 def _columns(head_dim: int) -> int:
-    """A head's, padded to a power of two that holds whole groups of int8 keys."""
+    """Pad to a power of two of whole int8 key groups."""
     return max(KEY_GROUP, triton.next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a kernel is cut into tiles and run. None but `block_m` and `tile` changes a bit of the answer."""
+    """Only `block_m` and `tile` affect bits."""
 
     block_m: int
-    """Rows of a tile of queries: (query, head) pairs that share a KV head."""
+    """(query, head) pairs that share a KV head."""
     tile: int
-    """Positions whose keys and values are loaded at a time, from multiples of it on."""
+    """Positions loaded at once, from multiples of it."""
     num_warps: int
     num_stages: int
 
@@ -130,11 +118,10 @@ class _Shape:
 
 
 def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
-    """Chosen by what Triton 3.6 makes of the kernels for sm_90: no spills within loops, and enough loads in flight.
+    """Chosen for Triton 3.6 on sm_90: no spills in loops, enough loads in flight.
 
-    A decode waits for memory: small tiles, several programs on a multiprocessor. A prefill's tensor cores want 128 rows for
-    what they read, in two groups of warps; older and smaller GPUs have no room for that. int8 keys take registers to be
-    scaled, so a tile of them is shorter.
+    Decodes wait for memory: small tiles, many programs. Prefills want 128 rows for tensor cores, if shared memory allows.
+    Scaling int8 keys takes registers: shorter tiles.
     """
     columns, shared_bytes = _columns(launch.head_dim), launch.workspace.multiprocessors.shared_bytes
     all_heads = triton.next_power_of_2(launch.group)
@@ -153,21 +140,17 @@ def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Splits:
-    """How a decode's contexts are cut."""
-
     num_programs: int
-    """For each row and KV head."""
+    """Per row and KV head."""
     num_parts: int
-    """That the workspace holds for each row and head."""
+    """Room per row and head."""
 
     @property
     def is_direct(self) -> bool:
-        """Whether there is nothing to merge."""
         return self.num_parts == 1
 
 
 def _plan_splits(launch: _Launch) -> _Splits | None:
-    """None if the workspace can't hold the parts."""
     step = launch.step
     return _cut(
         launch.workspace,
@@ -190,7 +173,7 @@ def _cut(
     window: int,
     tile: int | None,
 ) -> _Splits | None:
-    """`tile` is None in deterministic mode."""
+    """`tile`: None in deterministic mode."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
     room = len(workspace.parts) // (num_rows * num_heads)
     if tile is not None:
@@ -208,8 +191,7 @@ def _cut(
 def decode_programs(
     workspace: AttentionWorkspace, *, num_rows: int, max_seq_len: int, num_heads: int, num_kv_heads: int, deterministic: bool
 ) -> int:
-    """Programs of a decode of so many rows, whose longest may have `max_seq_len` positions: for each row and KV head,
-    of which those that find nothing to do in their row leave at once. 0: the prefill kernel computes it."""
+    """Return programs per row and KV head for this longest row, or 0 if the prefill kernel runs."""
     splits = _cut(
         workspace,
         num_rows=num_rows,
@@ -238,10 +220,10 @@ def paged_attention(
     deterministic: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """See `program.Attention`; the keys and values of the step are in the cache already.
+    """Compute `program.Attention`; the cache has the step's keys and values.
 
-    q, out [num_tokens, num_heads * head_dim]; rows may lie apart. `scale` is positive. `sinks` are exponents of two: those of
-    the program times log2(e), float32 [num_heads].
+    q, out [num_tokens, num_heads * head_dim], rows may be strided; `scale` > 0. `sinks`: the program's times log2(e), float32
+    [num_heads].
     """
     shape = (num_heads, num_kv_heads, head_dim, scale, window, softcap)
     launch = _Launch(out, q, layer, step, *shape, workspace, deterministic, sinks)
@@ -256,8 +238,6 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launch:
-    """One call of `paged_attention`."""
-
     out: torch.Tensor
     q: torch.Tensor
     layer: KvLayer
@@ -318,7 +298,7 @@ class _Launch:
         )
 
     def prefill(self, *, leaves_decodes: bool) -> None:
-        """All rows, or those with more than one query. Not before a decode's parts are merged: they lie in the same place."""
+        """Compute all rows, or those with several queries. Call it after merging a decode's parts, whose memory it reuses."""
         shape = _shape(self, is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
@@ -354,7 +334,7 @@ class _Launch:
         )
 
     def _num_prefill_parts(self, queries: int) -> int:
-        """More than one where a few queries after a long context would leave most of the device without a program."""
+        """Return several where few queries after a long context would idle the device."""
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace
@@ -365,7 +345,7 @@ class _Launch:
 
     @property
     def _factor(self) -> float:
-        """Factor of scores in exponents of two: scores are capped ones with a softcap, else the bare products."""
+        """The factor from scores, capped or bare, to exponents of two."""
         return LOG2_E if self.softcap > 0 else self.scale * LOG2_E
 
     def _split_tiles(self, shape: _Shape) -> int:

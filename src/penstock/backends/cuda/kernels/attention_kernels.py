@@ -1,4 +1,4 @@
-"""The kernels of attention: of rows with one query, of tiles of queries, and the merge. `attention` launches them."""
+"""Kernels for rows with one query, tiles of queries, and merges."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
 
@@ -10,17 +10,15 @@ import triton.language as tl
 from penstock.backends.cuda.kernels.online_softmax import merge, normalised, walk
 
 MERGED_AT_ONCE = tl.constexpr(8)
-"""Parts whose loads are in flight together."""
 UNSPECIALISED = ["tables_ptr", "query_start_loc_ptr", "context_lens_ptr"]
-"""Arrays of a step, which may lie anywhere: a kernel compiled anew for each alignment would stop the server for seconds."""
+"""A step's arrays may lie anywhere: recompiling for alignments would stop the server for seconds."""
 
 
 @triton.jit
 def _splits(
     position, num_programs, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """How the context of the query at `position` is cut: its first tile, the end of its tiles, where the first part begins, the
-    tiles of a part, and how many parts there are."""
+    """Cut a query's context: first and end tile, the first part's tile, tiles per part, parts."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE
@@ -69,11 +67,8 @@ def decode_kernel(
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Attend for one row with one query and one KV head to every n-th part of its context, n being the programs for it.
-
-    `is_direct` says that there is one part: the answer.
-    """
-    # Heads are the fastest to change: programs that run together read neighbouring memory.
+    """Attend with one query and KV head to every n-th part of the context, for n programs. `is_direct`: there is one part."""
+    # Heads vary fastest, so that programs that run together read neighbouring memory.
     kv_head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc_ptr + row)
     if tl.load(query_start_loc_ptr + row + 1) - token != 1:
@@ -130,7 +125,6 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The answer of one query head of one row with one query."""
     head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc_ptr + row)
     if tl.load(query_start_loc_ptr + row + 1) - token != 1:
@@ -160,7 +154,7 @@ def merge_prefill_kernel(
     COLUMNS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The answer of one query head of one token that `prefill_kernel` computed in parts."""
+    """One head of a token that `prefill_kernel` computed in parts."""
     head, token = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_of_token_ptr + token)
     query_len = tl.load(query_start_loc_ptr + row + 1) - tl.load(query_start_loc_ptr + row)
@@ -175,7 +169,7 @@ def merge_prefill_kernel(
 
 @triton.jit
 def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The answer of `count` parts, of which the first is at `place`, added in their order. [1, COLUMNS]"""
+    """Add `count` parts from `place` on. [1, COLUMNS]"""
     column = tl.arange(0, COLUMNS)[None, :]
     one = tl.arange(0, 1)
     acc = tl.zeros([1, COLUMNS], tl.float32)
@@ -194,7 +188,7 @@ def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS
 
 @triton.jit
 def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.constexpr):
-    """Where `_merged` finds it. acc [M, COLUMNS]; the rest [M]"""
+    """acc [M, COLUMNS]; the rest [M]"""
     column = tl.arange(0, COLUMNS)
     tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=mask[:, None])
     tl.store(stats_ptr + place * 2, top, mask=mask)
@@ -203,7 +197,7 @@ def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.
 
 @triton.jit
 def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
-    """Which row a tile is of, if the tiles of row r begin at `query_start_loc[r] // QUERIES + r`: that leaves room for all."""
+    """Tiles of row r begin at `query_start_loc[r] // QUERIES + r`, which leaves room for all."""
     low = 0
     high = num_rows
     while high - low > 1:
@@ -251,9 +245,9 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`QUERIES` queries of one row and all query heads of one KV head, over their context, or the part of it of this program.
+    """`QUERIES` queries of a row and all heads of a KV head, over their context or this program's part of it.
 
-    `leaves_decodes` says that `decode_kernel` computes the rows with one query. With `SPLIT_TILES` there is one part.
+    `leaves_decodes`: skip rows with one query. With `SPLIT_TILES` there is one part.
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.

@@ -1,7 +1,4 @@
-"""Rows of a matrix of any layout as floats, in Triton: looked up for an embedding, or all of them for a large product.
-
-Called by `lowering` and `linear`. Never multiplies but by a scale.
-"""
+"""Unpacks rows to floats, for embeddings and large products."""
 # ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ from penstock.backends.cuda.kernels.numbers import float8_as_float, quarter_weig
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
 
 LOOKUP_COLS = 1024
-"""Columns of a program."""
 
 
 def look_up(
     out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0, *, added: torch.Tensor | None = None
 ) -> None:
-    """out[i] = matrix[row_ids[i]] * scale (+ added[i]): row_ids int32 [n], out and added [n, num_cols]; they may be one."""
+    """out[i] = matrix[row_ids[i]] * scale (+ added[i]). row_ids int32 [n]; out, added [n, num_cols], may be the same."""
     if len(out) == 0:
         return
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
@@ -55,10 +51,8 @@ def look_up(
 
 
 def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
-    """out = matrix[first_row : first_row + n], as `gemm` multiplies with them: out [n, num_cols].
-
-    Raises ValueError if the first row does not begin a tile.
-    """
+    """out = matrix[first_row : first_row + n], as `gemm` reads it: [n, num_cols]. Raises ValueError unless `first_row` begins a
+    tile."""
     if first_row % TILE_ROWS:
         raise ValueError(f"row {first_row} is not the first of a tile of {TILE_ROWS}")
     offsets = matrix.offsets
@@ -170,7 +164,6 @@ def _unpack_kernel(
     QUARTER_COLS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """One step of one tile."""
     BRICK: tl.constexpr = TILE * QUARTER_COLS
     BRICKS: tl.constexpr = BITS // 4
     step = tl.program_id(1)

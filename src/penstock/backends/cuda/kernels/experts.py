@@ -1,8 +1,7 @@
-"""Mixtures of experts in Triton: the choice of experts, the order of rows by expert, and the products of these. Called by
-`cuda.experts`.
+"""Mixtures of experts: routing, sorting and products.
 
-A pair is a token and one of the experts that were chosen for it: pair `token * num_chosen + rank`. The host never knows which
-expert has how many. So grids have room for any choice, and programs that find nothing to do leave at once; no row is padding.
+Pair `token * num_chosen + rank` is a token and one of its experts. The host never learns the choice, so grids have room for
+any.
 """
 # ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
@@ -18,15 +17,12 @@ from penstock.backends.cuda.weights import STEP_COLS, TILE_ROWS, DenseMatrix, Ma
 from penstock.models.program import Experts
 
 ROUTED_NUMBERS = 8192
-"""Numbers of the router that a program takes at a time."""
 SORTED_PAIRS = 1024
-"""Pairs that a program looks at together."""
 FEW_PAIRS = 16
-"""Pairs of an expert on the average up to which a tile is so short; the matrix unit takes no fewer."""
+"""The matrix unit's least tile, used up to this many pairs per expert on average."""
 SUMMED_COLS = 512
-"""Columns of a program."""
 LOWEST = tl.constexpr(-3.0e38)
-"""Least preference for an expert: also that of one whose score is no number, which is chosen after all others."""
+"""Also the preference for an expert whose score is NaN."""
 
 
 def route(
@@ -38,9 +34,9 @@ def route(
     selection_bias: torch.Tensor | None,
     op: Experts,
 ) -> None:
-    """The experts of each token, by falling preference, and their shares. experts int32, shares float32 [tokens * num_chosen]
+    """Write each token's experts by falling preference, int32, and their shares, float32 [tokens * num_chosen].
 
-    x [tokens, width]; router [num_experts, width] and the biases [num_experts] are float32, and so is all that is computed.
+    x [tokens, width]; float32 router [num_experts, width], biases [num_experts].
     """
     padded = triton.next_power_of_2(op.num_experts)
     _route_kernel[(len(x),)](
@@ -67,10 +63,7 @@ def route(
 
 
 def sort_by_expert(order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor) -> None:
-    """order = the pairs by expert, and then ascending; starts = where those of each begin. int32 [pairs], [num_experts + 1]
-
-    experts [pairs] has that of each pair.
-    """
+    """Sort pairs by expert, then number; `starts`: first place per expert. int32 [pairs], [num_experts + 1]; experts [pairs]"""
     num_experts = len(starts) - 1
     _sort_kernel[(num_experts,)](order, starts, experts, len(experts), NUM_EXPERTS=num_experts, BLOCK=SORTED_PAIRS, num_warps=4)
 
@@ -87,11 +80,11 @@ def multiply(
 ) -> None:
     """out[pair] = x[its token, or itself] @ (its expert's rows of the matrix).T (+ bias), [pairs, rows of an expert].
 
-    `matrix` has the rows of all experts, and bias [num_rows] too. With `is_fixed`, a row's bits depend on no other row.
+    `is_fixed`: a row's bits do not depend on others. bias [num_rows]
     """
     num_pairs, num_experts = len(order), len(starts) - 1
     each = matrix.num_rows // num_experts
-    # Two sizes alone, both of which a profile run compiles: its decodes have few pairs, and its largest step has the most.
+    # Only two sizes, which a profile run compiles: its decodes have few pairs, and its largest step the most.
     block_tokens = FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts and not is_fixed else FIXED_BLOCK_TOKENS
     _multiply_kernel[(num_pairs // block_tokens + num_experts, triton.cdiv(each, TILE_ROWS))](
         out,
@@ -115,7 +108,7 @@ def multiply(
 
 
 def sum_shares(out: torch.Tensor, y: torch.Tensor, shares: torch.Tensor) -> None:
-    """out[token] = the sum of its pairs' rows of y times their shares, in order. out [tokens, width], y [pairs, width]"""
+    """out[token] = sum of its pairs' y * share, in order. out [tokens, width], y [pairs, width]"""
     _sum_kernel[(len(out), triton.cdiv(out.shape[1], SUMMED_COLS))](
         out, y, shares, out.stride(0), y.stride(0), out.shape[1], NUM_CHOSEN=len(y) // len(out), BLOCK=SUMMED_COLS, num_warps=4
     )
@@ -142,7 +135,6 @@ def _route_kernel(
     HAS_ROUTER_BIAS: tl.constexpr,
     HAS_SELECTION_BIAS: tl.constexpr,
 ):
-    """One token."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED)
     is_expert = expert < NUM_EXPERTS
@@ -183,7 +175,6 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(order_ptr, starts_ptr, experts_ptr, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The pairs of one expert."""
     expert = tl.program_id(0)
     at = 0
     for first in range(0, num_pairs, BLOCK):
@@ -234,7 +225,6 @@ def _multiply_kernel(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """A tile of an expert's pairs and one of its rows. `num_rows` are those of an expert."""
     slot = tl.program_id(0)  # the first to change: programs that read the same weights are neighbours
     expert = row_of_tile(starts_ptr, slot, NUM_EXPERTS, BLOCK_TOKENS)
     start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)

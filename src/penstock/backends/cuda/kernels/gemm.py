@@ -1,12 +1,8 @@
-"""Products of activations with matrices of any layout, in Triton. Called by `linear`; large dense products are cuBLAS's there.
-`experts` has a kernel of its own, which walks through a matrix as the one here.
+"""Products with matrices of any layout.
 
-A program computes one tile of 128 outputs for a tile of tokens. The weights are the left operand: those that are unpacked in
-registers are multiplied from there, and a step with few tokens pads the short side of the product, not the long one.
-Few programs can't draw a device's whole bandwidth, so the columns of a small matrix are cut into splits, of which each has its
-own sum. How many there are follows from the matrix alone, and they are added in order, whether programs of their own computed
-them (few tokens) or one program one after the other. So with one `block_tokens` the bits of a token's result never depend on
-how many tokens there are.
+A program computes 128 outputs for a tile of tokens. Weights are the left operand: they multiply from registers, and few tokens
+pad the short side. Splits of the columns fill the memory's bandwidth. The matrix alone decides how many, and they are added in
+order: for one `block_tokens`, a token's bits do not depend on the number of tokens.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
@@ -23,37 +19,35 @@ from penstock.backends.cuda.kernels.splits import Splits, finish
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 
 PROGRAMS = 264
-"""Wanted at least: two for each multiprocessor of an H200. A constant, so that the bits are the same on every device."""
+"""Wanted at least: two per multiprocessor of an H200. Constant, so that all devices give equal bits."""
 LEAST_STEPS = 8
-"""Steps of a split, at least."""
+"""At least, per split."""
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 128
-"""Beyond, there are programs enough, and sums of splits in memory would be larger than the matrix."""
+"""Above it there are enough programs, and partial sums would exceed the matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the columns of a matrix are walked through."""
-
     num_steps: int
     num_splits: int
 
 
 def cut(matrix: Matrix) -> Cut:
-    """The cut of a product, which depends on the matrix alone."""
+    """Depends on the matrix alone."""
     num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
 
 
 def num_partials(matrix: Matrix, max_tokens: int) -> int:
-    """Numbers in the workspace that `matmul` needs for at most so many tokens."""
+    """Numbers in `partials` for at most this many tokens."""
     num_splits = cut(matrix).num_splits
     return num_splits * min(max_tokens, MAX_PARALLEL_TOKENS) * matrix.num_rows if num_splits > 1 else 0
 
 
 def is_split(matrix: Matrix, num_tokens: int) -> bool:
-    """Whether programs of their own compute the splits."""
+    """Whether separate programs compute the splits."""
     return 0 < num_tokens <= MAX_PARALLEL_TOKENS and cut(matrix).num_splits > 1
 
 
@@ -66,20 +60,16 @@ def multiply(
     residual: torch.Tensor | None = None,
     is_fixed: bool = False,
 ) -> None:
-    """out = x @ matrix.T (+ bias) (+ residual): x [tokens, num_cols], out [tokens, num_rows]; rows may be parts of wider ones.
+    """out = x @ matrix.T (+ bias) (+ residual). x [tokens, num_cols], out [tokens, num_rows], rows may be strided.
 
-    `residual` may be `out`. With `is_fixed`, a row's bits are the same however many rows there are, if those of few are made
-    by `multiply_splits` and the additions of `splits`.
+    `residual` may be `out`. `is_fixed`: bits do not depend on the number of rows, if few rows use `multiply_splits`.
     """
     if len(x):
         _launch(out, x, matrix, bias, residual, is_parallel=False, is_fixed=is_fixed)
 
 
 def multiply_splits(partials: torch.Tensor, x: torch.Tensor, matrix: Matrix, *, is_fixed: bool = False) -> Splits:
-    """The product as a sum that is yet to be made, by one of the functions of `splits`.
-
-    `partials` is float32 of at least `num_partials`.
-    """
+    """`partials`: float32, at least `num_partials`."""
     _launch(partials, x, matrix, None, None, is_parallel=True, is_fixed=is_fixed)
     return Splits(partials, cut(matrix).num_splits, len(x), matrix.num_rows)
 
@@ -123,7 +113,6 @@ def _launch(
 
 
 def tensors_of(matrix: Matrix) -> tuple[torch.Tensor | None, ...]:
-    """Values, scales, offsets and rows' scales, as a kernel takes them."""
     if isinstance(matrix, DenseMatrix):
         return matrix.values, None, None, None
     scales, offsets = (None if part is None else words_of(part) for part in (matrix.scales, matrix.offsets))
@@ -131,7 +120,6 @@ def tensors_of(matrix: Matrix) -> tuple[torch.Tensor | None, ...]:
 
 
 def constants_of(matrix: Matrix) -> dict[str, int | bool]:
-    """Constants of a kernel that walks through a matrix, and how it is compiled."""
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
     has_row_scale = quantised is not None and quantised.row_scales is not None
     return {
@@ -147,7 +135,7 @@ def constants_of(matrix: Matrix) -> dict[str, int | bool]:
         "BLOCK_ROWS": TILE_ROWS,
         "IS_INTERPRETED": bool(triton.knobs.runtime.interpret),
         "num_warps": 4,
-        # Sums times a row's scale are rounded before they are added, here as where splits are programs of their own.
+        # Round each sum times the row's scale before adding, as separate programs for splits do.
         "enable_fp_fusion": not has_row_scale,
         "num_stages": 4 if quantised is None else 6,
     }
@@ -155,7 +143,7 @@ def constants_of(matrix: Matrix) -> dict[str, int | bool]:
 
 @triton.jit
 def _load_tokens(ptrs, token_mask, first_col, num_cols, COLS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """[tokens, COLS] from a column on."""
+    """[tokens, COLS]"""
     cols = tl.arange(0, COLS)
     mask = token_mask[:, None] if IS_EVEN else token_mask[:, None] & (first_col + cols < num_cols)[None, :]
     return tl.load(ptrs + first_col + cols[None, :], mask=mask, other=0.0)
@@ -186,10 +174,9 @@ def add_steps(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """The product of some rows and tokens over the columns of steps [begin, end), added to acc [rows, tokens].
+    """Add steps [begin, end) to acc [rows, tokens], without row scales.
 
-    `value_ptrs` are at the rows' first columns: [rows, 1], or of a matrix in tiles [rows, QUARTER_COLS]. A row's own scale is
-    not in it.
+    `value_ptrs`: the rows' first columns, [rows, 1] or, for tiles, [rows, QUARTER_COLS].
     """
     dtype = x_ptrs.dtype.element_ty
     for step in range(begin, end):
@@ -254,7 +241,7 @@ def _matmul_kernel(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    # Programs that read the same weights are neighbours: the second finds them in the cache.
+    # Programs that read the same weights run together and share the cache.
     num_token_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS)
     tile, token_tile = tl.program_id(0) // num_token_tiles, tl.program_id(0) % num_token_tiles
 

@@ -1,11 +1,8 @@
-"""Adds what adapters change to products, in Triton: x A^T of some rows, then that times B^T. Called by `cuda.adapters`.
+"""Adds adapters' changes to products: x A^T, then that times B^T. `cuda.adapters` has the layout.
 
-Rows of a step that have an adapter are in groups of at most `GROUP_ROWS` that have the same one. The host sends, for each
-group, where the adapter's table lies, so one launch computes any adapters of any ranks. Factors are read where they lie, in
-blocks of the KV cache: `adapters` has their layout. A group's rows are gathered, and need not lie side by side.
-
-Tiles have one shape, whatever the ranks and the number of rows, and sums are made in one order. So the bits of what is added to
-a row follow from its values and its adapter alone. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv 2311.03285.
+Rows are gathered in groups of one adapter, each with its table's address, so one launch serves any adapters and ranks. Tiles
+and orders of sums are fixed: bits depend only on a row and its adapter. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv
+2311.03285.
 """
 # ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
@@ -18,18 +15,17 @@ import triton
 import triton.language as tl
 
 GROUP_ROWS = tl.constexpr(16)
-"""Rows of one group: the fewest that the matrix unit takes."""
+"""The fewest rows that the matrix unit takes."""
 RANK_TILE = tl.constexpr(16)
-"""Ranks that a program takes at a time."""
+"""Ranks per program."""
 GROUP_WORDS = tl.constexpr(3)
-"""int64 of a group: the address of its adapter's table, its first place in the order of rows, and its number of rows."""
+"""int64: address of the adapter's table, first place in the order, number of rows."""
 TABLE_HEAD = tl.constexpr(2)
-"""int32 at the beginning of an adapter's table: rows of a tile, and tiles of a piece."""
+"""int32: rows of a tile, tiles of a piece."""
 SITE_WORDS = tl.constexpr(3)
-"""int32 of each site in it, behind these: its rank, the first tile of A, and that of B. Behind them are the blocks."""
+"""int32 per site behind the head: rank, first tiles of A and B. Blocks follow."""
 TILE_WORDS = tl.constexpr(5)
-"""int32 that describe a tile of a product's columns: the site among those of the product, the tile's number and the number of
-tiles of that site, its first column, and how many there are from there to the end of the site."""
+"""int32: site in the product, tile, tiles of the site, first column, columns left in the site."""
 
 
 def shrink(
@@ -44,10 +40,10 @@ def shrink(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """hidden[split, site, place] = x[order[place]] A^T over the split's columns, for each site of a product.
+    """hidden[split, site, place] = x[order[place]] A^T over the split's columns.
 
-    x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages are those of the KV
-    cache as factors, flat; `layout` is `AdapterFormat.layout`. hidden is float32 [splits, sites, places, ranks], flat.
+    x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages: flat KV cache, in
+    factors' type; `layout`: `AdapterFormat.layout`. hidden: flat float32 [splits, sites, places, ranks].
     """
     num_tiles = triton.cdiv(x.shape[1], layout["TILE_COLS"])
     rank_tiles = _rank_tiles(max_rank)
@@ -85,7 +81,7 @@ def look_up(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """hidden[place] = scale * A[:, token_ids[order[place]]], of an embedding: as `shrink` of one split and one site."""
+    """hidden[place] = scale * A[:, token_ids[order[place]]], as `shrink` for one split and site."""
     _look_up_factors_kernel[(len(groups), _rank_tiles(max_rank))](
         hidden,
         token_ids,
@@ -113,9 +109,9 @@ def expand(
     num_splits: int,
     layout: Mapping[str, int],
 ) -> None:
-    """out[order[place]] += (the sum of hidden's splits) B^T, for all sites of a product, whose columns are in out [rows, cols].
+    """out[order[place]] += (sum of hidden's splits) B^T for all sites, out [rows, cols].
 
-    tiles int32 [tiles, TILE_WORDS]; the others as those of `shrink`.
+    tiles int32 [tiles, TILE_WORDS]; the rest as in `shrink`.
     """
     _expand_kernel[(len(groups), len(tiles))](
         out,
@@ -136,13 +132,12 @@ def expand(
 
 
 def _rank_tiles(max_rank: int) -> int:
-    """At least 1, of adapters that change nothing: no grid may be empty."""
+    """At least 1: grids can't be empty."""
     return max(1, triton.cdiv(max_rank, RANK_TILE.value))
 
 
 @triton.jit
 def _place(table, tile, num_blocks, SITES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Where an adapter's tile begins among the numbers of all pages; `tile` is one or many."""
     tile_ranks, per_piece = tl.load(table), tl.load(table + 1)
     piece = tile // per_piece
     block = tl.load(table + (TABLE_HEAD + SITES * SITE_WORDS) + piece // PIECES)

@@ -1,8 +1,4 @@
-"""Norms of rows, in Triton: one program for each row or group, so that a row's bits never depend on what it is computed with.
-
-Called by `lowering`. Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: only the columns of a row
-must lie side by side.
-"""
+"""Norms, one program per row or group, so that bits do not depend on the batch. Arithmetic is float32; rows may be strided."""
 
 # ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
@@ -14,9 +10,9 @@ import triton.language as tl
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int = 0) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * weight, per group of `group` columns (0: the whole row); x, out [rows, width].
+    """out = x / sqrt(mean(x^2) + eps) * weight per `group` columns (0: whole rows); x, out [rows, width].
 
-    `weight` is of one group, for all of them, or of the whole row. `out` may be `x`.
+    `weight`: of a group, for all, or of a row. `out` may be `x`.
     """
     num_rows, width = x.shape
     group = group or width
@@ -55,7 +51,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
 
 
 def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
-    """out = x divided by the Euclidean length of each row, or by 1e-12 if that is more; x, out [rows, width]."""
+    """out = x / max(row's Euclidean length, 1e-12); x, out [rows, width]."""
     num_rows, width = x.shape
     if num_rows:
         _unit_rows_kernel[(num_rows,)](
@@ -64,7 +60,7 @@ def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _num_warps(width: int) -> int:
-    """Number of warps, by width alone: it decides the order in which a row is added up."""
+    """By width alone, since it decides the order of summation."""
     return min(16, max(1, triton.next_power_of_2(width) // 512))
 
 

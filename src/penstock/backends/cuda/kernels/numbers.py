@@ -1,8 +1,4 @@
-"""Turns stored words into numbers, in Triton: device functions of every kernel that reads matrices. Launches nothing.
-
-Integers of 4 or 8 bits, and fp8 (e4m3), become bf16, float16 or float32 by putting their bits where those of such a number are;
-a conversion takes several times as long.
-"""
+"""Device functions that turn stored words into numbers by placing bits; conversions take several times as long."""
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -12,11 +8,11 @@ import triton
 import triton.language as tl
 
 EXPONENTS_APART = tl.constexpr(float(1 << 120))
-"""Exponents of fp8 (e4m3) count from -7, those of bf16 and float32 from -127."""
+"""Exponents of fp8 (e4m3) count from -7, of bf16 and float32 from -127."""
 
 
 def words_of(scales: torch.Tensor) -> torch.Tensor:
-    """Two scales of 16 bits as one word: loads of less than four bytes a thread are not made ahead of time."""
+    """Pair 16-bit scales: narrower loads are not pipelined."""
     return scales.view(torch.int32) if scales.dtype.itemsize == 2 else scales
 
 
@@ -24,11 +20,11 @@ def words_of(scales: torch.Tensor) -> torch.Tensor:
 def _masked(
     words, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """(words >> SHIFT & MASK) ^ MAGIC as the bits of numbers: int16 [.] -> DTYPE [.]."""
+    """(words >> SHIFT & MASK) ^ MAGIC as bits: int16 [.] -> DTYPE [.]."""
     if IS_INTERPRETED:
         return ((words >> SHIFT & MASK) ^ MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
     else:
-        # Two words at a time, which the compiler does not do by itself.
+        # Two words at a time; the compiler would not do it.
         found = tl.inline_asm_elementwise(
             asm=_masking(SHIFT, MASK, MAGIC), constraints="=r,r", args=[words], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -37,7 +33,7 @@ def _masked(
 
 @triton.constexpr_function
 def _masking(shift: int, mask: int, magic: int) -> str:
-    """PTX of `_masked` on two words in one register. Bits that the shift brings over from the upper word are masked."""
+    """PTX for two words in a register. The mask drops bits from the upper word."""
     both = 0x10001
     look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
     return f"""{{
@@ -51,10 +47,7 @@ def _masking(shift: int, mask: int, magic: int) -> str:
 def _numbers(
     words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """The integers in bits BITS * WHICH and up, exactly: as the lowest bits of a number from 128 (or 1024) on, less that.
-
-    A conversion takes eight times as long as arithmetic.
-    """
+    """The exact integers in bits BITS * WHICH and up, made as low bits of a number above 128 (or 1024)."""
     SHIFT: tl.constexpr = BITS * WHICH
     if DTYPE == tl.float32:
         unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
@@ -73,7 +66,7 @@ def _numbers(
 
 @triton.jit
 def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """The code of fp8 (e4m3) in byte WHICH as the bits of a DTYPE, whose exponents count from less: int16 [.] -> DTYPE [.]."""
+    """fp8 in byte WHICH as bits of DTYPE, exponent not corrected: int16 [.] -> DTYPE [.]."""
     if IS_INTERPRETED:
         code = words.to(tl.int32) >> 8 * WHICH
         return ((code & 0x7F) << (7 if DTYPE == tl.float16 else 4) | (code & 0x80) << 8).to(tl.int16).to(DTYPE, bitcast=True)
@@ -91,7 +84,7 @@ def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED
 
 @triton.constexpr_function
 def float8_widening(which: int, is_half: bool) -> str:
-    """PTX of `_float8_bits` on two words in one register: seven bits to below the exponent's, and the sign to the top."""
+    """PTX for two words in a register."""
     both = 0x10001
     up = (7 if is_half else 4) - 8 * which
     select = (0xF0 & 0xCC) | 0xAA  # (a & b) | c
@@ -107,10 +100,7 @@ def float8_widening(which: int, is_half: bool) -> str:
 
 @triton.jit
 def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """The numbers of fp8 (e4m3) in byte WHICH, exactly: every one is a number of DTYPE, as is what its bits say there.
-
-    GPUs from compute capability 8.9 on have an instruction for it, to float16 alone; this serves all.
-    """
+    """The exact fp8 (e4m3) numbers in byte WHICH. The GPU's instruction needs capability 8.9 and gives float16."""
     if DTYPE == tl.float32:
         return float8_as_float(words.to(tl.int32) >> 8 * WHICH)
     elif DTYPE == tl.float16:
@@ -121,7 +111,7 @@ def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.
 
 @triton.jit
 def float8_as_float(codes):
-    """The numbers of fp8 (e4m3) in the lowest bytes, exactly: int32 [.] -> float32 [.]"""
+    """The exact fp8 (e4m3) numbers in the lowest bytes: int32 [.] -> float32 [.]"""
     return ((codes & 0x7F) << 20 | (codes & 0x80) << 24).to(tl.float32, bitcast=True) * EXPONENTS_APART
 
 
@@ -129,7 +119,7 @@ def float8_as_float(codes):
 def _scale(
     ptr, at, WHICH: tl.constexpr, GROUP: tl.constexpr, STEP_COLS: tl.constexpr, QUARTER_COLS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """The scales of one of a step's quarters. [rows, 1]"""
+    """The scales of a quarter. [rows, 1]"""
     COUNT: tl.constexpr = STEP_COLS // GROUP
     PLACE: tl.constexpr = WHICH * QUARTER_COLS // GROUP
     if DTYPE == tl.float32:
@@ -157,7 +147,7 @@ def quarter_weights(
     DTYPE: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """A quarter of a step, of which `words` have the numbers; a row's own scale is not in it. [rows, QUARTER_COLS]"""
+    """A quarter of a step, without row scales. [rows, QUARTER_COLS]"""
     if IS_FLOAT:
         numbers = _float8(words, WHICH, DTYPE, IS_INTERPRETED)
     else:
@@ -181,10 +171,10 @@ def _scaled(
     QUARTER_COLS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """numbers * scale (+ offset) of their groups. [rows, QUARTER_COLS]
+    """numbers * scale (+ offset). [rows, QUARTER_COLS]
 
-    The scale is multiplied into the weights, not into sums: so it is loaded ahead of time, as everything that a product needs.
-    bf16 has 8 bits and a scale 11, which go into two parts: then a weight is rounded, but not all of a group alike.
+    Scaling weights, not sums, lets scales load early. Two bf16 parts carry an 11-bit scale, so that rounding does not shift a
+    group alike.
     """
     scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
     if DTYPE == tl.bfloat16:

@@ -1,10 +1,8 @@
-"""Attention of a tile of queries over paged keys and values, one tile of positions after the other: what `attention` builds on.
+"""Attention of a tile of queries over paged keys and values, as device functions.
 
-Device functions only. A sum over positions is kept as (acc, top, total): the weighted values, the largest score and the sum of
-the weights, all in float32, weights being 2 ** (factor * (score - top)). With no position seen yet, top is -inf and the rest 0.
-
-A query's bits depend on where tiles begin and in which order sums are merged, not on what else is in its tile: a position that
-it can't see adds exact zeros. Each product that feeds a sum is an explicit `fma`, so that no compiler can choose between two.
+A sum is (acc, top, total): weighted values, largest score, sum of weights 2 ** (factor * (score - top)), in float32; (0, -inf,
+0) at first. Bits depend only on tile starts and merge order: masked positions add exact zeros, and explicit `fma`s leave
+compilers no choice.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
@@ -49,14 +47,13 @@ def walk(
     IS_INT8: tl.constexpr,
     HAS_FULL: tl.constexpr,
 ):
-    """Add the tiles [begin, end) of a row's positions to the sums of M queries.
+    """Add tiles [begin, end) of a row's positions to the sums of M queries.
 
-    q [M, COLUMNS], position [M] (-1: no query); `table_ptr` is at the row's block table. A query sees the positions up to its
-    own, and only the last of them if there is a window. None from `num_positions` on is read: what lies there may be NaN.
-    With `HAS_FULL`, every query sees all of the tiles before `full_end`, and they need no mask.
+    q [M, COLUMNS], position [M] (-1: no query); `table_ptr`: the row's block table. Queries see positions up to their own,
+    within the window. Those from `num_positions` on, maybe NaN, are not read. With `HAS_FULL`, tiles before `full_end` need no
+    mask.
 
-    A loop stands behind an `if`, so that it runs at least once: otherwise its sums could come from two places while a product
-    is under way, and ptxas lets each matrix instruction wait for the one before (its remark C7515).
+    Loops stand behind an `if` and run at least once, or ptxas would serialise matrix instructions (remark C7515).
     """
     if HAS_FULL:
         full_end = tl.minimum(tl.maximum(full_end, begin), end)
@@ -78,7 +75,7 @@ def walk(
 
 @triton.jit
 def merge(acc, top, total, part, part_top, part_total, factor):
-    """The sum over two sets of positions. acc, part [M, COLUMNS]; the rest [M]"""
+    """Merge two sets of positions. acc, part [M, COLUMNS]; the rest [M]"""
     new_top = tl.maximum(top, part_top)
     base = _base(new_top, factor)
     kept = tl.math.exp2(tl.fma(top, factor, -base))
@@ -89,10 +86,7 @@ def merge(acc, top, total, part, part_top, part_total, factor):
 
 @triton.jit
 def normalised(acc, top, total, sinks_ptr, head, is_head, factor, HAS_SINKS: tl.constexpr):
-    """The answer; where nothing was summed, 0. A head's sink, an exponent of two, adds to the sum of the weights alone.
-
-    head, is_head [M]
-    """
+    """Return the answer, 0 if nothing was summed. A sink, an exponent of two, adds only to the total. head, is_head [M]"""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
         base = tl.maximum(top * factor, sink)
@@ -168,13 +162,13 @@ def _walk_tiles(
 
 @triton.jit
 def _base(top, factor):
-    """The number subtracted from all exponents; 0 before there is any score, since -inf less -inf is no number."""
+    """Subtracted from exponents; 0 before any score, as -inf less -inf is NaN."""
     return tl.where(top == float("-inf"), 0.0, top) * factor
 
 
 @triton.jit
 def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Blocks of a tile's positions: one, or [TILE]. The null block where there is none, as after the last tile."""
+    """A block, or blocks [TILE]; the null block if missing."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + tile * TILE // BLOCK_SIZE, mask=tile < end, other=0)
     else:
@@ -184,7 +178,7 @@ def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE:
 
 @triton.jit
 def _load(pointers, column, is_there, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[TILE, COLUMNS]; 0 where there is nothing."""
+    """[TILE, COLUMNS], 0 where masked."""
     if IS_MASKED:
         return tl.load(pointers, mask=is_there[:, None] & (column < HEAD_DIM)[None, :], other=0)
     elif HEAD_DIM == COLUMNS:

@@ -1,6 +1,4 @@
-"""The pages of a step's rows in one list, one row after the other, as FlashInfer wants them: made of the block tables, which
-only the device knows. Called by `flashinfer_attention` before a step's first layer; waits for nothing.
-"""
+"""Lists the pages of a step's rows for FlashInfer, from block tables on the device."""
 
 # ruff: noqa: ANN001, ANN201, N803  # kernels: Triton reads their text, and names constants in capitals
 
@@ -15,12 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 PAGES_AT_ONCE = 1024
-"""That a program copies in one go."""
 
 
 @triton.jit(do_not_specialize=["tables_ptr", "indptr_ptr", "table_stride"])
 def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl.constexpr):
-    """Writes the page indices of one row."""
     row = tl.program_id(0)
     begin = tl.load(indptr_ptr + row)
     count = tl.load(indptr_ptr + row + 1) - begin
@@ -32,5 +28,5 @@ def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl
 
 
 def page_indices(out: torch.Tensor, block_tables: torch.Tensor, indptr: torch.Tensor, num_rows: int) -> None:
-    """out[indptr[r] : indptr[r + 1]] = the first block ids of row r. All int32; block_tables [R, max_blocks]"""
+    """out[indptr[r] : indptr[r + 1]] = row r's first block ids. int32; block_tables [R, max_blocks]"""
     page_indices_kernel[(num_rows,)](out, block_tables, indptr, block_tables.stride(0), PAGES=PAGES_AT_ONCE, num_warps=4)

@@ -1,7 +1,4 @@
-"""Rotates queries and keys by their positions and stores keys and values in the paged cache; called by the lowering.
-
-`rope_q_k_and_write` does all of it for a layer in one kernel. Nothing here is waited for, and no grid depends on the device.
-"""
+"""Rotates queries and keys and stores keys and values in the paged cache, in one kernel per layer."""
 
 # ruff: noqa: ANN001, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
 
@@ -22,11 +19,10 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.step import StepTensors
 
 HEADS_PER_PROGRAM = 8
-"""Heads that a program of `rope` alone turns."""
 UNSPECIALISED = ["positions_ptr", "slots_ptr"]
-"""Arrays of a step, which may lie anywhere: nothing is to be compiled for where they do."""
+"""As in `attention_kernels`."""
 SMALLEST_SCALE = tl.constexpr(1e-24)
-"""Smallest scale of an int8, as in the reference: its inverse is finite."""
+"""As in the reference: its inverse is finite."""
 
 
 def rope_table(
@@ -38,10 +34,9 @@ def rope_table(
     growth: float = 0.0,
     growth_len: int = 1,
 ) -> torch.Tensor:
-    """cos, then sin, of every position's angles times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
+    """cos, then sin, of all angles, times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
 
-    The angles are float64 until then: those of far positions are large. `growth`, as in `program.Rope`, is in the table, too:
-    it is that of columns that turn.
+    Angles are float64: far positions' are large. Includes `growth` of `program.Rope`, for columns that turn.
     """
     positions = np.arange(num_positions, dtype=np.float64)
     angles = np.outer(positions, np.array(inv_freq, np.float64))
@@ -51,7 +46,7 @@ def rope_table(
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int, head_dim: int) -> None:
-    """Rotate the heads of x [num_tokens, num_heads * head_dim] in place; its rows may lie apart. See `program.Rope`."""
+    """Rotate heads of x [num_tokens, num_heads * head_dim] in place; rows may be strided. See `program.Rope`."""
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     half = table.shape[1] // 2
     _rope_kernel[(len(x), triton.cdiv(num_heads, heads))](
@@ -76,9 +71,9 @@ def kv_write(
     *,
     centre: torch.Tensor | None = None,
 ) -> None:
-    """Store k and v [num_tokens, num_kv_heads * head_dim] at their slots, rounded to the cache's type.
+    """Store k and v [num_tokens, num_kv_heads * head_dim], rounded to the cache's type.
 
-    `centre` float32 [num_kv_heads * head_dim] is subtracted from every key before that (`models.rope`; int8 only).
+    `centre`, float32 [num_kv_heads * head_dim], is first subtracted from int8 keys (`models.rope`).
     """
     _write(None, k, v, layer, slot_mapping, None, None, group=0, centre=centre)
 
@@ -95,9 +90,9 @@ def rope_q_k_and_write(
     num_kv_heads: int,
     centre: torch.Tensor | None = None,
 ) -> None:
-    """`rope` of q in place, and `kv_write` of v and of k, rotated: k itself stays as it was.
+    """`rope` of q in place; `kv_write` of v and the rotated k, whose tensor stays unchanged.
 
-    q [num_tokens, num_heads * head_dim], k and v as for `kv_write`; they may be columns of one matrix.
+    q [num_tokens, num_heads * head_dim]; k, v as in `kv_write`; may be columns of one matrix.
     """
     _write(q, k, v, layer, step.slot_mapping, step.positions, table, group=num_heads // num_kv_heads, centre=centre)
 
@@ -166,7 +161,7 @@ def _rope_kernel(
 
 @triton.jit
 def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Heads of one token, in place; `table_ptr` is at the token's position. head, is_head [N]"""
+    """A token's heads in place; `table_ptr` is at its position. head, is_head [N]"""
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     cos = tl.load(table_ptr + pair, mask=is_pair, other=0.0)[None, :]
@@ -207,7 +202,7 @@ def _write_kernel(
     IS_INT8: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
 ):
-    """One KV head of one token, and the query heads that read it."""
+    """One token's KV head and the query heads that read it."""
     token, kv_head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     is_column = column < HEAD_DIM
@@ -237,7 +232,7 @@ def _write_kernel(
 
 @triton.jit
 def _rotated(x, x_ptr, column, table_ptr, HALF: tl.constexpr):
-    """One head, not in place. x [COLUMNS] float32, as it lies at `x_ptr`"""
+    """One head, not in place. x [COLUMNS] float32, as at `x_ptr`"""
     is_first, turns = column < HALF, column < 2 * HALF
     partner = tl.where(is_first, column + HALF, column - HALF)
     other = tl.load(x_ptr + partner, mask=turns, other=0.0).to(tl.float32)
@@ -257,7 +252,7 @@ def _store_int8(
     COLUMNS: tl.constexpr,
     COLUMNS_PER_SCALE: tl.constexpr,
 ):
-    """As the reference rounds: a scale is the next bf16 above the largest / 127; a group with an inf or NaN is all NaN."""
+    """Round as the reference: the scale is the next bf16 above largest / 127; inf or NaN make a group NaN."""
     groups: tl.constexpr = COLUMNS // COLUMNS_PER_SCALE
     parts = tl.reshape(x, [groups, COLUMNS_PER_SCALE])
     is_sound = tl.max(tl.where(tl.abs(parts) < float("inf"), 0, 1), 1) == 0
@@ -275,7 +270,7 @@ def _store_int8(
 
 @triton.jit
 def _as_bf16(x, dtype: tl.constexpr):
-    """x float32 as `dtype`. A float32 cache, which tests use, holds what a bf16 one can."""
+    """float32 as `dtype`. Tests' float32 caches get bf16 values, too."""
     if dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16

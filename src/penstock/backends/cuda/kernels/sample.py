@@ -1,10 +1,8 @@
-"""Kernels that choose one token per row from its logits, and tell log-probabilities; no program sees two rows.
+"""Samples tokens and log-probabilities as `backends/reference/sampling.py` specifies, one row per program, so that draws do not
+depend on the batch. Weights are float32, added as float64.
 
-So what a row draws never depends on the batch. Called by `sampling.Sampler`. The specification is
-`backends/reference/sampling.py`; here weights are rounded to float32, and added as float64.
-
-No row is ever sorted. The k largest, and the smallest set that reaches top_p, are all that lie above a threshold, and of the
-equals at the threshold the first by id; the threshold is searched among the bits of the logits, several keys a pass.
+Nothing is sorted: top_k and top_p search a threshold among the logits' bits, several keys per pass. Among equals, lower ids
+come first.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, SIM108  # kernels: Triton reads their text, and names constants in capitals
@@ -15,7 +13,7 @@ import triton
 import triton.language as tl
 
 NEG_INF_KEY = tl.constexpr(-2139095041)
-"""`_keys` of -inf: below that of any token that can be drawn."""
+"""Below any token that can be drawn."""
 NO_ID = tl.constexpr(2147483647)
 PARAM_WORDS = tl.constexpr(16)
 """`tables.PARAM_WORDS`."""
@@ -23,7 +21,7 @@ PARAM_WORDS = tl.constexpr(16)
 
 @triton.jit
 def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids and logits of a part of a row; -inf for NaN and past its end."""
+    """Ids and logits; -inf for NaN and past the end."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(row + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
     return ids, tl.where(x == x, x, float("-inf"))
@@ -31,7 +29,7 @@ def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(x):
-    """Integers in the order of the logits; 0 and -0 are equal."""
+    """Integers in the logits' order; 0 equals -0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -66,7 +64,7 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Number or weight of the tokens above each of N int32 keys. float64 [N]"""
+    """Number or weight of tokens above each of N int32 keys. float64 [N]"""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -83,10 +81,7 @@ def _threshold(
     row, low, high, wanted, largest, inverse_temperature,
     COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The least key above `low` with less than `wanted` above it, and how much that is; there is nothing above `high`.
-
-    Each pass over the row tries N keys between the two.
-    """
+    """Return the least key above `low` with less than `wanted` above it, and that amount."""
     above = tl.zeros((), tl.float64)
     while high > low + 1:
         keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
@@ -101,7 +96,6 @@ def _threshold(
 
 @triton.jit
 def _num_equal(row, key, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have this key."""
     count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -111,14 +105,13 @@ def _num_equal(row, key, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight_of_key(key, largest, inverse_temperature):
-    """Weight of the logit with this key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return _weights(bits.to(tl.float32, bitcast=True), largest, inverse_temperature)
 
 
 @triton.jit
 def _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr):
-    """The threshold of the k largest, and how many of those that are equal to it belong to them."""
+    """Threshold of the k largest, and how many equal to it belong."""
     low, high = tl.full((), NEG_INF_KEY, tl.int32), _keys(largest)
     key, above = _threshold(
         row, low, high, top_k.to(tl.float64), largest, inverse_temperature, True, VOCAB_SIZE, BLOCK, NUM_PIVOTS
@@ -131,7 +124,7 @@ def _top_p(
     row, top_p, threshold, num_equal, largest, inverse_temperature,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for the smallest set that reaches top_p of what `threshold` and `num_equal` keep."""
+    """The same for the smallest set that reaches top_p of the kept tokens."""
     above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
     if num_equal > 0:
         num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
@@ -148,7 +141,7 @@ def _top_p(
 
 @triton.jit
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
-    """Weights of the candidates in a part of a row and 0 for the others; `num_seen` equals of the threshold lie before it."""
+    """Candidates' weights, else 0; `num_seen` equals of the threshold came before."""
     keys = _keys(x)
     weights = _weights(x, largest, inverse_temperature)
     is_kept = (keys >= threshold) & (weights >= min_p)
@@ -161,7 +154,7 @@ def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_tem
 
 @triton.jit
 def _uniform(seed_low, seed_high, position):
-    """The number in (0, 1) of a seed and a position: Philox 4x32 with 10 rounds; 53 bits, centred in their interval."""
+    """In (0, 1): Philox 4x32, 10 rounds; 53 bits, centred in their interval."""
     zero = tl.zeros((), tl.uint32)
     key_low, key_high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
     first, second, _, _ = tl.philox_impl(position.to(tl.uint32), zero, zero, zero, key_low, key_high, 10)
@@ -171,7 +164,7 @@ def _uniform(seed_low, seed_high, position):
 
 @triton.jit
 def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first candidate, in ascending order of id, at which the cumulative weight exceeds `u` times the whole."""
+    """The first candidate by id whose cumulative weight exceeds `u` times the total."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
@@ -192,7 +185,7 @@ def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOC
             found = tl.min(tl.where(is_past, ids, NO_ID), 0)
         last = tl.where(weights > 0.0, ids, last)
         reached += mass
-    # None is past where sums of the same numbers in two orders differ.
+    # Two orders of summation differ: the target may stay out of reach.
     return tl.where(found == NO_ID, tl.max(last, 0), found)
 
 
@@ -206,7 +199,7 @@ def restrict(
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """-inf for what may not be sampled: of step 2 of `types/sampling.py`, what is no ban. A program has a part of a row."""
+    """Step 2 of `types/sampling.py` without bans: set disallowed tokens to -inf."""
     place = tl.program_id(0)
     row = logits + tl.load(samples + place).to(tl.int64) * row_stride
     line = bits + tl.load(lines + place).to(tl.int64) * ((VOCAB_SIZE + 31) // 32)
@@ -255,7 +248,7 @@ def choose(
         token = _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE, BLOCK)
     token = tl.where(largest > float("-inf"), token, -1)
     tl.store(out + sample, token)
-    # Of a row that failed nobody reads the token, but a step that is planned already may look it up.
+    # Nobody reads a failed row's token, but a step that is already planned may look it up.
     tl.store(tokens + slot * table_width + position, tl.maximum(token, 0))
 
 
@@ -272,7 +265,7 @@ def logprobs(
     MAX_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step 1 of `types/sampling.py`, after the token was chosen; nothing is written for a row that failed."""
+    """Step 1 of `types/sampling.py`, after choosing; skips failed rows."""
     line = tl.program_id(0)
     sample = tl.load(samples + line).to(tl.int64)
     row = logits + sample * row_stride
@@ -286,7 +279,7 @@ def logprobs(
 
 @triton.jit
 def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Log-probability and rank of the token whose logit is `own`; returns what is taken off a logit."""
+    """Store a token's log-probability and rank; return the logits' normaliser."""
     largest, _best_id = _largest(row, VOCAB_SIZE, BLOCK)
     mass, num_larger = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
@@ -301,7 +294,7 @@ def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK
 
 @triton.jit
 def _tell_top(row, norm, num_top, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The next most likely is the largest below the last one; of equals, the one with the lowest id is the larger."""
+    """Find each next token below the last; the lowest id wins ties."""
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     place = tl.full((), 1, tl.int32)
     while place <= num_top:

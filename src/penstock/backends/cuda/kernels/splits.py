@@ -1,7 +1,4 @@
-"""Sums of the splits of a product, in Triton, and what is done with the sum at once. Called by `linear` after `gemm`.
-
-Splits are added in order, so that a sum's bits are those of a program that computes them one after the other.
-"""
+"""Adds the splits of a product in order, as one program would, fused with the next operation."""
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -16,12 +13,11 @@ from penstock.backends.cuda.kernels.activation import KINDS, activate_gate
 from penstock.types.model_spec import Activation
 
 BLOCK = 512
-"""Columns of a program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """A product that is yet to be added up."""
+    """An unsummed product."""
 
     partials: torch.Tensor
     """float32 [num_splits, num_tokens, num_rows], flat."""
@@ -31,7 +27,7 @@ class Splits:
 
 
 def add_splits(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-    """out = the sum (+ bias) (+ residual), [num_tokens, num_rows]; `residual` may be `out`."""
+    """out = sum (+ bias) (+ residual), [num_tokens, num_rows]; `residual` may be `out`."""
     _add_splits_kernel[(splits.num_tokens, triton.cdiv(splits.num_rows, BLOCK))](
         out,
         splits.partials,
@@ -58,7 +54,7 @@ def add_splits_and_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    """`add_splits`, and normed = out / sqrt(mean(out^2) + eps) * weight, of whole rows."""
+    """`add_splits`, then normed = out / sqrt(mean(out^2) + eps) * weight, whole rows."""
     _add_and_norm_kernel[(splits.num_tokens,)](
         out,
         normed,
@@ -81,7 +77,7 @@ def add_splits_and_norm(
 
 
 def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, kind: Activation) -> None:
-    """out = activation(the first half of the sum's columns) * the second half, [num_tokens, num_rows / 2]."""
+    """out = activation(first half of the sum) * second half, [num_tokens, num_rows / 2]."""
     width = splits.num_rows // 2
     _add_and_gate_kernel[(splits.num_tokens, triton.cdiv(width, BLOCK))](
         out,
@@ -102,7 +98,6 @@ def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | 
 def finish(
     total, bias_ptr, residual_ptr, residual_at, rows, row_mask, mask, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """The terms that are added to a product."""
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -112,7 +107,7 @@ def finish(
 
 @triton.jit
 def _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """In order; unrolled, so that no load waits for another."""
+    """Unrolled, so that loads do not wait for each other."""
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)

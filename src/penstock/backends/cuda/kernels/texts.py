@@ -1,7 +1,6 @@
-"""Operations on whole texts, which lie packed in a step's buffers, in Triton: attention within each, and the mean of tokens.
+"""Attention within packed texts and means of their tokens, in float32 except the factors of attention's products.
 
-Called by `lowering`. No KV is written or read. Arithmetic is float32, but for the factors of attention's products. A row's bits
-depend on that row alone: its tiles begin at its own first token, and what a query can't see adds exact zeros.
+A row's bits do not depend on others: its tiles begin at its first token, and masked positions add exact zeros.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
@@ -22,13 +21,11 @@ if TYPE_CHECKING:
     from penstock.models.program import TextAttention
 
 QUERY_ROWS = 64
-"""Pairs of a query and one of the heads that share keys, in a program: a short text would leave more of them idle."""
+"""(query, head) pairs; short texts would idle more."""
 WIDE_COLUMNS = 128
-"""Heads with more columns have shorter tiles of keys, or no desktop GPU would hold them."""
+"""Wider heads get shorter key tiles, to fit desktop GPUs."""
 MEAN_TOKENS = 16
-"""A mean adds so many tokens at a time."""
 MEAN_COLUMNS = 128
-"""A program computes so many columns."""
 
 
 def text_attention(
@@ -40,13 +37,13 @@ def text_attention(
     op: TextAttention,
     distances: torch.Tensor | None,
 ) -> None:
-    """See `program.TextAttention`; each tensor is [num_tokens, its heads * head_dim], and rows may lie apart.
+    """`program.TextAttention` of tensors [num_tokens, heads * head_dim]; rows may be strided.
 
-    `distances` are those of the program times log2(e), float32 [num_heads, 2 * num_distances + 1].
+    `distances`: the program's times log2(e), float32 [num_heads, 2 * num_distances + 1].
     """
     group = op.num_heads // op.num_kv_heads
     columns = max(16, triton.next_power_of_2(op.head_dim))
-    # float32 on a device is only in tests: no tensor core multiplies it, and it takes twice the room.
+    # Only tests use float32 on a device. Tensor cores do not multiply it, and it takes twice the room.
     is_roomy = columns <= WIDE_COLUMNS and not (q.is_cuda and q.dtype is torch.float32)
     block_m = max(QUERY_ROWS if is_roomy else 32, triton.next_power_of_2(group))
     queries = block_m // group
@@ -79,7 +76,7 @@ def text_attention(
 
 
 def mean_rows(out: torch.Tensor, x: torch.Tensor, step: StepTensors) -> None:
-    """out = the mean of the tokens of each row that samples: x [num_tokens or more, width], out [num_samples, width]."""
+    """out = mean of each sampling row's tokens: x [num_tokens or more, width], out [num_samples, width]."""
     width = x.shape[1]
     _mean_rows_kernel[(step.num_samples, triton.cdiv(width, MEAN_COLUMNS))](
         out,
@@ -120,7 +117,6 @@ def _text_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`QUERIES` queries of one row and all query heads of one KV head, over the keys of that row that any of them sees."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     row = row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
     start = tl.load(query_start_loc_ptr + row)
