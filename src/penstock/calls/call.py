@@ -45,12 +45,13 @@ class Names:
             exact = ".".join(map(str, path[:end]))
             general = ".".join("*" if isinstance(part, int) else part for part in path[:end])
             if (own := self.fields.get(exact, self.fields.get(general))) is not None:
-                return _joined(own.format(*[part for part in path[:end] if isinstance(part, int)]), path[end:])
-        return _joined("", path)
+                return joined(path[end:], own.format(*[part for part in path[:end] if isinstance(part, int)]))
+        return joined(path)
 
 
-def _joined(beginning: str, path: Sequence[str | int]) -> str:
-    for part in path:
+def joined(place: Sequence[str | int], beginning: str = "") -> str:
+    """Return `messages[0].role` for `("messages", 0, "role")`."""
+    for part in place:
         beginning += f"[{part}]" if isinstance(part, int) else f".{part}" if beginning else part
     return beginning
 
@@ -145,7 +146,42 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class Shown:
+    """What the client sees of the answers."""
+
+    is_streamed: bool = False
+    includes_usage: bool = False
+    """A stream ends with an event of token counts."""
+    has_continuous_usage: bool = False
+    has_timings: bool = False
+    """llama.cpp's `timings`, in every event of a stream."""
+    has_progress: bool = False
+    """llama.cpp's `prompt_progress`, in the first event of a stream that has a part of the answer."""
+    has_token_ids: bool = False
+    has_reasoning: bool = True
+    include_stop_str_in_output: bool = False
+    """The stop string or stop token that ended a choice is part of its text."""
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """Alternatives to show beside each sampled token. None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    """Each answer begins with its prompt."""
+    scores_echo: bool = False
+    """With `logprobs` the tokens of an echoed prompt have log-probabilities, too."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def echo_logprobs(self) -> int | None:
+        """Alternatives to each token of an echoed prompt, or None."""
+        return self.logprobs if self.scores_echo else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest(Shown):
     """The fields of chats and completions. Readers have checked types and bounds; `check` knows the other rules."""
 
     names: Names = Names()
@@ -160,6 +196,8 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None = None
     """Keep this many last tokens of a prompt. -1: as many as fit; None: all."""
     adds_special_tokens: bool = True
+    suffix: str = ""
+    """The text after the completion, for a model that fills in the middle."""
 
     # Which tokens can come
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -178,22 +216,9 @@ class GenerationRequest:
     ignore_eos: bool = False
     lines: LineLimits | None = None
 
-    # What the client sees
+    # Terms
     answer_prefix: str = ""
     """The answer's id is this and the request's id."""
-    is_streamed: bool = False
-    includes_usage: bool = False
-    has_continuous_usage: bool = False
-    has_timings: bool = False
-    has_progress: bool = False
-    has_token_ids: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    """Alternatives to show beside each sampled token. None: no log-probabilities."""
-    prompt_logprobs: int | None = None
-
-    # Terms
     priority: int | None = None
     cache_salt: str = ""
     conversation_name: str = ""
@@ -207,12 +232,6 @@ class CompletionRequest(GenerationRequest):
     prompts: tuple[Prompt, ...]
     default_max_tokens: int | None = None
     """Holds if `max_tokens` is None."""
-    suffix: str = ""
-    """The text after the completion, for a model that fills in the middle."""
-    echo: bool = False
-    """Each answer begins with its prompt."""
-    scores_echo: bool = False
-    """With `logprobs` the tokens of an echoed prompt have log-probabilities, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +244,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     max_reasoning_tokens: int | None = None
     """Tokens of the reasoning block, after which its end is forced. None: no limit."""
-    has_reasoning: bool = True
-    """The answer shows the reasoning."""
 
 
 # The call
@@ -277,18 +294,8 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
-    """The answer can call tools. `Call.grammar` says which, and how."""
-
-    is_free: bool
-    """Any text can come before a call. Otherwise the grammar holds from the first token on."""
-    names: frozenset[str] = frozenset()
-    """Tools that a free answer can call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """How the answer is shown. Lives as long as the answer, so it holds no prompt."""
+class AnswerOptions(Shown):
+    """How the answer is written. Lives as long as the answer, so it holds no prompt."""
 
     answer_id: str
     model_name: str
@@ -297,27 +304,8 @@ class AnswerOptions:
     """The model's."""
     adapter: AdapterRef | None = None
     """The adapter's content is part of the answer's fingerprint, and known once there is an answer."""
-    is_streamed: bool
-    includes_usage: bool
-    """A stream ends with an event of token counts."""
-    has_continuous_usage: bool
-    has_timings: bool = False
-    """llama.cpp's `timings`, in every event of a stream."""
-    has_progress: bool = False
-    """llama.cpp's `prompt_progress`, in the first event of a stream that has a part of the answer."""
-    has_logprobs: bool
-    num_prompt_logprobs: int | None = None
-    """vLLM's `prompt_logprobs`: alternatives to each token of the prompt. None: not shown."""
-    num_echo_logprobs: int | None = None
-    """The same for a prompt that is echoed with `logprobs`."""
     is_empty: bool = False
     """`max_tokens` is 0. The engine still makes one token, which is not shown."""
-    has_token_ids: bool
-    has_prompt: bool
-    """Each answer begins with its prompt (`echo`)."""
-    skips_special_tokens: bool
-    shows_stop: bool
-    """The stop string or stop token that ended a choice is part of its text."""
     end_token_ids: frozenset[int]
     """The model's own end tokens: `stop_reason` names only what the client asked for (as in vLLM)."""
 
@@ -335,8 +323,8 @@ class Call:
     """All that the answers have in common: without `max_tokens`, `seed` and the bans that need a tokenizer."""
     grammar: AskedGrammar | None
     """The grammar of the answer, or of its tool calls."""
-    tools: ToolUse | None = None
-    """None: the answer calls no tools."""
+    tools: frozenset[str] | None = None
+    """Tools that can be called after any text. Empty: the grammar of calls holds from the first token on. None: no calls."""
     max_reasoning_tokens: int | None = None
     """With this or a grammar `sampling.follows_grammar`."""
     max_tokens: int | None
@@ -346,8 +334,3 @@ class Call:
     """Size of the body."""
     claim: bytes = b""
     """A hash by which the door recognises the call when it is sent again."""
-
-    @property
-    def suffix(self) -> str:
-        """The text after the completion, or an empty text."""
-        return self.request.suffix if isinstance(self.request, CompletionRequest) else ""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from penstock.calls.call import (
@@ -23,16 +23,16 @@ from penstock.calls.call import (
     MixedPrompt,
     Names,
     Prompt,
+    Shown,
     Terms,
     TokenPrompt,
-    ToolUse,
 )
 from penstock.deploy.running import RunningModel
 from penstock.text.dialects import Dialect
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.text.tool_grammar import Tool, tool_source
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.errors import Rejected, counted, shorten, wrong
 from penstock.types.sampling import (
     MAX_LOGPROBS,
     MIN_TEMPERATURE,
@@ -44,7 +44,6 @@ from penstock.types.sampling import (
 
 MAX_CHOICES = 128
 MAX_BIAS = 100
-_MAX_SHOWN_CHARS = 200
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
@@ -60,21 +59,28 @@ def make_call(
 ) -> Call:
     """Return the call that a request asks for. Raises `Rejected` (INVALID) that names the field as the client does."""
     sampling = check_sampling(request, running)
-    grammar, tools, budget, num_echo_logprobs = request.grammar, None, None, None
+    grammar, tools, budget, names, dialect = request.grammar, None, None, request.names, running.dialect
     prompts: Conversation | tuple[Prompt, ...]
     if grammar is not None:
         _check_combinations(request, grammar.param.split(".")[0])
     if isinstance(request, ChatRequest):
-        max_tokens = request.max_tokens
-        prompts, tools, grammar, budget = _check_chat(request, running.dialect)
-        if (tools is not None or running.dialect.reasoning is not None) and running.has_special_marks:
+        max_tokens, conversation = request.max_tokens, request.conversation
+        check_conversation(conversation, names)
+        told = told_tools(request.tools, names)
+        tools, grammar = _tool_use(request, dialect)
+        budget = _reasoning_budget(request, dialect)
+        if tools is not None or budget is not None:
+            _check_combinations(request, names("tools" if tools is not None else "max_reasoning_tokens"))
+        variables = {**_reasoning_variables(request, dialect), **conversation.variables}
+        prompts = replace(conversation, variables=variables, tools=told if tools is not None else ())
+        if (tools is not None or dialect.reasoning is not None) and running.has_special_marks:
             sampling = replace(sampling, skip_special_tokens=False)  # the writer leaves out those that are no marks
     else:
-        prompts = _check_prompts(request, running)
+        _check_prompts(request, running)
+        prompts = request.prompts
         max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
-        if request.scores_echo and request.logprobs is not None:
-            num_echo_logprobs = request.logprobs
-            sampling = replace(sampling, prompt_logprobs=max(num_echo_logprobs, request.prompt_logprobs or 0))
+        if request.echo_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=max(request.echo_logprobs, request.prompt_logprobs or 0))
     return Call(
         running=running,
         adapter=adapter,
@@ -89,24 +95,13 @@ def make_call(
         num_bytes=num_bytes,
         claim=claim,
         answer=AnswerOptions(
+            **{one.name: getattr(request, one.name) for one in fields(Shown)},
             answer_id=request.answer_prefix + terms.request_id,
             model_name=request.model or running.name,
             created_unix_s=running.sources.unix_time_s(),
             system_fingerprint=running.model.fingerprint,
             adapter=adapter,
-            is_streamed=request.is_streamed,
-            includes_usage=request.includes_usage,
-            has_continuous_usage=request.has_continuous_usage,
-            has_timings=request.has_timings,
-            has_progress=request.has_progress and request.is_streamed,
-            has_logprobs=request.logprobs is not None,
-            num_prompt_logprobs=request.prompt_logprobs,
-            num_echo_logprobs=num_echo_logprobs,
             is_empty=request.max_tokens == 0,
-            has_token_ids=request.has_token_ids,
-            has_prompt=isinstance(request, CompletionRequest) and request.echo,
-            skips_special_tokens=request.skip_special_tokens,
-            shows_stop=sampling.include_stop_str_in_output,
             end_token_ids=frozenset(running.model.eos_token_ids).difference(request.stop_token_ids),
         ),
     )
@@ -194,7 +189,7 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
     max_width = MAX_LOGPROBS - num_stops
     if max_width < 1:
         name = names("stop_token_ids")
-        raise _refused(
+        raise wrong(
             f"A beam search takes at most {MAX_LOGPROBS - 1} stop tokens, and there are {num_stops}: name fewer in '{name}'.",
             name,
         )
@@ -217,13 +212,13 @@ def _logit_bias(biases: Mapping[str, Any], vocab_size: int, param: str) -> tuple
     pairs: dict[int, float] = {}
     for key, bias in biases.items():
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            at = f"{param}.{_shortened(key)}"
-            raise _refused(f"'{at}' must be a number from {-MAX_BIAS} to {MAX_BIAS}.", at)
+            at = f"{param}.{shorten(key)}"
+            raise wrong(f"'{at}' must be a number from {-MAX_BIAS} to {MAX_BIAS}.", at)
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             detail = f"'{param}' has the key {key[:50]!r}; keys are token ids in [0, {vocab_size})."
-            raise _refused(detail, param)
+            raise wrong(detail, param)
         if int(key) in pairs:
-            raise _refused(f"'{param}' names token {int(key)} twice.", param)
+            raise wrong(f"'{param}' names token {int(key)} twice.", param)
         pairs[int(key)] = float(bias)
     return tuple(sorted(pairs.items()))
 
@@ -233,7 +228,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         detail = f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size})."
-        raise _refused(detail, param)
+        raise wrong(detail, param)
 
 
 def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
@@ -250,7 +245,7 @@ def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
 # Completions
 
 
-def _check_prompts(request: CompletionRequest, running: RunningModel) -> tuple[Prompt, ...]:
+def _check_prompts(request: CompletionRequest, running: RunningModel) -> None:
     names, prompts = request.names, request.prompts
     if request.max_tokens == 0 and (min_tokens := request.sampling.get("min_tokens")):
         raise _invalid(names, ("sampling", "min_tokens"), f"({min_tokens}) is larger than '{names('max_tokens')}' (0)")
@@ -264,8 +259,7 @@ def _check_prompts(request: CompletionRequest, running: RunningModel) -> tuple[P
     if len(prompts) * request.n > MAX_CHOICES:
         name = names("n")
         detail = f"{len(prompts)} prompts with {name}={request.n} are more than {MAX_CHOICES} answers."
-        raise _refused(detail, name)
-    return prompts
+        raise wrong(detail, name)
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
@@ -276,33 +270,20 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
         for index, part in enumerate(prompt.parts):
             if isinstance(part, int) and not 0 <= part < vocab_size:
                 at = f"{prompt.param}[{index}]"
-                raise _refused(f"'{at}' is {part}, outside the vocabulary [0, {vocab_size}).", at)
+                raise wrong(f"'{at}' is {part}, outside the vocabulary [0, {vocab_size}).", at)
 
 
 # Chats
 
 
-def _check_chat(request: ChatRequest, dialect: Dialect) -> tuple[Conversation, ToolUse | None, AskedGrammar | None, int | None]:
-    """Return the conversation as the template sees it, the tool use, the grammar, and the limit of the reasoning block."""
-    conversation = check_conversation(request.conversation, request.names)
-    told = told_tools(request.tools, request.names)
-    tools, grammar = _tool_use(request, dialect)
-    budget = _reasoning_budget(request, dialect)
-    if tools is not None or budget is not None:
-        _check_combinations(request, request.names("tools") if tools is not None else request.names("max_reasoning_tokens"))
-    variables = {**_reasoning_variables(request, dialect), **conversation.variables}
-    return replace(conversation, variables=variables, tools=told if tools is not None else ()), tools, grammar, budget
-
-
-def check_conversation(conversation: Conversation, names: Names) -> Conversation:
+def check_conversation(conversation: Conversation, names: Names) -> None:
     if conversation.continue_final_message and conversation.add_generation_prompt:
         name = names("continue_final_message")
         detail = f"'{name}' and '{names('add_generation_prompt')}' exclude each other."
-        raise _refused(detail, name)
+        raise wrong(detail, name)
     for name in _RESERVED_VARIABLES:
         if name in conversation.variables:
             raise _invalid(names, ("chat_template_kwargs",), f"must not set '{name}'; use the field of that name")
-    return conversation
 
 
 def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
@@ -322,8 +303,8 @@ def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str
     return tuple(told)
 
 
-def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[ToolUse | None, AskedGrammar | None]:
-    """Return the tools that the answer can or must call, and its grammar."""
+def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, AskedGrammar | None]:
+    """Return `Call.tools` and the grammar."""
     choice, asked = request.tool_choice, request.grammar
     if choice.mode == "none" or not request.tools:
         return None, asked
@@ -339,12 +320,12 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[ToolUse | None, A
     param = request.names("tools")
     if len(source) > MAX_SOURCE_CHARS:
         detail = f"'{param}' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken."
-        raise _refused(detail, param)
+        raise wrong(detail, param)
     other = asked.grammar if asked is not None and is_auto else None
     names = frozenset([tool.name for tool in callable_tools]) if is_free else frozenset()
     grammar = Grammar(GrammarKind.TOOLS, source, other=other)
     at = param if asked is None or other is None else asked.param
-    return ToolUse(is_free=is_free, names=names), AskedGrammar(grammar, at)
+    return names, AskedGrammar(grammar, at)
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
@@ -373,12 +354,4 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
 
 def _invalid(names: Names, path: tuple[str | int, ...], rule: str) -> Rejected:
     """Return the error of a field that breaks a rule."""
-    return _refused(f"'{names(*path)}' {rule}.", names(*path))
-
-
-def _refused(detail: str, param: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param=param)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+    return wrong(f"'{names(*path)}' {rule}.", names(*path))

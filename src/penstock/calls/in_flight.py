@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
-from penstock.calls.call import Call, ChatRequest, Owner, Terms
+from penstock.calls.call import Call, Owner, Terms
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
@@ -120,11 +120,6 @@ class CallInFlight(Protocol):
         """The call's names in the journal: the ids of `requests`, or one name for all of them."""
         ...
 
-    @property
-    def index_of(self) -> Mapping[str, int]:
-        """Engine id -> index of the choice."""
-        ...
-
     def abort(self, detail: str) -> None:
         """End the unfinished requests with an error for the client."""
         ...
@@ -161,7 +156,6 @@ class RunningCall:
         """Text before the answers to each prompt."""
         self.form = form
         """How answers are divided into content, reasoning and calls. None: all is content."""
-        self.has_reasoning = not isinstance(call.request, ChatRequest) or call.request.has_reasoning
         self.stream = stream
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
@@ -180,7 +174,7 @@ class RunningCall:
     @property
     def is_plain(self) -> bool:
         """Whether all of the engine's text is content and shown as it is."""
-        shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skips_special_tokens
+        shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
         return self.form is None and not shows_marks
 
     def scores_of(self, index: int) -> Request:
@@ -303,7 +297,11 @@ class InFlight:
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
         """Return the client's id and the index of the choice, by engine id, of the owner's running requests."""
-        return {name: (call.terms.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
+        return {
+            request.request_id: (call.terms.request_id, int(request.request_id.rpartition(".")[2]))
+            for call in self._calls_of(owner)
+            for request in call.requests
+        }
 
     def requests_of(self, owner: Owner, running: RunningModel) -> list[Request]:
         """Return the owner's unfinished requests to a model, oldest first. The engine writes to them."""

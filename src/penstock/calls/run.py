@@ -34,8 +34,7 @@ from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
-from penstock.types.adapter import AdapterRef
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, wrong
 from penstock.types.request import Request
 from penstock.types.sampling import Matcher
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 2**20
 """Most characters of one text, unless the context holds more. Tokenising them takes about a second."""
-_MAX_TOLD_CHARS = 200
 MAX_SCORED = 2**19
 """Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
 MAX_SCORED_IN_STREAM = 2**14
@@ -125,24 +123,9 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
             admission.leave(place)
 
 
-def ask_of(
-    terms: Terms,
-    claim: bytes,
-    *,
-    num_requests: int,
-    num_chars: int,
-    num_token_ids: int,
-    max_new_tokens: int | None,
-    min_new_tokens: int,
-    adapter: AdapterRef | None = None,
-) -> Ask:
-    """Return what admission knows of a call of these terms and this size."""
+def ask_of(terms: Terms, claim: bytes) -> Ask:
+    """Return what admission knows of a call of these terms, without its size."""
     return Ask(
-        num_requests=num_requests,
-        num_chars=num_chars,
-        num_token_ids=num_token_ids,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
         tenant=terms.owner.tenant,
         limits=terms.limits,
         priority=terms.priority,
@@ -152,7 +135,6 @@ def ask_of(
         slo_ttft_ns=terms.slo_ttft_ns,
         claim=claim,
         is_retry=terms.is_retry,
-        adapter=adapter,
     )
 
 
@@ -165,14 +147,13 @@ def _ask(call: Call) -> Ask:
     else:
         num_prompts = len(prompts)
         sizes = [_size(prompt) for prompt in prompts]
-        num_chars = sum([size for size, _ in sizes]) + len(call.suffix) * num_prompts
+        num_chars = sum([size for size, _ in sizes]) + len(call.request.suffix) * num_prompts
         num_token_ids = sum([size for _, size in sizes])
     max_tokens = _asked_tokens(call)
     # An answer that nothing can stop reaches its limit.
     is_endless = not (sampling.stop_token_ids or sampling.stop or sampling.follows_grammar)
-    return ask_of(
-        terms,
-        call.claim,
+    return dataclasses.replace(
+        ask_of(terms, call.claim),
         num_requests=num_prompts * call.request.n,
         num_chars=num_chars,
         num_token_ids=num_token_ids,
@@ -222,11 +203,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
             reasoning = None
     if not (tools or reasoning):
         return None
-    return AnswerForm(tools=tools, tool_names=_tool_names(call), reasoning=reasoning, is_reasoning=is_reasoning)
-
-
-def _tool_names(call: Call) -> frozenset[str]:
-    return frozenset() if call.tools is None else call.tools.names
+    return AnswerForm(tools=tools, tool_names=call.tools or frozenset(), reasoning=reasoning, is_reasoning=is_reasoning)
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
@@ -234,7 +211,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
-    trigger_of = call.running.dialect.tools if call.tools is not None and call.tools.is_free else None
+    trigger_of = call.running.dialect.tools if call.tools else None
     if grammar is not None and reasoning is None and trigger_of is None:
         return grammar, None
     if grammar is not None and reasoning is not None and trigger_of is None:
@@ -245,7 +222,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
         is_reasoning=form is not None and form.is_reasoning,
         max_reasoning_tokens=call.max_reasoning_tokens,
         trigger_of=trigger_of,
-        tool_names=_tool_names(call),
+        tool_names=call.tools or frozenset(),
     )
     return grammar, plan
 
@@ -270,7 +247,7 @@ async def _matchers(
             raise
         subject = f"'{asked.param}'" if asked.grammar.other is None else f"'{asked.param}' beside 'tools'"
         detail = f"{subject} is refused. {rejected.detail}"
-        raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
+        raise wrong(detail, asked.param) from rejected
 
 
 def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
@@ -354,7 +331,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
     max_tokens = [_room(len(ids), prompt.param, call) for ids, prompt in zip(all_ids, prompts, strict=True)]
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
-    if call.answer.has_prompt:  # as far as the model sees it
+    if call.answer.echo:  # as far as the model sees it
         is_whole = call.request.truncate_prompt_tokens is None
         echoes = [
             prompt.text
@@ -369,7 +346,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
 def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
     """Return the model's tokens for it if the call has a suffix or a hole. Raises INVALID if the model has none."""
     param = call.request.names("suffix")
-    if not call.suffix:
+    if not call.request.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
             return None
         param = call.prompts[0].param
@@ -377,7 +354,7 @@ def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
 
     fim = find_fim(call.running.tokenizer)
     if fim is None:
-        raise _invalid(
+        raise wrong(
             f"{call.running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: '{param}' needs a model that "
             "was trained for it, such as Qwen2.5-Coder.",
             param,
@@ -394,10 +371,10 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         assert fim is not None, "else the call was refused"
         prompt = TextPrompt(_infill_text(prompt, call, fim), prompt.param)
     elif fim is not None:
-        check_text_size(call.suffix, running, call.request.names("suffix"))
+        check_text_size(call.request.suffix, running, call.request.names("suffix"))
         if isinstance(prompt, TokenPrompt):
-            return tuple(fim.token_ids(prompt.token_ids, call.suffix, running.tokenizer))
-        prompt = TextPrompt(fim.text(prompt.text, call.suffix), prompt.param)
+            return tuple(fim.token_ids(prompt.token_ids, call.request.suffix, running.tokenizer))
+        prompt = TextPrompt(fim.text(prompt.text, call.request.suffix), prompt.param)
     max_model_len, keep = running.model.max_model_len, call.request.truncate_prompt_tokens
     token_ids: Sequence[int]
     if isinstance(prompt, TokenPrompt):
@@ -413,7 +390,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         check_text_size(prompt.text, running, prompt.param)
         token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
-            raise _invalid(f"'{prompt.param}' has no tokens.", prompt.param)
+            raise wrong(f"'{prompt.param}' has no tokens.", prompt.param)
         check_encoded(token_ids, running, prompt.param)
     if keep is not None:
         # -1: as many as fit beside the answer.
@@ -477,7 +454,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
         )
     if call.sampling.min_tokens > max_tokens:
         name = call.request.names("sampling", "min_tokens")
-        raise _invalid(
+        raise wrong(
             f"'{name}' ({call.sampling.min_tokens}) is larger than the tokens that may be generated ({max_tokens}).", name
         )
     return max_tokens
@@ -491,7 +468,7 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
     num_entries = num_prompt_tokens * (1 + num_top) * (call.request.n if _each_scores(call) else 1)
     limit, kind = (MAX_SCORED_IN_STREAM, "a stream") if call.answer.is_streamed else (MAX_SCORED, "one answer")
     if num_entries > limit:
-        raise _invalid(
+        raise wrong(
             f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
             f"most {limit} fit into {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
             call.request.names("logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"),
@@ -548,8 +525,8 @@ def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -
     vocab_size = running.model.vocab_size
     if token_ids and max(token_ids) >= vocab_size:
         token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
-        text = running.tokenizer.token_text(token_id)[:_MAX_TOLD_CHARS]
-        raise _invalid(
+        text = running.tokenizer.token_text(token_id)[:MAX_TOLD_CHARS]
+        raise wrong(
             f"'{param}' contains {text!r}, token {token_id} of the tokenizer, "
             f"which the model does not have: its vocabulary is [0, {vocab_size}).",
             param,
@@ -606,10 +583,6 @@ def make_requests(
                 )
             )
     return requests
-
-
-def _invalid(detail: str, param: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param=param)
 
 
 def _too_long(detail: str, param: str, sizes: tuple[int, int] | None = None) -> Rejected:

@@ -12,7 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from penstock.calls.call import joined
 from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.errors import shorten as shorten
 
 UNAVAILABLE_RETRY_AFTER_S = 5
 """`Retry-After` while starting, draining or failed. Another instance may serve by then."""
@@ -52,8 +54,6 @@ _RULES: Mapping[str, str] = MappingProxyType(
 )
 """pydantic's kinds of findings, with JSON's words for types."""
 
-_MAX_TOLD_CHARS = 200
-"""Most characters of a client's own text in an error, such as a parameter's name."""
 _MAX_LIKENED_CHARS = 64
 """Longer names are not compared with the known ones."""
 
@@ -312,14 +312,7 @@ def _is_beyond_64_bits(value: object) -> bool:
 
 def param_path(place: Sequence[str | int]) -> str:
     """Return `messages[0].role` for `("messages", 0, "role")`."""
-    path = ""
-    for part in place:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return shorten(path)
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= _MAX_TOLD_CHARS else text[:_MAX_TOLD_CHARS] + "..."
+    return shorten(joined(place))
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

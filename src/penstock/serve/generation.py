@@ -263,7 +263,8 @@ def read_tools(tools: Sequence[ToolBody], at: str = "tools[{}].function") -> lis
 def read_told_conversation(fields: ChatTemplateFields) -> Conversation:
     """Return the conversation and its tools as the template sees them. Raises 400 and `Rejected`."""
     names = Names(fields={"tools.*": "tools[{}].function"})
-    conversation = check_conversation(read_conversation(fields), names)
+    conversation = read_conversation(fields)
+    check_conversation(conversation, names)
     return replace(conversation, tools=told_tools(read_tools(fields.tools or ()), names))
 
 

@@ -194,9 +194,9 @@ class ReadChoice:
     def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
         """`id_prefix`: begins the ids of calls, unless the model's template has a form of its own."""
         form = call.form or AnswerForm()
-        self._has_reasoning = call.has_reasoning
+        self._has_reasoning = call.answer.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
-        skips = call.answer.skips_special_tokens and not call.requests[index].sampling.skip_special_tokens
+        skips = call.answer.skip_special_tokens and not call.requests[index].sampling.skip_special_tokens
         self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
         self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
         self.num_calls = 0
@@ -267,7 +267,7 @@ class _ReasoningTokens:
 def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
     """Return the log probabilities, without a hidden stop token's: it might complete a character of the text."""
     ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
-    return chunk.logprobs[:-1] if ends_with_stop_token and not options.shows_stop else chunk.logprobs
+    return chunk.logprobs[:-1] if ends_with_stop_token and not options.include_stop_str_in_output else chunk.logprobs
 
 
 def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:

@@ -9,6 +9,10 @@ _FOLDERS = re.compile(r"""^/[^:]*/|(?<![\w./:])/(?:[^\s/:'"]+/)+""")
 """The folders of an absolute path. At the beginning of a text they may contain spaces."""
 
 
+MAX_TOLD_CHARS = 200
+"""Most characters of a client's own text in an error, such as a parameter's name."""
+
+
 class PenstockError(Exception):
     """Base of every error that a user may see: `message` names the cause, `remedy` what to do (may be empty)."""
 
@@ -102,6 +106,11 @@ class Rejected(PenstockError):
         self.retry_after_s = retry_after_s
 
 
+def wrong(detail: str, param: str) -> Rejected:
+    """Return the error of a field that breaks a rule."""
+    return Rejected(RejectReason.INVALID, detail, param=param)
+
+
 class ExecutorFailure(PenstockError):
     """The device or its driver failed during a step; its KV can't be trusted any more."""
 
@@ -117,6 +126,11 @@ class CorruptBlock(PenstockError):
 def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
     """Return `1 token` or `2 tokens`. `plural` is for irregular nouns; `spec` formats the number."""
     return f"{number:{spec}} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def shorten(text: str) -> str:
+    """Return at most `MAX_TOLD_CHARS` of a client's own text, for a message."""
+    return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
 
 
 class ModelAway(Exception):

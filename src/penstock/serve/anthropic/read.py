@@ -107,7 +107,8 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
     _reasoning_budget(body, running.dialect)
     tools = () if _tool_choice(body).mode == "none" else told_tools(_tools(body), _NAMES)
     conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
-    return running, replace(check_conversation(conversation, _NAMES), tools=tools)
+    check_conversation(conversation, _NAMES)
+    return running, replace(conversation, tools=tools)
 
 
 def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class OllamaWriter(Writer):
         self._arguments: dict[int, list[str]] = {}
         self._logprobs = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
+            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
 
     def keepalive(self) -> bytes:
         """Return an empty message: every line is JSON."""

@@ -215,7 +215,7 @@ class AnswerWriter(Writer):
 
     def _prompt_logprobs(self, index: int) -> PromptTokens | None:
         """Return the log-probabilities of a choice's prompt, or None if they were not requested."""
-        num_top = self._options.num_prompt_logprobs
+        num_top = self._options.prompt_logprobs
         if num_top is None:
             return None
         return prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)
@@ -346,7 +346,7 @@ class ChatWriter(AnswerWriter):
         return choice
 
     def _logprob_writer(self) -> ChatLogprobs:
-        return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens)
+        return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 
 def _delta(part: Part) -> ChatDelta | None:
@@ -389,7 +389,7 @@ class CompletionWriter(AnswerWriter):
 
     def begin(self, timing: str) -> bytes:
         times = super().begin(timing)
-        if not self._options.has_prompt or self._options.num_echo_logprobs is not None:
+        if not self._options.echo or self._options.echo_logprobs is not None:
             return times
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         echoes = [self._echo(index) for index in range(len(self._prefixes))]
@@ -400,7 +400,7 @@ class CompletionWriter(AnswerWriter):
         self._count(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
             return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
-        echo = b"" if self._options.num_echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)
+        echo = b"" if self._options.echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)
         fields = self._fields(index, chunk)
         return (
             echo + self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
@@ -415,7 +415,7 @@ class CompletionWriter(AnswerWriter):
         return self._prefixes[index] + text + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
     def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> CompletionTokens:
-        request, num_top = self._call.scores_of(index), self._options.num_echo_logprobs or 0
+        request, num_top = self._call.scores_of(index), self._options.echo_logprobs or 0
         return writer.write_prompt(request.prompt_token_ids, request.prompt_logprobs, num_top, self._echo(index))
 
     def _fields(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
@@ -436,7 +436,7 @@ class CompletionWriter(AnswerWriter):
         logprobs = None
         if self._options.has_logprobs:
             writer = self._logprob_writer()
-            echoed = None if self._options.num_echo_logprobs is None else self._echo_logprobs(index, writer)
+            echoed = None if self._options.echo_logprobs is None else self._echo_logprobs(index, writer)
             logprobs = writer.write([entry for chunk in record.chunks for entry in chunk.logprobs])
             if echoed is not None:
                 logprobs = joined(echoed, logprobs)
@@ -458,4 +458,4 @@ class CompletionWriter(AnswerWriter):
         return self._call.echoes[index // self._call.num_choices]
 
     def _logprob_writer(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens, text_offset=0)
+        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens, text_offset=0)

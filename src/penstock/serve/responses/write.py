@@ -51,7 +51,7 @@ class ResponsesWriter(Writer):
             self._choice = ReadChoice(call, 0, tokenizer)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
-            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
+            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
         self._told_logprobs: list[Any] = []
         """Log-probabilities of tokens whose text was not sent yet."""
 

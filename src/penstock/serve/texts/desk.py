@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
@@ -216,10 +217,6 @@ class RunningTexts:
         """The call's own id. The journal follows one text at a time: a long list would push out other calls."""
         return (self._engine_id,)
 
-    @property
-    def index_of(self) -> dict[str, int]:
-        return {request.request_id: int(request.request_id.rpartition(".")[2]) for request in self.requests}
-
     def abort(self, detail: str) -> None:
         self._error = self._error or cancelled(detail)
         self.wake()
@@ -241,9 +238,8 @@ def _ask(call: TextsCall) -> Ask:
         texts.append(text)  # four characters for a token, as English has
         num_tokens += min(max(1, _size(text) // 4), model.max_model_len)
     num_token_ids = sum([_size(text) for text in texts if isinstance(text, TokenIds)])
-    return ask_of(
-        call.terms,
-        call.claim,
+    return replace(
+        ask_of(call.terms, call.claim),
         num_requests=len(texts),
         num_chars=sum([_size(text) for text in texts]) - num_token_ids,
         num_token_ids=num_token_ids,
