@@ -142,10 +142,7 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
 
 def cpu_name(*, proc: Path = _PROC) -> str:
     """Return the processor's name, or an empty string."""
-    for line in _read(proc / "cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return ""
+    return _values(proc / "cpuinfo").get("model name", "")
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
@@ -157,9 +154,7 @@ def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
 
 def give_back_free_memory() -> None:
     """Return freed memory that glibc keeps to the system."""
-    trim = getattr(_c_library(), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def return_large_blocks_when_freed() -> None:
@@ -168,17 +163,20 @@ def return_large_blocks_when_freed() -> None:
     Otherwise the first large block makes it keep all blocks up to 32 MiB, in each thread's arena (mallopt(3),
     M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what large bodies leave behind.
     """
-    set_option = getattr(_c_library(), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        set_option(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+    _call_glibc("mallopt", _M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def share_one_arena() -> None:
     """Make later threads share arenas. Otherwise glibc maps 64 MiB of address space for each thread."""
-    set_option = getattr(_c_library(), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_ARENA_MAX, 1)
+    _call_glibc("mallopt", _M_ARENA_MAX, 1)
+
+
+def _call_glibc(name: str, *numbers: int) -> None:
+    """Call a function that other C libraries lack."""
+    function = getattr(_c_library(), name, None)
+    if function is not None:
+        function(*numbers)
 
 
 @cache
@@ -188,9 +186,8 @@ def _c_library() -> ctypes.CDLL:
 
 
 def _meminfo_available_bytes(proc: Path) -> int:
-    for line in _read(proc / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    if (available := _values(proc / "meminfo").get("MemAvailable")) is not None:
+        return _bytes(available)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -199,13 +196,8 @@ def _left_on_nodes(proc: Path, devices: Path) -> int | None:
     allowed = _with_memory(proc, devices)
     if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
         return None
-    left = 0
-    for node in allowed:
-        for line in _read(devices / f"system/node/node{node}/meminfo").splitlines():
-            name, _, value = line.partition(":")
-            if name.endswith((" MemFree", " Inactive(file)")):
-                left += int(value.split()[0]) * 1024
-    return left
+    found = [item for node in allowed for item in _values(devices / f"system/node/node{node}/meminfo").items()]
+    return sum(_bytes(value) for name, value in found if name.endswith((" MemFree", " Inactive(file)")))
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
@@ -225,16 +217,8 @@ def _headroom(folder: Path, limits: Sequence[str], usage: str, reclaimable: str)
     current = _read(folder / usage).strip()
     if not known or not current.isdecimal():
         return None
-    return min(known) - int(current) + _reclaimable_bytes(folder, reclaimable)
-
-
-def _reclaimable_bytes(folder: Path, key: str) -> int:
-    """Return the bytes of cached file pages, which count as used but are freed first."""
-    for line in _read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
+    # Cached file pages count as used, but are freed first.
+    return min(known) - int(current) + int(_values(folder / "memory.stat", " ").get(reclaimable, 0))
 
 
 def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
@@ -278,10 +262,8 @@ def _nodes(cpus: Iterable[int], devices: Path) -> tuple[tuple[int, int], ...]:
 def _with_memory(proc: Path, devices: Path) -> set[int]:
     """Return the nodes with memory that this process may use."""
     nodes = set(_numbers(_read(devices / "system/node/has_memory")))
-    for line in _read(proc / "self" / "status").splitlines():
-        if line.startswith("Mems_allowed_list:"):
-            nodes.intersection_update(_numbers(line.partition(":")[2]))
-    return nodes
+    allowed = _values(proc / "self" / "status").get("Mems_allowed_list")
+    return nodes if allowed is None else nodes.intersection(_numbers(allowed))
 
 
 def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
@@ -308,6 +290,17 @@ def _cpu_quota(proc: Path, cgroup: Path) -> float | None:
     # Without a quota, the kernel writes `max` or -1.
     known = [pair for pair in pairs if len(pair) == 2 and all(number.isdecimal() for number in pair)]
     return min((int(quota) / int(period) for quota, period in known), default=None)
+
+
+def _values(path: Path, separator: str = ":") -> dict[str, str]:
+    """Return the values of a file with a name and a value in each line."""
+    lines = (line.partition(separator) for line in _read(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def _bytes(kibibytes: str) -> int:
+    """Return the bytes of a size such as `1024 kB`."""
+    return int(kibibytes.split()[0]) * 1024
 
 
 def _read(path: Path) -> str:
