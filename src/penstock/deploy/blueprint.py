@@ -16,9 +16,8 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
-    from penstock.admission.door import AdmissionLimits
     from penstock.deploy.policies import PolicyRecipe
-    from penstock.deploy.recorder import Recording
+    from penstock.deploy.recorder import OpenRecorder
     from penstock.deploy.resources import MemoryShare
     from penstock.machine import Cores
     from penstock.models.catalog import ModelSource
@@ -126,7 +125,6 @@ class Blueprint:
     machine_share: float
     """Weight of the model's turns on the threads that all models share."""
     policies: PolicyRecipe
-    limits: AdmissionLimits
     slo_itl_ns: int | None
     cache: KvConfig
     has_prefix_caching: bool
@@ -140,7 +138,8 @@ class Blueprint:
     """Folder for the file of the disk tier."""
     expert_folder: Path | None
     """Folder for the file with a mixture's experts. None: they are in memory."""
-    recording: Recording | None
+    open_recorder: OpenRecorder | None
+    """None: nothing is recorded."""
     settings_hash: str
 
     @property

@@ -21,7 +21,6 @@ from penstock.deploy import device
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.executor import SeatOf, build_executor, first_executor
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
-from penstock.deploy.recorder import open_recorder
 from penstock.deploy.resources import Resources
 from penstock.deploy.sizing import RESERVE_BYTES, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
@@ -59,7 +58,7 @@ class Lasting:
         """`adapters`: None if the model is served without."""
         from penstock.obs.metrics import Metrics
 
-        self._server, self._limits = server, limits
+        self._server, self.limits = server, limits
         self.metrics = Metrics(name)
         self.adapters = adapters
         if adapters is not None:
@@ -76,21 +75,17 @@ class Lasting:
     def tenants(self) -> Tenants:
         from penstock.admission.tenants import Tenants
 
-        return Tenants(self._limits.tenant_max_concurrent, self._limits.tenant_tokens_per_minute)
+        return Tenants(self.limits.tenant_max_concurrent, self.limits.tenant_tokens_per_minute)
 
     @cached_property
     def sources(self) -> Sources:
-        return make_sources(self._server.seed)
+        """The sources of what requests do not say. With a seed, they repeat."""
+        from penstock.deploy.running import Sources
 
-
-def make_sources(seed: int | None) -> Sources:
-    """Return the sources of what requests do not say. With a seed, they repeat."""
-    from penstock.deploy.running import Sources
-
-    if seed is None:
-        return Sources()
-    generator = random.Random(seed)  # noqa: S311  # repeatable on purpose
-    return Sources(draw_seed=lambda: generator.getrandbits(64))
+        if self._server.seed is None:
+            return Sources()
+        generator = random.Random(self._server.seed)  # noqa: S311  # repeatable on purpose
+        return Sources(draw_seed=lambda: generator.getrandbits(64))
 
 
 def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting) -> RunningModel:
@@ -158,7 +153,7 @@ class EngineMaker:
         self.metrics.settings_hash = blueprint.settings_hash
         self.metrics.tier.medium = "host" if blueprint.cache.kv_host_size_bytes else "disk"
         self.admission = Admission(
-            blueprint.limits,
+            lasting.limits,
             executor.capacity,
             reads_priority=blueprint.policies.reads_priority,
             tenants=lasting.tenants,
@@ -170,9 +165,9 @@ class EngineMaker:
         if self.journal is not None:
             self.journal.speaks_for_calls = executor.capacity.is_one_pass
         self._recorder = None
-        if blueprint.recording is not None:
+        if blueprint.open_recorder is not None:
             backend = blueprint.compute.options.backend
-            self._recorder = open_recorder(blueprint.recording, blueprint.name, backend, executor, self.clock)
+            self._recorder = blueprint.open_recorder(blueprint.name, backend, executor, self.clock)
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 

@@ -48,7 +48,6 @@ class Deployment:
         memory: MemoryBudget,
         *,
         clock: Clock | None = None,
-        sources: Callable[[], Sources] | None = None,
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
     ) -> None:
@@ -58,7 +57,6 @@ class Deployment:
         """
         assert served, "a deployment has at least one model"
         self.served = tuple(served)
-        self._make_sources = sources
         self._find_new = find_new
         self._looking = threading.Lock()
         self.memory = memory
@@ -120,7 +118,8 @@ class Deployment:
             )
             for running in models
         ]
-        deployment = cls(served, MemoryBudget(), sources=lambda: models[0].sources, splits=splits)
+        deployment = cls(served, MemoryBudget(), splits=splits)
+        deployment.sources = models[0].sources
         for one, running in zip(served, models, strict=True):
             deployment._put(one, running, 0)
         return deployment
@@ -163,9 +162,10 @@ class Deployment:
 
     @cached_property
     def sources(self) -> Sources:
+        """Times and ids for what belongs to no model."""
         from penstock.deploy.running import Sources
 
-        return self._make_sources() if self._make_sources is not None else Sources()
+        return Sources()
 
     @property
     def default(self) -> ServedModel:
@@ -227,7 +227,9 @@ class Deployment:
                 return _failed(failure)
             if served not in self._unwanted:  # otherwise it is loaded anew when it has left
                 with contextlib.suppress(ModelAway):
-                    return _done(served.answerer())
+                    loaded: Future[RunningModel] = Future()
+                    loaded.set_result(served.answerer())
+                    return loaded
             future = self._wanted.setdefault(served, Future())
             self._notify()
             return future
@@ -521,12 +523,6 @@ def _load_s(served: ServedModel) -> float:
 
 def _shutting_down() -> Rejected:
     return Rejected(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=5.0)
-
-
-def _done(running: RunningModel) -> Future[RunningModel]:
-    future: Future[RunningModel] = Future()
-    future.set_result(running)
-    return future
 
 
 def _failed(error: Rejected) -> Future[Any]:

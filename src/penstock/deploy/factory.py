@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config, Load, LoraConfig
 from penstock.config.units import format_size
-from penstock.deploy.build import Lasting, build, make_sources, seat_of
+from penstock.deploy.build import Lasting, build, seat_of
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
 from penstock.deploy.policies import admission_limits
@@ -78,7 +78,6 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
     deployment = Deployment(
         served,
         memory,
-        sources=partial(make_sources, configs[0].server.seed),
         find_new=find_new,
         splits=[split for split in splits if split is not None],
     )

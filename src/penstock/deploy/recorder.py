@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,25 +19,16 @@ if TYPE_CHECKING:
     from penstock.engine.ports import Executor
     from penstock.obs.recording import Recorder
 
+    OpenRecorder = Callable[[str, str | None, Executor, Clock], Recorder]
+    """Begins the recording of a model: its name, backend and executor, and the clock."""
 
 NOT_RECORDED = "not recorded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """A recording that the settings ask for."""
+def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenRecorder | None:
+    """Return the function that begins the recording of a server whose KV cache, scheduler and backend have these settings.
 
-    path: Path
-    max_bytes: int
-    has_tenant_names: bool
-    settings: Mapping[str, object]
-    """Key -> value of the settings that are not at their defaults."""
-
-
-def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> Recording | None:
-    """Return the recording of a server whose KV cache, scheduler and backend have these settings, or None.
-
-    Raises ConfigError if the file can't be begun.
+    None without a recording. Both raise ConfigError if the file can't be begun.
     """
     if server.record is None:
         return None
@@ -51,25 +42,24 @@ def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> Recordin
         for item in settings_of(type(part))
         if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
     }
-    return Recording(path=path, max_bytes=server.record_size_bytes, has_tenant_names=has_names, settings=settings)
 
+    def open_recorder(name: str, backend: str | None, executor: Executor, clock: Clock) -> Recorder:
+        from penstock.obs.recording import Recorder
 
-def open_recorder(recording: Recording, name: str, backend: str | None, executor: Executor, clock: Clock) -> Recorder:
-    """Begin the recording of the model with this name. Raises ConfigError if the file can't be written."""
-    from penstock.obs.recording import Recorder
+        try:
+            return Recorder(
+                path,
+                max_bytes=server.record_size_bytes,
+                clock=clock,
+                block_size=executor.capacity.block_size,
+                about=_about(settings, name, backend, executor),
+                has_tenant_names=has_names,
+            )
+        except OSError as error:
+            remedy = "Name another file with --record."
+            raise ConfigError(f"The recording {path} can't be written: {error}.", remedy=remedy) from error
 
-    try:
-        return Recorder(
-            recording.path,
-            max_bytes=recording.max_bytes,
-            clock=clock,
-            block_size=executor.capacity.block_size,
-            about=_about(recording.settings, name, backend, executor),
-            has_tenant_names=recording.has_tenant_names,
-        )
-    except OSError as error:
-        remedy = "Name another file with --record."
-        raise ConfigError(f"The recording {recording.path} can't be written: {error}.", remedy=remedy) from error
+    return open_recorder
 
 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:

@@ -23,7 +23,7 @@ from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
-from penstock.deploy.policies import admission_limits, choose_policies
+from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.tiers import tier_folder
@@ -70,7 +70,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     compute = decide(config)
     check_block_size(compute)
     _check_cache(config.kv)
-    recording = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
+    open_recorder = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
     loading = _loading(config, source, compute)
     _check_address_space(config, compute, loading)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
@@ -114,7 +114,6 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         cpus=pinned_cpus(compute.options, machine.cores),
         machine_share=config.sharing.machine_share,
         policies=policies,
-        limits=admission_limits(config.admission),
         slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
         cache=config.kv,
         has_prefix_caching=config.kv.prefix_caching and model.encoder is None,
@@ -124,7 +123,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         share=share,
         tier_folder=tier_folder(config.kv.kv_disk_path, _cache_dir(config), names[0] if machine.num_models > 1 else None),
         expert_folder=expert_folder(config) if config.model.experts_on_disk else None,
-        recording=recording,
+        open_recorder=open_recorder,
         settings_hash=settings_hash(config),
     )
     return blueprint, model
