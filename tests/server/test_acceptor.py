@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -18,6 +19,7 @@ from penstock.config import ServerConfig
 from penstock.serve.http import acceptor as acceptor_module
 from penstock.serve.http import connection as connection_module
 from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
 from penstock.types.errors import ConfigError
 from support.server.connections import LONG, load, send
@@ -199,6 +201,23 @@ async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
                 await until(lambda: connection not in server.server.acceptor.connections)
 
 
+async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
+    """The rate is the one that requests need."""
+    monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.5)
+    with narrow() as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(post(orjson.dumps(LARGE)))
+        await until(lambda: any(is_written(connection) for connection in server.server.acceptor.connections))
+        for _ in range(50):
+            client.recv(1 << 10)
+            await asyncio.sleep(0.1)
+            if not server.server.acceptor.connections:
+                return
+    pytest.fail("it was never cut off")
+
+
 @pytest.mark.parametrize(
     ("has_handshake", "sent"), [(False, b""), (True, b""), (True, GET[:-2] + b"Connection: close\r\n\r\n")]
 )
@@ -236,6 +255,32 @@ async def test_a_client_that_was_refused_over_tls_is_closed_with_the_server(cert
         client.close()
     assert server.server.ended_cleanly
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_client_that_says_goodbye_over_tls_hears_one(certificate):
+    key, paper = certificate
+    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+    trust = ssl.create_default_context(cafile=paper)
+    trust.check_hostname = False
+    with running(config=config) as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain:
+        client = await asyncio.to_thread(trust.wrap_socket, plain)
+        client.sendall(GET)
+        assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
+        plain = await asyncio.to_thread(client.unwrap)  # An SSLError without the server's own.
+        assert plain.recv(1) == b""
+        plain.close()
+
+
+async def test_a_connection_that_opens_while_the_server_ends_does_not_hold_it_up():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        make_connection = partial(HttpConnection, None, max_body_bytes=1)
+        acceptor = Acceptor(listener, make_connection, max_connections=MAX, ssl_context=None)
+        with socket.create_connection(listener.getsockname()):
+            while not acceptor.tasks:
+                await asyncio.sleep(0)
+            acceptor.close()
+            async with asyncio.timeout(3):
+                await acceptor.drain(20)
 
 
 class ExhaustedListener:

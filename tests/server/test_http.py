@@ -32,8 +32,9 @@ async def exchange(server, data):
         post(BODY, *[f"X-{i}: a" for i in range(10_000)]),
         b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
         post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES, *OFFER),
+        b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 10_000,
     ],
-    ids=["one header", "many headers", "address", "offer of HTTP/2"],
+    ids=["one header", "many headers", "address", "offer of HTTP/2", "headers of few bytes"],
 )
 async def test_a_head_beyond_the_limit_is_a_431(live, data):
     error = check_error(await exchange(live, data), 431, "request_header_fields_too_large")

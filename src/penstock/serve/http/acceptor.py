@@ -57,6 +57,7 @@ class Acceptor:
         self.tasks: set[asyncio.Task[None]] = set()
         self.buffer = bytearray(_READ_BYTES)
         """Connections read into it in turn."""
+        self._is_closed = False
         self._num_opening = 0
         """Connections that are accepted and have no transport yet."""
         self._idle_since_s: dict[Connection, float] = {}
@@ -71,6 +72,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept no more."""
+        self._is_closed = True
         self._loop.remove_reader(self._listener)
         if self._retry_timer is not None:
             self._retry_timer.cancel()
@@ -107,6 +109,8 @@ class Acceptor:
         self._num_opening -= 1
         self.connections.add(connection)
         self.idle(connection)
+        if self._is_closed:
+            connection.close()
 
     def begin(self, connection: Connection) -> bool:
         """Count the connection as busy: it has a request. Return False if too many are: refuse it with `too_many`."""

@@ -38,8 +38,11 @@ _log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 1 << 16
 """Limit of a request's head, and of whatever else brings no body: trailers, chunk extensions."""
+_BYTES_PER_HEADER = 32
+"""What a header counts beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2): in memory, even an empty one takes 100 bytes."""
 MIN_BYTES_PER_CHECK = 1 << 14
-"""Bytes that a request has to bring in every `read_timeout_s`, once it has begun: 4.4 kbit/s."""
+"""Bytes that a request, once it has begun, must bring in every `read_timeout_s`, and that a client must take of an answer in
+every `write_timeout_s`: 4.4 and 2.2 kbit/s."""
 _MAX_BEHIND = 8
 """Requests that wait for the answer to an earlier one. With more, reading stops."""
 STALL_S = 5.0
@@ -60,7 +63,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     """A request that has begun must go on in this time."""
     write_timeout_s: ClassVar[float] = 60.0
-    """A client that takes nothing of an answer in this time is cut off."""
+    """A client that takes almost nothing of an answer in this time is cut off."""
     keep_alive_s: ClassVar[float] = 75.0
     """Time that an idle connection stays open. Proxies and client libraries keep theirs for less, so that they close first."""
 
@@ -94,6 +97,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """The request of which body is read. None in a head, and between requests."""
         self._url = b""
         self._headers: Headers = []
+        self._num_head_bytes = 0
         self._is_offered_upgrade = False
         self.is_refused = self._is_lingering = False
         self._refusal: ApiError | None = None
@@ -107,8 +111,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Set while the client is expected to send something."""
         self._write_timer: asyncio.TimerHandle | None = None
         """Set while the client is expected to take something."""
-        self._num_untaken = 0
-        self._taken_at_s = 0.0
+        self._num_untaken = self._num_owed = 0
+        self._taken_at_s = self._owed_at_s = 0.0
 
     # asyncio's callbacks
 
@@ -160,8 +164,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.is_taken.clear()
-        self._num_untaken = self._num_untaken_bytes()
-        self._taken_at_s = self._loop.time()
+        self._num_untaken = self._num_owed = self._num_untaken_bytes()
+        self._taken_at_s = self._owed_at_s = self._loop.time()
         self._write_timer = self._loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
 
     def resume_writing(self) -> None:
@@ -174,16 +178,19 @@ class HttpConnection(asyncio.BufferedProtocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
+        self._num_head_bytes = 0
         self._reading = None
         self.is_reading = self._has_news = True
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is None:  # Trailers come here, too, and nobody needs them.
             # The parser leaves white space behind a value; RFC 9112, 5.1 does not count it.
             self._headers.append((name.lower(), value.rstrip(b" \t")))
+            self._count_head(len(name) + len(value) + _BYTES_PER_HEADER)
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -301,8 +308,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         Host and version are checked as RFC 9112 wants it (2.3, 3.2, 6.1): a proxy that reads such a head in another way could
         be made to smuggle a request in.
         """
-        if len(self._url) + sum([len(name) + len(value) + 4 for name, value in self._headers]) > MAX_HEAD_BYTES:
-            return request_head_too_large(MAX_HEAD_BYTES)
         if version[:2] != "1.":
             return version_not_supported()
         hosts = [value for name, value in self._headers if name == b"host"]
@@ -318,6 +323,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._acceptor.begin(self) and self._url.partition(b"?")[0].decode("latin-1") not in OPEN_PATHS:
             return self._acceptor.too_many()
         return None
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refusal = request_head_too_large(MAX_HEAD_BYTES)
+            raise self._refusal
 
     def _meaning_of(self, error: Exception) -> ApiError:
         """Return the answer to a parser's error, of which there is only a text."""
@@ -361,7 +372,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self.transport.is_closing():
             self.transport.write(encryption.encrypt(b""))
         if encryption.is_over:
-            self.transport.close()
+            self.close()
         return data
 
     # Waiting for the client to send
@@ -399,12 +410,14 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _look_whether_taken(self) -> None:
         now_s, num_untaken = self._loop.time(), self._num_untaken_bytes()
-        if num_untaken != self._num_untaken:
-            self._num_untaken, self._taken_at_s = num_untaken, now_s
-        elif now_s - self._taken_at_s >= self.write_timeout_s:
-            _log.debug("a client took nothing of its answer in %g s", self.write_timeout_s)
+        if self._num_owed - num_untaken >= MIN_BYTES_PER_CHECK:
+            self._num_owed, self._owed_at_s = num_untaken, now_s
+        elif now_s - self._owed_at_s >= self.write_timeout_s:
+            _log.debug("a client took almost nothing of its answer in %g s", self.write_timeout_s)
             self.cut_off()
             return
+        if num_untaken != self._num_untaken:
+            self._num_untaken, self._taken_at_s = num_untaken, now_s
         elif now_s - self._taken_at_s > STALL_S and not self.exchanges:
             self._acceptor.idle(self)
         self._write_timer = self._loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
