@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.types.errors import Rejected, RejectReason
@@ -60,7 +61,10 @@ class OffLoop:
         """
         if size <= limit:
             return work()
-        return await self._enter(self._line(size), size, work, "long texts")
+        line = self._line(size)
+        if line.is_full(size):
+            raise self._full("long texts")
+        return await line.do(size, work)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for chat templates: always in a thread, in turn with other tenants. QUEUE_FULL if it takes too long."""
@@ -91,11 +95,6 @@ class OffLoop:
         """
         for line in (*self._lines, self._templates, self._grammars):
             line.close()
-
-    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str) -> _Result:
-        if line.is_full(size):
-            raise self._full(what)
-        return await line.do(size, work)
 
     async def _in_turn(
         self, line: FairLine, what: str, tenant: str, size: int, work: Callable[[], _Result], key: Hashable = None
@@ -176,19 +175,17 @@ def _shutting_down() -> _Closed:
     return _Closed(RejectReason.DRAINING, detail, retry_after_s=RETRY_AFTER_S)
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """Work that one or more requests wait for, of one or more tenants."""
 
-    __slots__ = ("done", "key", "size", "waiting", "work")
-
-    def __init__(self, key: Hashable, size: int, work: Callable[[], Any]) -> None:
-        self.key = key
-        self.size = size
-        self.work = work
-        self.done: Future[Any] = Future()
-        """Cancelled if no request wants the result, or if the line was closed."""
-        self.waiting: Counter[str] = Counter()
-        """Requests that wait for it to begin, by tenant. Empty when it has begun."""
+    key: Hashable
+    size: int
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+    """Cancelled if no request wants the result, or if the line was closed."""
+    waiting: Counter[str] = field(default_factory=Counter)
+    """Requests that wait for it to begin, by tenant. Empty when it has begun."""
 
 
 class FairLine:

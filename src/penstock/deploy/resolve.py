@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,8 @@ _ADAPTED = ("q", "k", "v", "o")
 """Ends of the names of weights that nearly every adapter changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """Values of settings that were left out, for one kind of device."""
-
-    kv_dtype: KvDtype
-    max_rows: int
-    max_step_tokens: int
-    step_timeout_s: float = 120.0
-    """A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
-
-
-_CPU = _Defaults(KvDtype.INT8, max_rows=64, max_step_tokens=512)
-_GPU = _Defaults(KvDtype.BF16, max_rows=256, max_step_tokens=2048)
-"""More rows share a GPU's bandwidth, and a chunk of 2,048 tokens keeps its multipliers busy."""
+DEFAULT_STEP_TIMEOUT_S = 120.0
+"""A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
@@ -178,16 +166,17 @@ def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
         chosen = replace(chosen, device=Device.CPU.value, backend=chosen.backend or Backend.NATIVE.value)
         if is_gpu is None:
             _check_kernels(chosen)
-    defaults = _CPU if why_cpu else _GPU
     timeout_s = chosen.step_timeout_s
     if timeout_s is None and chosen.backend != Backend.REFERENCE:
-        timeout_s = defaults.step_timeout_s
+        timeout_s = DEFAULT_STEP_TIMEOUT_S
+    # More rows share a GPU's bandwidth, and a chunk of 2,048 tokens keeps its multipliers busy.
+    kv_dtype, max_rows, max_step_tokens = (KvDtype.INT8, 64, 512) if why_cpu else (KvDtype.BF16, 256, 2048)
     return Compute(
         options=chosen,
-        kv_dtype=KvDtype(config.kv.kv_cache_dtype) if config.kv.kv_cache_dtype else defaults.kv_dtype,
+        kv_dtype=KvDtype(config.kv.kv_cache_dtype) if config.kv.kv_cache_dtype else kv_dtype,
         block_size=config.kv.block_size,
-        max_rows=config.scheduler.max_num_seqs or defaults.max_rows,
-        max_step_tokens=config.scheduler.max_num_batched_tokens or defaults.max_step_tokens,
+        max_rows=config.scheduler.max_num_seqs or max_rows,
+        max_step_tokens=config.scheduler.max_num_batched_tokens or max_step_tokens,
         step_timeout_s=timeout_s,
     )
 
