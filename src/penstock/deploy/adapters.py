@@ -169,11 +169,8 @@ class Adapters:
         self._others: dict[int, None] = {}
         """The other numbers whose loads have not begun, in order."""
         self._asked: dict[int, _Asked] = {}
-        """By the adapter's number."""
         self._reading: dict[int, _Reading] = {}
-        """By the adapter's number."""
         self._counts = AdapterStats()
-        """What has been counted since the start."""
         self._num_pages = 0
         """Sum over all loads."""
         self._changed = threading.Condition()

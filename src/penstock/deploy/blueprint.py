@@ -35,11 +35,9 @@ class Compute:
     """Device and backend are decided."""
     kv_dtype: KvDtype
     block_size: int
-    """KV positions per block."""
     max_rows: int
     """Requests in one step at most."""
     max_step_tokens: int
-    """Tokens in one step at most."""
     step_timeout_s: float | None
     """A step that takes longer counts as stuck. None: no limit."""
 
@@ -113,9 +111,7 @@ def _check_vocab(vocab: GgufVocab) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     names: tuple[str, ...]
-    """Names that clients may use. Answers have the first."""
     aliases: tuple[str, ...]
-    """Further names, which are not listed."""
     loading: Loading
     compute: Compute
     cores: Cores
@@ -135,7 +131,6 @@ class Blueprint:
     share: MemoryShare
     """The model's part of the machine's memory."""
     tier_folder: Path
-    """Folder for the file of the disk tier."""
     expert_folder: Path | None
     """Folder for the file with a mixture's experts. None: they are in memory."""
     open_recorder: OpenRecorder | None

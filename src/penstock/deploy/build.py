@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ServerConfig
@@ -32,13 +31,11 @@ if TYPE_CHECKING:
     from penstock.admission.tenants import Tenants
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
-    from penstock.engine.core import EngineCore
     from penstock.engine.ports import BlockMover, BlockStore, Executor, RequestJournal
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
     from penstock.kv.manager import KVManager
-    from penstock.models.adapter import AdapterFactors, AdapterPacker
-    from penstock.models.adapter_files import AdapterFiles
+    from penstock.models.adapter import AdapterPacker
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
     from penstock.obs.explain.journal import Journal
@@ -200,7 +197,8 @@ class EngineMaker:
         The memory of a step that has not come back stays taken until it does. Cyclic references are cut: the garbage collector
         ignores all objects from before the server began.
         """
-        self.close_recording()
+        if self._recorder is not None:
+            self._recorder.close()
         self.bridge.detach()
         engine, self._engine = self._engine, None
         if self.adapters is not None:
@@ -211,11 +209,6 @@ class EngineMaker:
         if engine is not None and engine.is_alive:
             self._give_up(engine)
         self._resources.memory.give_back(self.blueprint.name)
-
-    def close_recording(self) -> None:
-        """Idempotent."""
-        if self._recorder is not None:
-            self._recorder.close()
 
     def _executor_from_files(self) -> Executor:
         """Return another executor. The one that failed may still hold its memory."""
@@ -228,29 +221,12 @@ class EngineMaker:
         return executor
 
     def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
+        from penstock.engine.core import EngineCore
         from penstock.engine.output import OutputStage
         from penstock.engine.ports import ObserverGroup
         from penstock.engine.thread import Engine
-        from penstock.text.tokenizer import detokenizer_factory
-
-        core = self._make_core(executor)
-        return Engine(
-            core,
-            executor,
-            OutputStage(detokenizer_factory(self.tokenizer), observer=self._token_observer),
-            clock=self.clock,
-            sink=self.bridge.deliver,
-            observer=self._observer,
-            # A group of one would be one more call for each report.
-            turn_observer=self.metrics if self._recorder is None else ObserverGroup([self.metrics, self._recorder]),
-            on_failed=on_failed,
-            make_transfers=partial(self._make_transfers, core.scheduler.kv),
-        )
-
-    def _make_core(self, executor: Executor) -> EngineCore:
-        from penstock.engine.core import EngineCore
-        from penstock.engine.ports import ObserverGroup
         from penstock.sched.scheduler import Scheduler
+        from penstock.text.tokenizer import detokenizer_factory
 
         journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
         scheduler = Scheduler(
@@ -263,7 +239,18 @@ class EngineMaker:
             max_adapters=self.blueprint.lora.max_loras,
         )
         journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)
-        return EngineCore(scheduler, observer=self._observer, journal=journal)
+        return Engine(
+            EngineCore(scheduler, observer=self._observer, journal=journal),
+            executor,
+            OutputStage(detokenizer_factory(self.tokenizer), observer=self._token_observer),
+            clock=self.clock,
+            sink=self.bridge.deliver,
+            observer=self._observer,
+            # A group of one would be one more call for each report.
+            turn_observer=self.metrics if self._recorder is None else ObserverGroup([self.metrics, self._recorder]),
+            on_failed=on_failed,
+            make_transfers=partial(self._make_transfers, scheduler.kv),
+        )
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
         from penstock.engine.transfers import Transfers
@@ -337,10 +324,9 @@ def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Ex
     packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
     spec, program = model.spec, describe(model.spec)
 
-    def read(path: Path, files: AdapterFiles) -> AdapterFactors:
-        return load_adapter(path, spec, program, max_rank=max_rank, files=files)
-
-    adapters.connect(read, packer, max_bytes=max_bytes)
+    adapters.connect(
+        lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files), packer, max_bytes=max_bytes
+    )
 
 
 def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, resources: Resources) -> BlockStore | None:

@@ -201,7 +201,6 @@ class Appraisal:
     forecast: Forecast | None
     """The memory plan on this machine's processors. None if that fails, too, or for an encoder, which has no KV cache."""
     num_free_bytes: int
-    """Memory that is available now."""
 
 
 def appraise(config: Config, source: ModelSource) -> Appraisal:

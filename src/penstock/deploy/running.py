@@ -37,16 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of a model that clients may know. Requests are checked against them."""
+    """Facts of a model that clients may know. Requests are checked against them. The names are those of `ServedModel`."""
 
     served_names: tuple[str, ...]
-    """Names that clients may use, at least one. Answers have the first."""
     aliases: tuple[str, ...] = ()
-    """Further names, which are not listed."""
     root: str
     """The source: a catalogue name or a path."""
     fingerprint: str
-    """Made by `system_fingerprint`."""
     created_unix_s: int
     max_model_len: int
     """Tokens of the longest prompt + output that model, settings and KV cache allow. For an encoder: the longest text."""

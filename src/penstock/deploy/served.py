@@ -84,7 +84,6 @@ class ServedModel:
     kept_idle_ns: int | None = None
     """The idle time that a client set in place of `idle_unload_ns`; -1: it stays."""
     failure: str = ""
-    """Why the last load failed."""
     failed_ns: int = 0
     loaded_ns: int = 0
     load_ns: int = 0
