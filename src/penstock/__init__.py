@@ -1,6 +1,7 @@
 """Penstock: an LLM inference server for ordinary machines.
 
-The Python API is `LLM`, `AsyncLLM` and what they take and give (`penstock.llm`); its names are here, and loaded when used.
+The Python API is `LLM` and `AsyncLLM` (`penstock.llm`) and what they take and give (`penstock.inprocess`). Its names are here,
+and loaded when used.
 Nothing else in this package is promised to stay as it is: docs/python-api.md.
 """
 
@@ -34,7 +35,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """A name of the API, for which its module is imported: the others of the package need not pay for it."""
     if name in __all__:
-        return getattr(importlib.import_module("penstock.llm"), name)
+        module = importlib.import_module("penstock.llm" if name in ("LLM", "AsyncLLM") else "penstock.inprocess")
+        return getattr(module, name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
 
 

@@ -27,33 +27,27 @@ from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
 from penstock.config.setting import Setting, settings_of
 from penstock.config.sources import parse_settings
 from penstock.deploy.factory import locate, start_model
-from penstock.inprocess.asked import (
+from penstock.inprocess import (
+    Answer,
     Asked,
     ChatOptions,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Message,
     Prompt,
+    Reading,
+    RequestOutput,
     SamplingParams,
-    StructuredOutputsParams,
+    ScoringOutput,
+    ScoringRequestOutput,
     check_not_empty,
+    ended_early,
     is_pair,
     own_errors,
     several_of,
     text_tokens,
-)
-from penstock.inprocess.outputs import (
-    Answer,
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    Reading,
-    RequestMetrics,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    ended_early,
 )
 from penstock.types.encoder import EncoderInfo, Task, TextTokens
 from penstock.types.errors import ConfigError, PenstockError
@@ -63,31 +57,9 @@ if TYPE_CHECKING:
     from penstock.deploy.running import RunningModel
     from penstock.serve.texts.call import TextResult
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "ChatOptions",
-    "ClassificationOutput",
-    "ClassificationRequestOutput",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "Logprob",
-    "Message",
-    "PenstockError",
-    "Prompt",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "StructuredOutputsParams",
-]
-
 _Result = TypeVar("_Result")
+_Output = TypeVar("_Output")
 _Params = ParamSpec("_Params")
-
-
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
 """Settings of these components that are not keywords."""
@@ -186,10 +158,7 @@ class AsyncLLM(_Facts):
         asked = [prefix + text if isinstance(text, str) else text for text in several]
         answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
         vectors = [embedding(one[2], encoder, dimensions, is_unit=not encoder.has_own_lengths) for one in answers]
-        return [
-            EmbeddingRequestOutput(name, list(text.token_ids), EmbeddingOutput(vector.tolist()))
-            for (name, text, _), vector in zip(answers, vectors, strict=True)
-        ]
+        return _outputs(EmbeddingRequestOutput, answers, [EmbeddingOutput(vector.tolist()) for vector in vectors])
 
     async def classify(
         self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = False
@@ -200,10 +169,7 @@ class AsyncLLM(_Facts):
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
         answers = await self._read_texts(several_of(texts, int), truncate_prompt_tokens, use_tqdm=use_tqdm)
         found = [ClassificationOutput(scores(result, encoder.scores), encoder.labels) for _, _, result in answers]
-        return [
-            ClassificationRequestOutput(name, list(text.token_ids), output)
-            for (name, text, _), output in zip(answers, found, strict=True)
-        ]
+        return _outputs(ClassificationRequestOutput, answers, found)
 
     async def score(
         self,
@@ -228,11 +194,8 @@ class AsyncLLM(_Facts):
         check_not_empty("text_2", seconds)
         pairs = Pairs(firsts, seconds, "text_1[{}]".format, "text_2[{}]".format)
         answers = await self._read_texts(pairs.texts(encoder), truncate_prompt_tokens, use_tqdm=use_tqdm)
-        found = pairs.scores(encoder, [result for _, _, result in answers])
-        return [
-            ScoringRequestOutput(name, list(text.token_ids), ScoringOutput(score))
-            for (name, text, _), score in zip(answers[-len(seconds) :], found, strict=True)
-        ]
+        found = [ScoringOutput(score) for score in pairs.scores(encoder, [result for _, _, result in answers])]
+        return _outputs(ScoringRequestOutput, answers[-len(seconds) :], found)
 
     async def aclose(self) -> None:
         """End all requests and free the model. Idempotent."""
@@ -335,6 +298,14 @@ class AsyncLLM(_Facts):
                 for reader in readers:
                     reader.cancel()
         return [(name, text, TextResult(found[name], len(text.token_ids))) for name, text in zip(names, tokens, strict=True)]
+
+
+def _outputs(
+    kind: Callable[[str, list[int], _Output], _Result],
+    answers: Sequence[tuple[str, TextTokens, object]],
+    outputs: list[_Output],
+) -> list[_Result]:
+    return [kind(name, list(text.token_ids), one) for (name, text, _), one in zip(answers, outputs, strict=True)]
 
 
 def _blocking(

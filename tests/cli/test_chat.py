@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.chat import Conversation
-from penstock.llm import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.inprocess import CompletionOutput, RequestMetrics, RequestOutput
 from penstock.types.errors import PenstockError, Rejected, RejectReason
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]

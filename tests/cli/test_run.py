@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cli.run import split_words
 from penstock.cli.talk import stats_line
-from penstock.llm import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.inprocess import CompletionOutput, RequestMetrics, RequestOutput
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FAST = ("--backend", "reference", "--temperature", "0")

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 import sampling_table
-from penstock.llm import SamplingParams
+from penstock.inprocess import SamplingParams
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
 from penstock.serve.bodies import (
     MAX_LOGGED_CHARS,

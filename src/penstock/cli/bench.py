@@ -347,7 +347,7 @@ def loaded(
 async def _ask(
     llm: AsyncLLM, is_chat: bool, max_tokens: int | None, prompt: Sequence[str] | Sequence[int], num_output_tokens: int
 ) -> AsyncGenerator[Progress, None]:
-    from penstock.llm import SamplingParams
+    from penstock.inprocess import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
     if max_tokens is not None:  # Any token can be the stop token. It is impossible up to the last token, and certain there.

@@ -14,7 +14,7 @@ from penstock.cli.talk import CUT_OFF, NotEmpty, Session, stats_line, talk_optio
 from penstock.types.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.llm import StructuredOutputsParams
+    from penstock.inprocess import StructuredOutputsParams
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -99,7 +99,7 @@ def _names_a_model(word: str) -> bool:
 
 def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
     """Raises PenstockError if the schema's file can't be read."""
-    from penstock.llm import StructuredOutputsParams
+    from penstock.inprocess import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]
     if path is not None:

@@ -14,7 +14,7 @@ from penstock.types.errors import counted
 from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
 if TYPE_CHECKING:
-    from penstock.llm import RequestOutput, StructuredOutputsParams
+    from penstock.inprocess import RequestOutput, StructuredOutputsParams
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -103,7 +103,8 @@ class Session:
 
     def __init__(self, values: Mapping[str, Any], structured_outputs: StructuredOutputsParams | None = None) -> None:
         """`values`: of the options. Raises PenstockError if the model can't be fetched or loaded."""
-        from penstock.llm import LLM, SamplingParams
+        from penstock.inprocess import SamplingParams
+        from penstock.llm import LLM
 
         if 0 < (values["temperature"] or 0) < MIN_TEMPERATURE:
             raise click.BadParameter(f"0 is greedy; otherwise at least {MIN_TEMPERATURE}.", param_hint="'--temperature'")

@@ -1,6 +1,6 @@
 """The way of every API from a request to an answer, and the facts of a request outside its body: model, owner and terms.
 
-`Reader` makes calls of neutral requests, and `CallEndpoint` answers them. All functions may run on any thread and wait for
+`Asked` makes calls of neutral requests, and `CallEndpoint` answers them. All functions may run on any thread and wait for
 nothing, except `look_up`, which reads the disk.
 """
 
@@ -104,20 +104,6 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     known = [(one, deployment.find(one)) for one in deployment.names]
     names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
     raise model_not_found(deployment.default.name if name is None else name, names)
-
-
-def find_answering(
-    name: str | None, deployment: Deployment, scope: Scope, config: ServerConfig, user: str = ""
-) -> tuple[ServedModel, AdapterRef | None]:
-    """As `find_allowed`, for a request to answer: a name may be split among models.
-
-    The model is drawn by tenant and `user`, or by the request's id, so each call for one request finds the same model.
-    """
-    served, adapter = find_allowed(name, deployment, scope)
-    if not deployment.splits or adapter is not None:
-        return served, adapter
-    tenant = read_owner(scope, config).tenant
-    return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
 
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
@@ -304,25 +290,39 @@ def _bad_header(name: str, rule: str) -> ApiError:
 # From a request to an answer
 
 
+@dataclass(frozen=True, slots=True)
 class Reader:
-    """Makes calls of neutral requests, for the model that each one names. Thread-safe."""
+    """What the functions of all APIs read requests with."""
 
-    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
-        self.deployment = deployment
-        self.config = config
-        self.ignored = ignored
+    deployment: Deployment
+    config: ServerConfig
+    ignored: IgnoredParameters | None = None
+    """As for `parse_body`."""
 
-    def find(self, name: str | None, scope: Scope, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
-        """As `find_answering`."""
-        return find_answering(name, self.deployment, scope, self.config, user)
 
-    def call(self, request: ChatRequest | CompletionRequest, data: bytes, scope: Scope) -> Call:
-        """Return the checked call. Its adapter begins to be loaded. Raises `ApiError` and `Rejected`.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as an API's function reads it beside its body, which is here as the client sent it. Thread-safe."""
 
-        `data` is the body as the client sent it.
+    reader: Reader
+    data: bytes
+    scope: Scope
+
+    def find(self, name: str | None, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
+        """As `find_allowed`, for a request to answer: a name may be split among models.
+
+        The model is drawn by tenant and `user`, or by the request's id, so each call for one request finds the same model.
         """
-        served, adapter = self.find(request.model, scope, request.user)
+        scope, deployment = self.scope, self.reader.deployment
+        served, adapter = find_allowed(name, deployment, scope)
+        if not deployment.splits or adapter is not None:
+            return served, adapter
+        tenant = read_owner(scope, self.reader.config).tenant
+        return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
+
+    def call(self, request: ChatRequest | CompletionRequest) -> Call:
+        """Return the checked call. Its adapter begins to be loaded. Raises `ApiError` and `Rejected`."""
+        served, adapter = self.find(request.model, request.user)
         running = served.answerer()
         if adapter is not None and running.adapters is not None and request.model is not None:
             if (rejected := running.adapters.failure(request.model)) is not None:
@@ -336,29 +336,16 @@ class Reader:
                 name,
             )
         terms = read_terms(
-            scope,
+            self.scope,
             running.clock.now_ns(),
-            self.config,
+            self.reader.config,
             is_priority_scheduled=running.model.is_priority_scheduled,
             priority=request.priority,
             cache_salt=request.cache_salt,
             conversation=request.conversation_name,
         )
-        claim = claim_of(terms.owner.tenant, data)
-        return make_call(request, running, terms, adapter, num_bytes=len(data), claim=claim)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as an API's function reads it beside its body."""
-
-    reader: Reader
-    data: bytes
-    scope: Scope
-
-    def call(self, request: ChatRequest | CompletionRequest) -> Call:
-        """As `Reader.call`."""
-        return self.reader.call(request, self.data, self.scope)
+        claim = claim_of(terms.owner.tenant, self.data)
+        return make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
 
 
 _Body = TypeVar("_Body", bound=Body)

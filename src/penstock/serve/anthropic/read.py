@@ -73,7 +73,7 @@ def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
         message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
         raise ApiError(400, message, code=NO_THREADS, param="thread")
     user = (None if body.metadata is None else body.metadata.user_id) or ""
-    dialect = asked.reader.find(body.model, asked.scope, user)[0].answerer().dialect
+    dialect = asked.find(body.model, user)[0].answerer().dialect
     budget, output = _reasoning_budget(body, dialect), body.output_config
     schema = None if output is None or output.format is None else output.format.schema_
     param = "output_config.format.schema"

@@ -250,7 +250,7 @@ def infill(body: LlamaInfillBody, asked: Asked) -> tuple[Call, NewWriter]:
 
 
 def _running(body: LlamaBody, asked: Asked) -> RunningModel:
-    return asked.reader.find(body.model, asked.scope)[0].answerer()
+    return asked.find(body.model)[0].answerer()
 
 
 def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], asked: Asked) -> tuple[Call, NewWriter]:

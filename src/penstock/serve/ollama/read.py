@@ -235,7 +235,7 @@ def generate_call(body: OllamaGenerateBody, asked: Asked) -> Call:
 def _begin(body: _AnswerBody, asked: Asked) -> RunningModel:
     """Return the model of the request. Raises 404 and `ModelAway`."""
     deployment = asked.reader.deployment
-    served, _ = asked.reader.find(name_of(body.model, deployment), asked.scope)
+    served, _ = asked.find(name_of(body.model, deployment))
     running = served.answerer()
     keep(body, served, deployment, asked.scope)
     if body.top_logprobs and not body.logprobs:

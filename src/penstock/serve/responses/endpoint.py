@@ -20,7 +20,7 @@ from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.calls.run import run
 from penstock.serve.api import Parts
-from penstock.serve.asking import read_owner
+from penstock.serve.asking import Asked, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid
 from penstock.serve.http.checks import add_header, entry_of, identity_of
@@ -79,7 +79,7 @@ class ResponsesEndpoint:
             )
         call, question = await self._off_loop.run(
             num_bytes,
-            lambda: read(body, data, past, http.scope, self._reader, keeps=self._store.keeps),
+            lambda: read(body, past, Asked(self._reader, data, http.scope), keeps=self._store.keeps),
             limit=INLINE_MAX_BYTES,
         )
         if (entry := entry_of(http.scope)) is not None:

@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import orjson
-from starlette.types import Scope
 
 from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
-from penstock.serve.asking import Reader
+from penstock.serve.asking import Asked
 from penstock.serve.bodies import MAX_MESSAGES, check_part, past_call, sampling_of
 from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.serve.generation import json_grammar
@@ -108,24 +107,24 @@ def _is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
-def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> tuple[Call, Question]:
+def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
     """Return the call and its question. Raises `ApiError` and `Rejected`.
 
     `keeps`: the server keeps responses, unless the body says otherwise.
     """
-    is_named = body.request_id is not None or identity_of(scope).is_from_header
+    is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
     items = _own_items(body, past)
     before = [orjson.loads(item) for item in past.items]
     if len(before) + len(items) > MAX_MESSAGES:
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
     bodies = [*map(_body_of, before), *items]
     tools = read_tools(body.tools)
-    call = reader.call(_request(body, _messages(body.instructions, bodies), tools), data, scope)
+    call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
     # A name that a client gives may be given twice; an id that is asked for may not.
     name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
-    call = replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
+    call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
     kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
     return call, Question(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
 

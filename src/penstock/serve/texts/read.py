@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, WithJsonSchema
 
 from penstock.calls.call import Terms
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import Asked, claim_of, find_answering, read_terms
+from penstock.serve.asking import Asked, claim_of, read_terms
 from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, NoEffect
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -106,7 +106,7 @@ def open_model(
     """Return the model and the terms. Raises 400 unless the model is an encoder."""
     if request_id is not None:
         identity_of(asked.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
-    running = find_answering(model, asked.reader.deployment, asked.scope, asked.reader.config, user or "")[0].answerer()
+    running = asked.find(model, user or "")[0].answerer()
     encoder = running.model.encoder
     if encoder is None:
         encoders = [one.name for one in asked.reader.deployment.served if one.info is not None and one.info.encoder is not None]
