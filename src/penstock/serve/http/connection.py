@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 1 << 16
 """Limit of a request's head, and of whatever else brings no body: trailers, chunk extensions."""
 _BYTES_PER_HEADER = 32
-"""What a header counts beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2): in memory, even an empty one takes 100 bytes."""
+"""A header counts this beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2). An empty one takes 100 bytes of memory."""
 MIN_BYTES_PER_CHECK = 1 << 14
 """Bytes that a request, once it has begun, must bring in every `read_timeout_s`, and that a client must take of an answer in
 every `write_timeout_s`: 4.4 and 2.2 kbit/s."""
