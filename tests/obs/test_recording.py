@@ -452,8 +452,8 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r"
     for text, says in (
-        ("", "is no recording"),
-        ("[]\n", "is no recording"),
+        ("", "is not a recording"),
+        ("[]\n", "is not a recording"),
         ('{"kind":"header","format":"penstock-recording","version":2}\n', "of version 2; this Penstock reads version 1"),
         ('{"kind":"header","format":"penstock-recording","version":1}\n', "the header lacks 'recording'"),
     ):

@@ -147,7 +147,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the client sees of the answers."""
+    """The form of the answers that the client sees."""
 
     is_streamed: bool = False
     includes_usage: bool = False
