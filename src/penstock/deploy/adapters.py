@@ -472,13 +472,6 @@ class Adapters:
                     return adapter
         return None
 
-    def _is_idle(self) -> bool:
-        """Return True if this thread is one of several and nothing is wanted. Otherwise wait for a change."""
-        if len(self._threads) > 1 and not self._is_wanted:
-            return True
-        self._changed.wait(self._free_s() or None)
-        return False
-
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
         """Evict adapters until so many bytes, and adapters, fit beside the others."""
         self._sweep()
@@ -531,9 +524,10 @@ class Adapters:
             with self._changed:
                 adapter = None
                 while session == self._session and (adapter := self._next()) is None:
-                    if self._is_idle():
+                    if len(self._threads) > 1 and not self._is_wanted:
                         self._threads.discard(threading.current_thread())
                         return
+                    self._changed.wait(self._free_s() or None)
                 if adapter is None:
                     return
                 if self._reading:

@@ -69,7 +69,15 @@ class Deployment:
                         f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name."
                     )
                 self._by_name[name] = one
-        self._check_adapters()
+        taken = set(self._by_name)
+        for owner in served:
+            for adapter in owner.adapters.registered() if owner.adapters is not None else ():
+                if adapter in taken:
+                    raise ConfigError(
+                        f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter or a model.",
+                        remedy="Give it another name in --lora-modules.",
+                    )
+                taken.add(adapter)
         self.splits = tuple(splits)
         check_splits(self.splits, self.names)
         self._news = threading.Condition()
@@ -81,19 +89,6 @@ class Deployment:
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
         """Models that an admin unloads, and when they are closed even if they have users."""
         self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
-
-    def _check_adapters(self) -> None:
-        taken = set(self._by_name)
-        for one in self.served:
-            if one.adapters is None:
-                continue
-            for adapter in one.adapters.registered():
-                if adapter in taken:
-                    raise ConfigError(
-                        f"An adapter of {one.name} is called {adapter!r}, and so is another adapter or a model.",
-                        remedy="Give it another name in --lora-modules.",
-                    )
-                taken.add(adapter)
 
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with a registered or found adapter of this name, or None. Does not ask the disk."""
