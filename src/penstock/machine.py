@@ -29,7 +29,7 @@ PROGRAM_ADDRESS_BYTES = 768 << 20
 """Address space of a server beside its model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
 compile grammars). 463 MiB were measured with two CPUs, and 500 did not always suffice: the library of grammars aborts."""
 CPU_ADDRESS_BYTES = 16 << 20
-"""Stacks of the two threads for each CPU: one reads weights, the other computes."""
+"""Stacks of each CPU's two threads: one reads weights, the other computes."""
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:

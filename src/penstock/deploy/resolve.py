@@ -44,10 +44,6 @@ _ADAPTED = ("q", "k", "v", "o")
 """Ends of the names of weights that nearly every adapter changes."""
 
 
-DEFAULT_STEP_TIMEOUT_S = 120.0
-"""A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
-
-
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
     """Return the blueprint of a model whose files are present, and the model, whose weights are not read yet.
 
@@ -168,7 +164,7 @@ def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
             _check_kernels(chosen)
     timeout_s = chosen.step_timeout_s
     if timeout_s is None and chosen.backend != Backend.REFERENCE:
-        timeout_s = DEFAULT_STEP_TIMEOUT_S
+        timeout_s = 120.0  # a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)
     # More rows share a GPU's bandwidth, and a chunk of 2,048 tokens keeps its multipliers busy.
     kv_dtype, max_rows, max_step_tokens = (KvDtype.INT8, 64, 512) if why_cpu else (KvDtype.BF16, 256, 2048)
     return Compute(
