@@ -174,6 +174,19 @@ def has_unread(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
     return lambda body_type: _extended(body_type, dict.fromkeys(names.split(), (Unread, None)))
 
 
+def has_not_yet(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
+    """Return a decorator that gives a body fields that are not supported.
+
+    `names`: each with its neutral values as JSON, such as `best_of=1 n=0|0.0 audio`.
+    """
+    fields: dict[str, Any] = {}
+    for word in names.split():
+        name, _, values = word.partition("=")
+        neutral = [orjson.loads(value) for value in values.split("|") if value]
+        fields[name] = (Annotated[Any, NotYet(*neutral)], None)
+    return lambda body_type: _extended(body_type, fields)
+
+
 def _extended(body_type: type[_BodyType], fields: dict[str, Any]) -> type[_BodyType]:
     """Return the body with further fields. It takes the body's place."""
     name, module, text = body_type.__name__, body_type.__module__, body_type.__doc__

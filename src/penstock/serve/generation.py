@@ -36,6 +36,7 @@ from penstock.serve.bodies import (
     ToolCallBody,
     Unread,
     check_depth,
+    has_not_yet,
     has_sampling,
     past_call,
     sampling_of,
@@ -75,6 +76,7 @@ SchemaOrText = Annotated[
 """A schema, or a string that holds one as JSON."""
 
 
+@has_not_yet("whitespace_pattern disable_fallback=false disable_any_whitespace=false disable_additional_properties=false")
 class StructuredOutputs(Body):
     """vLLM's word for the form of an answer: one of the first six fields."""
 
@@ -94,10 +96,6 @@ class StructuredOutputs(Body):
     """The notation of `grammar`. xgrammar's EBNF is read as GBNF."""
     structural_tag: SchemaOrText | None = None
     """The object that `response_format` is with that type, or its text."""
-    whitespace_pattern: Annotated[Any, NotYet()] = None
-    disable_fallback: Annotated[Any, NotYet(False)] = None
-    disable_any_whitespace: Annotated[Any, NotYet(False)] = None
-    disable_additional_properties: Annotated[Any, NotYet(False)] = None
 
 
 @has_sampling("openai")
@@ -201,6 +199,7 @@ PART_NO_EFFECT = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a message's part without effect: prefixes are cached in any case."""
 
 
+@has_not_yet('annotations=[] audio function_call="none"|"auto" refusal')
 class ChatMessage(Body):
     role: Any
     content: Any = None
@@ -209,15 +208,11 @@ class ChatMessage(Body):
     """OpenAI's client parses `content` into this field, and sends it when an answer comes back as a message."""
     provider_specific_fields: Unread = None
     """litellm copies unknown fields of an answer here, and sends them in the same way."""
-    annotations: Annotated[Any, NotYet([])] = None
-    audio: Annotated[Any, NotYet()] = None
     cache_control: Unread = None
-    function_call: Annotated[Any, NotYet("none", "auto")] = None
     reasoning: str | None = None
     """vLLM's name for `reasoning_content`."""
     reasoning_content: str | None = None
     """An assistant's reasoning. The template decides whether it is shown."""
-    refusal: Annotated[Any, NotYet()] = None
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 

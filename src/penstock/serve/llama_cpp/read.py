@@ -29,6 +29,7 @@ from penstock.serve.bodies import (
     StopStrings,
     Unread,
     check_body,
+    has_not_yet,
     has_sampling,
     has_unread,
     sampling_of,
@@ -103,6 +104,11 @@ NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
     "mirostat_tau mirostat_eta adaptive_decay dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
     "verbose"
 )
+@has_not_yet(
+    "dynatemp_range=0|0.0 typical_p=1|1.0 xtc_probability=0|0.0 mirostat=0 adaptive_target=-1|-1.0 "
+    "dry_multiplier=0|0.0 min_keep=0|1 post_sampling_probs=false backend_sampling=false grammar_lazy=false "
+    "grammar_triggers=[] preserved_tokens=[]"
+)
 class LlamaBody(Body):
     """Fields of both `/completion` and `/infill`. Null is the same as absent."""
 
@@ -150,18 +156,6 @@ class LlamaBody(Body):
     cache_prompt: bool | None = None
     """False: use no cached prefix."""
 
-    dynatemp_range: Annotated[Any, NotYet(0, 0.0)] = None
-    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
-    xtc_probability: Annotated[Any, NotYet(0, 0.0)] = None
-    mirostat: Annotated[Any, NotYet(0)] = None
-    adaptive_target: Annotated[Any, NotYet(-1, -1.0)] = None
-    dry_multiplier: Annotated[Any, NotYet(0, 0.0)] = None
-    min_keep: Annotated[Any, NotYet(0, 1)] = None
-    post_sampling_probs: Annotated[Any, NotYet(False)] = None
-    backend_sampling: Annotated[Any, NotYet(False)] = None
-    grammar_lazy: Annotated[Any, NotYet(False)] = None
-    grammar_triggers: Annotated[Any, NotYet([])] = None
-    preserved_tokens: Annotated[Any, NotYet([])] = None
     stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
     lora: Annotated[Any, NotYet([])] = None
     """`model` names an adapter."""
@@ -294,8 +288,6 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
         },
         fields=fields,
         has_tokens=bool(body.return_tokens),
-        has_timings=bool(body.timings_per_token),
-        has_progress=bool(body.return_progress),
     )
     return call, partial(LlamaWriter, shown=shown)
 

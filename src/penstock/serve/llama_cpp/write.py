@@ -99,10 +99,6 @@ class Shown:
     fields: tuple[str, ...]
     """`response_fields`, or empty for all."""
     has_tokens: bool
-    has_timings: bool
-    """In every event."""
-    has_progress: bool
-    """In the first event of each choice."""
 
     @property
     def has_prompt(self) -> bool:
@@ -118,7 +114,7 @@ class LlamaWriter(Writer):
         self._shown = shown
         self._has_new_line = [False] * len(call.requests)
         self._timings = Timings(call)
-        self._has_progress = [not shown.has_progress] * len(call.requests)
+        self._has_progress = [not self._options.has_progress] * len(call.requests)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
@@ -155,7 +151,7 @@ class LlamaWriter(Writer):
             "tokens_predicted": chunk.num_generated_tokens,
             "tokens_evaluated": self._call.requests[index].num_prompt_tokens,
         }
-        if self._shown.has_timings:
+        if self._options.has_timings:
             piece["timings"] = self._timings.of(index, chunk)
         if not self._has_progress[index]:
             self._has_progress[index] = True

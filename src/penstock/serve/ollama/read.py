@@ -30,6 +30,7 @@ from penstock.serve.bodies import (
     ToolBody,
     Unread,
     check_body,
+    has_not_yet,
     has_sampling,
     has_unread,
     past_call,
@@ -66,6 +67,9 @@ _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
 @has_sampling("ollama")
 # The server decides how a model is loaded.
 @has_unread("mirostat_tau mirostat_eta num_ctx numa num_batch num_gpu main_gpu low_vram f16_kv use_mmap use_mlock")
+@has_not_yet(
+    "mirostat=0 penalize_newline=true tfs_z=1|1.0 typical_p=1|1.0 embedding_only=false logits_all=false vocab_only=false"
+)
 class OptionsBody(Body):
     """Null is the same as absent."""
 
@@ -74,14 +78,6 @@ class OptionsBody(Body):
     """-1 and -2: the rest of the context."""
     num_keep: Unread = None
     """No token of a prompt is dropped."""
-
-    mirostat: Annotated[Any, NotYet(0)] = None
-    penalize_newline: Annotated[Any, NotYet(True)] = None
-    tfs_z: Annotated[Any, NotYet(1, 1.0)] = None
-    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
-    embedding_only: Annotated[Any, NotYet(False)] = None
-    logits_all: Annotated[Any, NotYet(False)] = None
-    vocab_only: Annotated[Any, NotYet(False)] = None
 
     num_thread: Unread = None
 
@@ -139,6 +135,7 @@ class OllamaChatBody(_AnswerBody):
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
+@has_not_yet('template="" context=[] images=[] width height steps')
 class OllamaGenerateBody(_AnswerBody):
     """`POST /api/generate`."""
 
@@ -148,12 +145,6 @@ class OllamaGenerateBody(_AnswerBody):
     system: str | None = None
     raw: bool | None = None
     """True: use the prompt without the model's chat template."""
-    template: Annotated[Any, NotYet("")] = None
-    context: Annotated[Any, NotYet([])] = None
-    images: Annotated[Any, NotYet([])] = None
-    width: Annotated[Any, NotYet()] = None
-    height: Annotated[Any, NotYet()] = None
-    steps: Annotated[Any, NotYet()] = None
 
 
 OllamaError = TypedDict("OllamaError", {"error": str})

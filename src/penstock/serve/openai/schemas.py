@@ -25,6 +25,7 @@ from penstock.serve.bodies import (
     ReasoningBudget,
     Schema,
     Unread,
+    has_not_yet,
     has_unread,
 )
 from penstock.serve.errors import RULE
@@ -105,6 +106,12 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
     "metadata cache_control prompt_cache_options prompt_cache_retention service_tier spaces_between_special_tokens "
     "store stream_interval"
 )
+@has_not_yet(
+    "ec_transfer_params={} guided_decoding_backend guided_whitespace_pattern include_reasoning=true "
+    "kv_transfer_params={} logits_processors=[] logprob_token_ids repetition_detection return_mm_kwargs=true "
+    "return_token_offsets=false return_tokens_as_token_ids=false routed_experts_prompt_start=0 "
+    'thinking_token_budget=-1 truncation_side="left" vllm_xargs={} watermarking=false'
+)
 class GenerationBody(GenerationFields):
     """Fields that both endpoints have. Null is the same as absent."""
 
@@ -137,28 +144,12 @@ class GenerationBody(GenerationFields):
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
     session_id: Annotated[str | None, NoEffect()] = None
 
-    ec_transfer_params: Annotated[Any, NotYet({})] = None
     guided_choice: Annotated[Any, NotYet(instead="choice")] = None
-    guided_decoding_backend: Annotated[Any, NotYet()] = None
     guided_grammar: Annotated[Any, NotYet(instead="grammar")] = None
     guided_json: Annotated[Any, NotYet(instead="json")] = None
     guided_json_object: Annotated[Any, NotYet(False, instead="json_object")] = None
     guided_regex: Annotated[Any, NotYet(instead="regex")] = None
-    guided_whitespace_pattern: Annotated[Any, NotYet()] = None
-    include_reasoning: Annotated[Any, NotYet(True)] = None
-    kv_transfer_params: Annotated[Any, NotYet({})] = None
-    logits_processors: Annotated[Any, NotYet([])] = None
-    logprob_token_ids: Annotated[Any, NotYet()] = None
-    repetition_detection: Annotated[Any, NotYet()] = None
-    return_mm_kwargs: Annotated[Any, NotYet(True)] = None
-    return_token_offsets: Annotated[Any, NotYet(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, NotYet(False)] = None
-    routed_experts_prompt_start: Annotated[Any, NotYet(0)] = None
     structural_tag: Annotated[Any, NotYet(instead="structural_tag")] = None
-    thinking_token_budget: Annotated[Any, NotYet(-1)] = None
-    truncation_side: Annotated[Any, NotYet("left")] = None
-    vllm_xargs: Annotated[Any, NotYet({})] = None
-    watermarking: Annotated[Any, NotYet(False)] = None
 
 
 class CompletionBody(GenerationBody):
@@ -186,6 +177,10 @@ class CompletionBody(GenerationBody):
     "prediction verbosity cache_prompt id_slot background_tasks chat_id features filter_ids id model_item tool_ids "
     "tool_servers variables"
 )
+@has_not_yet(
+    'audio best_of=1 documents=[] echo=false media_io_kwargs={} mm_processor_kwargs={} modalities=["text"] moderation '
+    "return_prompt_text=false web_search_options"
+)
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -211,14 +206,3 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     max_thinking_tokens: ReasoningBudget | None = None
     thinking_budget: ReasoningBudget | None = None
     """Tokens of the reasoning block, after which its end is forced. Three names of one limit. -1: no limit."""
-
-    audio: Annotated[Any, NotYet()] = None
-    best_of: Annotated[Any, NotYet(1)] = None
-    documents: Annotated[Any, NotYet([])] = None
-    echo: Annotated[Any, NotYet(False)] = None
-    media_io_kwargs: Annotated[Any, NotYet({})] = None
-    mm_processor_kwargs: Annotated[Any, NotYet({})] = None
-    modalities: Annotated[Any, NotYet(["text"])] = None
-    moderation: Annotated[Any, NotYet()] = None
-    return_prompt_text: Annotated[Any, NotYet(False)] = None
-    web_search_options: Annotated[Any, NotYet()] = None

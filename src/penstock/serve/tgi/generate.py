@@ -22,8 +22,8 @@ from penstock.serve.bodies import (
     INT32_MAX,
     MAX_TOKENS_LIMIT,
     Body,
-    NotYet,
     StopStrings,
+    has_not_yet,
     has_sampling,
     sampling_of,
 )
@@ -56,6 +56,7 @@ class TgiGrammar(Body):
 
 
 @has_sampling("tgi")
+@has_not_yet("best_of=1 decoder_input_details=false top_n_tokens=0 typical_p=1|1.0 watermark=false")
 class TgiParameters(Body):
     """Null is the same as absent."""
 
@@ -72,11 +73,6 @@ class TgiParameters(Body):
     details: bool | None = None
     """True: the answer has its tokens and the reason of its end. A stream has them in any case."""
     grammar: TgiGrammar | None = None
-    best_of: Annotated[Any, NotYet(1)] = None
-    decoder_input_details: Annotated[Any, NotYet(False)] = None
-    top_n_tokens: Annotated[Any, NotYet(0)] = None
-    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
-    watermark: Annotated[Any, NotYet(False)] = None
 
 
 class TgiBody(Body):
