@@ -109,7 +109,7 @@ class RunningModel:
     used_ns: int = field(init=False)
     """When a use last began or ended, or the model was loaded."""
     num_uses: int = field(default=0, init=False)
-    _num_users: int = field(default=0, init=False)
+    num_users: int = field(default=0, init=False)
     _has_special_marks: bool | None = field(default=None, init=False)
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -138,10 +138,6 @@ class RunningModel:
         """The engine failed and can't be built anew: only another load helps."""
         return self.engine.state is EngineState.FAILED
 
-    @property
-    def num_users(self) -> int:
-        return self._num_users
-
     @contextmanager
     def using(self) -> Iterator[None]:
         """Count as a user until the block ends. Raises `ModelAway` if the model leaves. For any thread."""
@@ -156,15 +152,15 @@ class RunningModel:
         with self._users_lock:
             if self._is_leaving and not is_user:
                 raise ModelAway(self.name)
-            self._num_users += 1
+            self.num_users += 1
             self.num_uses += 1
             self.used_ns = self.clock.now_ns()
 
     def end_use(self) -> None:
         with self._users_lock:
-            self._num_users -= 1
+            self.num_users -= 1
             self.used_ns = self.clock.now_ns()
-            is_unused = not self._num_users
+            is_unused = not self.num_users
         if is_unused:
             self.on_unused()
 
