@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -269,6 +270,30 @@ async def test_a_client_that_says_goodbye_over_tls_hears_one(certificate):
         plain = await asyncio.to_thread(client.unwrap)  # An SSLError without the server's own.
         assert plain.recv(1) == b""
         plain.close()
+
+
+async def test_pieces_after_a_reset_are_dropped_in_silence(caplog):
+    """The app may write several before the event loop turns to the end of the connection."""
+    has_ended = asyncio.Event()
+    client = socket.socket()
+
+    async def app(_scope, _receive, send):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        has_ended.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor(listener, partial(HttpConnection, app, max_body_bytes=1), max_connections=MAX, ssl_context=None)
+        client.connect(listener.getsockname())
+        client.sendall(GET)
+        async with asyncio.timeout(20):
+            await has_ended.wait()
+            acceptor.close()
+            await acceptor.drain(20)
+    assert not caplog.records
 
 
 async def test_a_connection_that_opens_while_the_server_ends_does_not_hold_it_up():

@@ -391,6 +391,13 @@ async def test_a_body_that_is_compressed_for_its_transfer_is_refused(live):
     assert error["param"] == "Transfer-Encoding"
 
 
+async def test_an_address_with_a_host_may_have_no_path(live):
+    """RFC 9112, 3.2.2."""
+    async with connected(live) as (reader, writer):
+        writer.write(head("HEAD http://toy?a=1 HTTP/1.1", "Host: toy"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_each_of_several_requests_may_offer_http2(live):
     offer = head("GET /health HTTP/1.1", "Host: x", *OFFER)
     async with connected(live) as (reader, writer):

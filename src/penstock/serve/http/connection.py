@@ -229,10 +229,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def write(self, data: bytes) -> None:
-        if self._encryption is None:
-            self.transport.write(data)
-        elif not self.transport.is_closing():
-            self.transport.write(self._encryption.encrypt(data))
+        if not self.transport.is_closing():
+            self.transport.write(data if self._encryption is None else self._encryption.encrypt(data))
 
     def on_answered(self, exchange: Exchange) -> None:
         self.exchanges.popleft()
@@ -341,14 +339,15 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _new_exchange(self, parser: httptools.HttpRequestParser) -> Exchange:
         version, url = parser.get_http_version(), httptools.parse_url(self._url)
+        path = url.path or b"/"
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": version,
             "scheme": "http" if self._encryption is None else "https",
             "method": parser.get_method().decode("ascii"),
-            "path": unquote(url.path.decode("ascii")),
-            "raw_path": url.path,
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
             "query_string": url.query or b"",
             "root_path": "",
             "headers": self._headers,
