@@ -100,10 +100,6 @@ class Shown:
     """`response_fields`, or empty for all."""
     has_tokens: bool
 
-    @property
-    def has_prompt(self) -> bool:
-        return not self.fields or "prompt" in self.fields
-
 
 class LlamaWriter(Writer):
     """Events of a stream are pieces of text with their tokens, and the end of each choice."""

@@ -28,7 +28,6 @@ from penstock.serve.bodies import (
     NotYet,
     StopStrings,
     ToolBody,
-    Unread,
     check_body,
     has_not_yet,
     has_sampling,
@@ -65,8 +64,10 @@ _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
 
 
 @has_sampling("ollama")
-# The server decides how a model is loaded.
-@has_unread("mirostat_tau mirostat_eta num_ctx numa num_batch num_gpu main_gpu low_vram f16_kv use_mmap use_mlock")
+# The server decides how a model is loaded and runs, and no token of a prompt is dropped.
+@has_unread(
+    "mirostat_tau mirostat_eta num_ctx num_keep num_thread numa num_batch num_gpu main_gpu low_vram f16_kv use_mmap use_mlock"
+)
 @has_not_yet(
     "mirostat=0 penalize_newline=true tfs_z=1|1.0 typical_p=1|1.0 embedding_only=false logits_all=false vocab_only=false"
 )
@@ -76,10 +77,6 @@ class OptionsBody(Body):
     stop: StopStrings | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
     """-1 and -2: the rest of the context."""
-    num_keep: Unread = None
-    """No token of a prompt is dropped."""
-
-    num_thread: Unread = None
 
 
 class OllamaBody(Body):

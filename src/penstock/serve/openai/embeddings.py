@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import NotYet
+from penstock.serve.bodies import has_not_yet
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
 from penstock.serve.texts import read
 from penstock.serve.texts.call import TextResults
@@ -16,6 +16,7 @@ from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, embedding
 
 
+@has_not_yet("add_special_tokens=true normalize=true")
 class EmbeddingsBody(read.TextsBody):
     input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
@@ -23,8 +24,6 @@ class EmbeddingsBody(read.TextsBody):
     """Keep this many first numbers of each vector, scaled to length 1 again."""
     prompt_name: str | None = None
     """A prompt in the model's files, put before each text."""
-    add_special_tokens: Annotated[Any, NotYet(True)] = None
-    normalize: Annotated[Any, NotYet(True)] = None
 
 
 Embedding = TypedDict("Embedding", {"object": Literal["embedding"], "index": Count, "embedding": Vector | Base64})

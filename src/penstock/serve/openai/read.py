@@ -36,23 +36,14 @@ _ONLY_WITH_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
 """Fields of a beam search, and vLLM's defaults."""
 
 
-def chat(body: ChatCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Answer a conversation. The model's own chat template turns the messages into its prompt."""
-    return asked.call(chat_request(body, asked.scope)), ChatWriter
-
-
-def completion(body: CompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """Continue one or more prompts, given as text or token ids."""
-    return asked.call(completion_request(body, asked.scope)), CompletionWriter
-
-
 def read_chat(asked: Asked) -> Call:
     """Return the call of a body of `/v1/chat/completions`. Raises `ApiError` and `Rejected`."""
     return chat(parse_body(asked.data, ChatCompletionBody, asked.reader.ignored), asked)[0]
 
 
-def chat_request(body: ChatCompletionBody, scope: Scope) -> ChatRequest:
-    fields = _fields(body, scope)
+def chat(body: ChatCompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Answer a conversation. The model's own chat template turns the messages into its prompt."""
+    fields = _fields(body, asked.scope)
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -62,7 +53,7 @@ def chat_request(body: ChatCompletionBody, scope: Scope) -> ChatRequest:
             raise invalid("'max_tokens' and 'max_completion_tokens' differ; give one of them.", "max_tokens")
         fields["max_tokens"] = body.max_completion_tokens
     budget_field, budget = _budget(body)
-    return ChatRequest(
+    request = ChatRequest(
         **fields,
         names=Names(fields={"tools.*": "tools[{}].function", "max_reasoning_tokens": budget_field}),
         answer_prefix="chatcmpl-",
@@ -74,14 +65,16 @@ def chat_request(body: ChatCompletionBody, scope: Scope) -> ChatRequest:
         max_reasoning_tokens=budget,
         has_reasoning=body.include_reasoning is not False,
     )
+    return asked.call(request), ChatWriter
 
 
-def completion_request(body: CompletionBody, scope: Scope) -> CompletionRequest:
-    fields = _fields(body, scope)
+def completion(body: CompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
+    """Continue one or more prompts, given as text or token ids."""
+    fields = _fields(body, asked.scope)
     if body.best_of is not None and body.best_of != fields["n"]:
         raise invalid(f"'best_of' other than n ({fields['n']}) is not supported yet.", "best_of")
     is_empty = body.suffix and body.prompt == ""
-    return CompletionRequest(
+    request = CompletionRequest(
         **fields,
         answer_prefix="cmpl-",
         prompts=(TextPrompt("", "prompt"),) if is_empty else _prompts(body.prompt),
@@ -93,6 +86,7 @@ def completion_request(body: CompletionBody, scope: Scope) -> CompletionRequest:
         echo=bool(body.echo),
         scores_echo=bool(body.echo),
     )
+    return asked.call(request), CompletionWriter
 
 
 def _fields(body: GenerationBody, scope: Scope) -> dict[str, Any]:

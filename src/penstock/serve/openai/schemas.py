@@ -152,6 +152,7 @@ class GenerationBody(GenerationFields):
     structural_tag: Annotated[Any, NotYet(instead="structural_tag")] = None
 
 
+@has_not_yet("prompt_embeds")
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
@@ -169,7 +170,6 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
     """The text after the completion: the model fills in the middle. Empty: it continues the prompt."""
-    prompt_embeds: Annotated[Any, NotYet()] = None
 
 
 # From `background_tasks` on they are Open WebUI's, which acts on them itself.
