@@ -272,6 +272,23 @@ async def test_a_client_that_says_goodbye_over_tls_hears_one(certificate):
         plain.close()
 
 
+async def test_a_goodbye_over_tls_is_heard_behind_nonsense(certificate):
+    """It ends the request that runs, though nothing else is read any more."""
+    key, paper = certificate
+    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+    trust = ssl.create_default_context(cafile=paper)
+    trust.check_hostname = False
+    gate = GatedExecutor()
+    with running(gate, config=config) as server:
+        plain = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", server.port), 5)
+        with await asyncio.to_thread(trust.wrap_socket, plain) as client:
+            client.sendall(post() + b"HELO\r\n")
+            await until(lambda: any(connection.is_refused for connection in server.server.acceptor.connections))
+            (await asyncio.to_thread(client.unwrap)).close()
+        gate.open()
+        await until(lambda: not server.server.acceptor.tasks)
+
+
 async def test_pieces_after_a_reset_are_dropped_in_silence(caplog):
     """The app may write several before the event loop turns to the end of the connection."""
     has_ended = asyncio.Event()

@@ -139,13 +139,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._acceptor.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.is_refused:
+        if self._is_lingering:
             return
         data = bytes(memoryview(self._acceptor.buffer)[:nbytes])
         if self._encryption is not None:
             data = self._decrypt(data, self._encryption)
-            if not data:
-                return
+        if self.is_refused or not data:
+            return
         if not self.is_reading:
             self._stop_read_timer()
         self._num_bytes += len(data)
