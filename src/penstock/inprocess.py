@@ -1,4 +1,4 @@
-"""What the Python API takes and gives, the engine's requests that it makes, and how its outputs grow from their chunks."""
+"""Parameters and outputs of the Python API, the engine's requests that it makes, and how outputs grow from chunks."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _ask(call: Call) -> Ask:
 
 
 def _size(prompt: Prompt) -> tuple[int, int]:
-    """Return the characters and the token ids of a prompt."""
+    """Return the numbers of characters and of token ids in a prompt."""
     match prompt:
         case TextPrompt(text):
             return len(text), 0

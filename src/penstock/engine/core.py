@@ -438,7 +438,7 @@ def _last_event(request: Request, now_ns: int, detail: str = "", reject_reason: 
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
-    """Return when a request is overdue as far as it has come, and why. It only moves later."""
+    """Return the request's next deadline and its reason, or None. As the request progresses, the deadline only moves later."""
     if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
         return None
     limits = [

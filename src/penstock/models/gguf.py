@@ -254,7 +254,7 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
 
 
 def _num_kv_heads(file: GgufFile, key: str) -> int | None:
-    """In a list for each layer, zeros are skipped."""
+    """Return the number of KV heads. In a list with one number per layer, zeros (layers without attention) are skipped."""
     if not isinstance(file.metadata.get(key), list):
         return file.get(key, int)
     counts = set(file.get_list(key, int)) - {0}

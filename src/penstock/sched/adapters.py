@@ -49,7 +49,7 @@ class Adapters:
         return None
 
     def refusal(self, request: Request) -> Rejected | None:
-        """Return why the request could never run beside its adapter, as far as the size is known."""
+        """Return why the request can never run with its adapter, or None. The adapter's size may be an estimate."""
         ref = request.adapter
         if ref is None or self._source is None:
             return None

@@ -292,7 +292,7 @@ def _bad_header(name: str, rule: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What the functions of all APIs read requests with."""
+    """The parts of the server that all APIs need to read requests."""
 
     deployment: Deployment
     config: ServerConfig

@@ -48,7 +48,7 @@ class FolderWatch:
         """The last look."""
 
     async def find(self, name: str) -> ServedModel | None:
-        """Return the model with this name, unless somebody has taken it from the folder."""
+        """Return the model with this name, or None if it was removed from the folder."""
         served = self._deployment.find(name)
         if served is None or served.path is None:
             return served
@@ -141,7 +141,7 @@ class _AdapterLooks:
         self._num_asking_bytes = 0
 
     async def find(self, name: str, num_bytes: int) -> tuple[ServedModel, AdapterRef] | None:
-        """Return the adapter that the disk has for a name. Callers share one look. `num_bytes`: the body, which waits, too.
+        """Return the adapter on disk with this name, or None. Callers share one look. `num_bytes`: size of the waiting body.
 
         Raises 503 if too many wait, or if the look takes too long.
         """

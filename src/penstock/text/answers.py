@@ -561,7 +561,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the way to call a tool without a mark that the answer begins with, or None, and whether one may still follow."""
+    """Return the way in which the answer calls a tool without a mark, or None, and whether more text may still do so."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False

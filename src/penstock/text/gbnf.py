@@ -363,7 +363,7 @@ class _Writer:
 
 
 class _Checker:
-    """Asks llguidance which terminals reach further than others. Its vocabulary is the bytes."""
+    """Asks llguidance which terminals match any text, with single bytes as the vocabulary."""
 
     bos_token_id = None
     special_token_ids = ()

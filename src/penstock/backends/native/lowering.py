@@ -576,7 +576,7 @@ class _Emitter:
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
-        """Return a buffer, shared by all orders, with columns in this order."""
+        """Return a buffer with the columns in this order. Each order overwrites the same buffer."""
         ordered = f"{name}, in order"
         self._widths[ordered] = self._widths[name]
         x, out = self._buffer(name), self._buffer(ordered)

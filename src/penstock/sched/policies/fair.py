@@ -214,7 +214,7 @@ class FairShares(Order):
         return account
 
     def _forget_idle(self) -> None:
-        """Forget half of the idle accounts, smallest counters first: they would be lifted anyway."""
+        """Forget half of the idle accounts, smallest counters first: a returning tenant is lifted at least that far."""
         busy = self._waiting.keys() | self._serving.keys()
         idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in busy]
         for _, tenant in sorted(idle)[: -(self._max_tenants // 2) or None]:

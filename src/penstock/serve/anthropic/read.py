@@ -122,7 +122,10 @@ def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
 
 
 def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
-    """Return the limit of the reasoning block. Without thinking it is 0 if the template has no switch. Raises 400."""
+    """Return the token limit of the reasoning block, or None. If the client turns thinking off and the template can't, it is 0.
+
+    Raises 400.
+    """
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     budget = None if thinking is None else thinking.budget_tokens

@@ -61,7 +61,7 @@ class PoolEndpoint:
         return await json_answer(lambda: _as_json(self._draw(running), names))
 
     def _draw(self, running: RunningModel) -> PoolMap:
-        """One drawing for all that ask within a tenth of a second: the threads that draw keep the engine from Python."""
+        """Draw the pool's map, once for all requests within 0.1 s, because drawing holds the interpreter's lock. Raises 503."""
         with self._lock:
             now_ns = running.clock.now_ns()
             drawn_ns, drawn = self._drawn.get(running.name, (0, None))
