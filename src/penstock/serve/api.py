@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from starlette.requests import Request as HttpRequest
 
@@ -93,6 +93,11 @@ class Route:
     """Statuses beside those of all routes, and what they mean. Those below 300 have the same answer."""
     when: When | None = None
     """If another API has the same path: which requests belong to this one."""
+
+    @property
+    def body_types(self) -> Sequence[Any]:
+        """The types of the union that `body` is, or `body` itself."""
+        return () if self.body is None else get_args(self.body) or (self.body,)
 
 
 @dataclass(frozen=True, slots=True)

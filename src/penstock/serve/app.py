@@ -121,6 +121,8 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
     found: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in apis:
         for route in api.routes(parts):
+            for body_type in route.body_types:
+                body_type.model_rebuild()  # now, and not in a request
             method, *paths = route.at.split()
             for path in paths:
                 found.setdefault((method, path), []).append((api, route))

@@ -114,7 +114,8 @@ MAX_NAMED = 3
 class Body(BaseModel):
     """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # A body is built once the server mounts it, and not again for each decorator.
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
     field_names: ClassVar[frozenset[str]] = frozenset()
     """As clients write them."""
     unsupported: ClassVar[dict[str, NotYet]] = {}

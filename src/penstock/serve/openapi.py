@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -62,7 +62,7 @@ class _Schemas:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         routes = [pair for operation in operations for pair in operation.routes]
-        bodies = {kind for _, route in routes for kind in _kinds(route.body)}
+        bodies = {kind for _, route in routes for kind in route.body_types}
         answers = {kind for _, route in routes for kind in (route.returns, route.streams)} | {
             _error_type(words) for words in {openai_words, *(api.wording.words for api, _ in routes)}
         }
@@ -78,11 +78,6 @@ class _Schemas:
         """Return the schema of a value of any of these types."""
         schemas = list({str(kind): self._found[kind] for kind in kinds}.values())
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
-def _kinds(body: Any) -> Sequence[Any]:
-    """Return the types of a union, or the type itself."""
-    return () if body is None else get_args(body) or (body,)
 
 
 def _error_type(words: Callable[..., Any]) -> Any:
@@ -120,7 +115,7 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     if parameters:
         described["parameters"] = parameters
     if base.body is not None:
-        bodies = [kind for route in reversed(routes) for kind in _kinds(route.body)]
+        bodies = [kind for route in reversed(routes) for kind in route.body_types]
         described["requestBody"] = {"content": {_JSON: {"schema": schemas.of(*bodies)}}, "required": True}
     described["responses"] = _responses(operation, schemas)
     return described
