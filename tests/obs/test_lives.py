@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +61,31 @@ def test_requests_that_come_and_go_leave_nothing_behind() -> None:
         turns.leave(turns.come(number))
     ticket = turns.come(5)
     assert (ticket.num_before, ticket.num_came_before) == (0, 0)
+
+
+def test_admissions_take_a_bounded_part_of_memory_and_none_once_nobody_waits() -> None:
+    """Each as by itself in its step: requests that come together share what is noted of the step, and would hide it."""
+
+    def admit(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            at_ns = 10**16 + number * 10**6
+            turns.admit(turns.come(at_ns), WaitMark(at_ns, tuple(at_ns + idx for idx in range(len(REASONS)))))
+
+    turns, sizes = Turns(), []
+    tracemalloc.start()
+    try:
+        waiting = turns.come(0)
+        for start in range(0, 3 * MAX_TURNS, MAX_TURNS):
+            admit(start, MAX_TURNS)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        turns.leave(waiting)
+        admit(3 * MAX_TURNS, MAX_TURNS)
+        left = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert sizes[0] < 700 * MAX_TURNS
+    assert max(sizes[1:]) < 1.1 * sizes[0]
+    assert left < sizes[0] // 20
 
 
 def test_a_span_has_the_totals_of_its_steps_and_forgotten_ones_do_not_count() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -446,6 +447,17 @@ async def test_requests_share_the_reading_of_a_models_files(runtime):
         for response in await asyncio.gather(*asked):
             assert response.json()["models"][0]["details"]["family"] == "llama"
     assert num_reads == 1
+
+
+async def test_the_digest_of_a_model_does_not_depend_on_its_folder(runtime):
+    async def digest(path, architecture):
+        deployment = Deployment.of(runtime)
+        deployment.default.read_facts = lambda: ModelFacts(path=Path(path), architecture=architecture)
+        transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return (await client.get("/api/tags")).json()["models"][0]["digest"]
+
+    assert await digest("/home/a/toy", "llama") == await digest("/srv/toy", "llama") != await digest("/srv/toy", "qwen2")
 
 
 @pytest.mark.parametrize(("verb", "name"), [("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")])

@@ -51,7 +51,7 @@ class AdmissionLimits:
     max_queue: int = 1024
     """Requests that may wait at once, >= 1."""
     slo_ttft_ns: int | None = None
-    """For the first token; None: a long queue is no reason to refuse."""
+    """Target for the first token. None: calls are not refused for a long queue."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
     """Share of the KV blocks kept free for growth, [0, 1)."""
     tenant_max_concurrent: int | None = None

@@ -155,7 +155,7 @@ class Tenants:
         return self._accounts.setdefault(tenant, fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Forget one of the oldest accounts that is idle with full buckets. Return False if there is none."""
+        """Forget one of the oldest accounts that is idle with full buckets. Return whether one was found."""
         for tenant, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits

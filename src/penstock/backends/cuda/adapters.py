@@ -46,7 +46,7 @@ class PagedAdapter:
     pages: NDArray[np.uint8]
     """[num_pages, block_bytes]"""
     table: NDArray[np.int32]
-    """As in `kernels.lora`, without its blocks."""
+    """The table of `kernels.lora`, without its blocks."""
     max_rank: int
 
     @property

@@ -243,7 +243,7 @@ class CudaExecutor:
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
         """Replace the KV blocks and lower the length limit, while no request is known.
 
-        Raises MemoryError if there is no room; then only `close` may be called.
+        Raises MemoryError if there is no room. The only call allowed after that is `close`.
         """
         if self._flights or max_model_len > self._capacity.max_model_len:
             raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")

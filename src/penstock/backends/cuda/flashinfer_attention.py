@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "flashinfer"
 VERSIONS = ((0, 7, 2), (0, 8))
-"""At least the first, below the second, as in pyproject.toml."""
+"""The supported versions: from the first, up to and without the second, as in pyproject.toml."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_GROUP_FOR_TENSOR_CORES = 4

@@ -52,7 +52,7 @@ class Flight:
 
     step_id: int
     names: list[str]
-    """As in `UnsampledStep`. [S]"""
+    """See `UnsampledStep`. [S]"""
     plan: SamplePlan
     where: SampledWords
     words: NDArray[np.int32]

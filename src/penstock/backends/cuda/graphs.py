@@ -38,7 +38,7 @@ class Captured:
 
     @classmethod
     def without_device(cls, run: Run) -> Captured:
-        """For tests: replay calls `run`."""
+        """A graph for tests: `replay` calls `run`."""
         result = run()
         return cls(lambda: result.copy_(run()), result)
 
@@ -87,7 +87,7 @@ class DecodeGraphs:
         """By size; ascending."""
         self._capture = capture
         self._graphs: dict[tuple[int, int], tuple[int, Captured]] = {}
-        """With the address of the step's positions."""
+        """The key includes the address of the step's positions."""
         self._can_capture = True
 
     @property

@@ -13,7 +13,7 @@ from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
-"""As in the reference."""
+"""The reference's type."""
 VALUE_SCALE_DTYPE = torch.float32
 """bf16 values in float32: asynchronous copies take at least four bytes."""
 
@@ -23,7 +23,7 @@ class KvLayer:
     """One layer; slot = block_id * block_size + offset. `PagedKvCache.resize` updates it."""
 
     k: torch.Tensor
-    """As `v`: contiguous [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
+    """Like `v`, contiguous: [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
     v: torch.Tensor
     k_scale: torch.Tensor | None
     """Per `KEY_GROUP` columns of int8. [num_blocks, block_size, num_kv_heads, key_groups]"""

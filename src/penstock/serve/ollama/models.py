@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -165,8 +167,11 @@ def _not_done(message: str) -> ApiError:
 
 
 def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
-    """Return the fields that lists share. The digest is of these facts: nobody reads whole files for it."""
-    digest = hashlib.sha256(f"{served.name} {card}".encode()).hexdigest()
+    """Return the fields that lists share.
+
+    The digest is of the facts but for the path, so that it is the same on every machine; whole files are not read for it.
+    """
+    digest = hashlib.sha256(f"{served.name} {replace(card, path=Path())}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
 
 

@@ -39,7 +39,7 @@ SPARE_SHARED_BYTES = 8 << 10
 DECODE_TILE = 64
 """Positions."""
 DECODE_SHARED_BYTES = 72 << 10
-"""For keys and values: three programs share an H100's multiprocessor."""
+"""Shared memory for keys and values, so that three programs fit on one multiprocessor of an H100."""
 PARTS_PER_MULTIPROCESSOR = 64
 """Room for parts of a KV head's queries: half of a prefill's tile."""
 

@@ -21,7 +21,7 @@ from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, D
 PROGRAMS = 264
 """Wanted at least: two per multiprocessor of an H200. Constant, so that all devices give equal bits."""
 LEAST_STEPS = 8
-"""At least, per split."""
+"""Least steps of each split."""
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 128
 """Above it there are enough programs, and partial sums would exceed the matrix."""

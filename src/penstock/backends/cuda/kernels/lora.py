@@ -132,7 +132,7 @@ def expand(
 
 
 def _rank_tiles(max_rank: int) -> int:
-    """At least 1: grids can't be empty."""
+    """Return the number of tiles over the rank: at least 1, because grids can't be empty."""
     return max(1, triton.cdiv(max_rank, RANK_TILE.value))
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 HEADS_PER_PROGRAM = 8
 UNSPECIALISED = ["positions_ptr", "slots_ptr"]
-"""As in `attention_kernels`."""
+"""See `attention_kernels`."""
 SMALLEST_SCALE = tl.constexpr(1e-24)
-"""As in the reference: its inverse is finite."""
+"""The reference's smallest scale, whose inverse is finite."""
 
 
 def rope_table(
