@@ -10,11 +10,11 @@ from importlib.util import find_spec
 MIN_CAPABILITY = (8, 0)
 """Ampere (2020), the first with bf16 tensor cores."""
 MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))
-"""As the extra `cuda` in pyproject.toml."""
+"""The least versions, as in the extra `cuda` of pyproject.toml."""
 REMEDY = "install it in Penstock's source folder: pip install '.[cuda]'"
 _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100
-"""`CUDA_ERROR_NO_DEVICE`: no GPU, or `CUDA_VISIBLE_DEVICES` names none."""
+"""`CUDA_ERROR_NO_DEVICE`: there is no GPU, or `CUDA_VISIBLE_DEVICES` hides it."""
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 """`CUdevice_attribute`: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
 
@@ -39,7 +39,7 @@ def flashinfer_version() -> str | None:
 
 
 def find_gpu() -> Gpu | str:
-    """Return the device, or why none is usable. Calls only the driver."""
+    """Return the first GPU, or a reason why it can't be used. Asks only the driver."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
@@ -60,7 +60,7 @@ def find_gpu() -> Gpu | str:
 
 
 def why_not() -> str | None:
-    """Return why no GPU can be used, worded to follow "no GPU is used: ", or None. Imports PyTorch last."""
+    """Return why no GPU can be used, as the end of a sentence, or None. Imports PyTorch last."""
     if (cause := _why_no_packages()) is not None:
         return cause
     gpu = find_gpu()
@@ -96,7 +96,7 @@ def _why_not_torch() -> str | None:
 def _installed_version(name: str, *, of: str | None = None) -> str | None:
     if find_spec(name) is None:
         return None
-    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import, which most machines need not wait
+    from importlib.metadata import PackageNotFoundError, version  # importing it takes 20 ms, so only machines with a GPU do
 
     try:
         return version(of or name)
@@ -114,7 +114,7 @@ def _capability(driver: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13)"""
+    """Return (2, 13) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

@@ -1,11 +1,11 @@
-"""LoRA adapters in blocks of the KV cache. The executor packs and places them; the lowering adds an `AdaptedProduct` to each
-product.
+"""LoRA adapters in blocks of the KV cache. The executor packs and places adapters; the lowering adds an `AdaptedProduct` to
+each product.
 
-A and B^T of each site are cut into tiles of at most 16 ranks. A piece (one layer's keys or values of a block) has as many whole
-tiles as fit.
+A site is a product that an adapter changes, by factors A and B. Both are cut into tiles of at most 16 ranks. A piece (one
+layer's keys or values of a block) stores as many whole tiles as fit.
 
     site's A    [r, in]     tiles  (ranks 0-15, cols 0-63) (ranks 0-15, cols 64-127) ... (ranks 16-31, cols 0-63) ...
-    site's B^T  [r, out]    behind them, in the same way; then the next site
+    site's B^T  [r, out]    next, in the same way; then the next site
     pages       block 7: k of layer 0 | k of layer 1 | ... | v of layer 0 | ...   block 2: k of layer 0 | ...
                          tiles 0, 1, 2  tiles 3, 4, 5
 """
@@ -32,10 +32,10 @@ MAX_TILE_COLS = 64
 LEAST_TILE_COLS = 16
 """The fewest columns that the matrix unit takes."""
 MAX_SPLITS = 8
-"""Most splits of A's columns; the number depends on the matrix alone."""
+"""Largest number of splits of A's columns."""
 LEAST_SPLIT_TILES = 8
 PLACED_AT_ONCE = 16 << 20
-"""Bytes of pages sent at once, which briefly take twice the memory."""
+"""Bytes of pages to send at once. Sending briefly doubles their memory."""
 
 F32 = NDArray[np.float32]
 
@@ -46,7 +46,7 @@ class PagedAdapter:
     pages: NDArray[np.uint8]
     """[num_pages, block_bytes]"""
     table: NDArray[np.int32]
-    """The table of `kernels.lora`, without its blocks."""
+    """The table that `kernels.lora` reads, without the block ids at its end."""
     max_rank: int
 
     @property
@@ -59,7 +59,7 @@ class PagedAdapter:
 
 
 class AdapterFormat:
-    """The layout of factors in pages. Thread-safe."""
+    """The layout of an adapter's factors in pages. Thread-safe."""
 
     def __init__(self, program: Program, cache: PagedKvCache, dtype: torch.dtype, max_rank: int) -> None:
         self._program, self.dtype, self.max_rank = program, dtype, max_rank
@@ -75,7 +75,7 @@ class AdapterFormat:
             )
         self.tile_cols = min(MAX_TILE_COLS, 1 << (numbers // lora.RANK_TILE.value).bit_length() - 1)
         self.hidden_ranks = -(-max_rank // lora.RANK_TILE.value) * lora.RANK_TILE.value
-        """Ranks reserved per row."""
+        """Numbers reserved for a row's x A^T."""
         self.layout = {
             "SITES": len(self.site_ids),
             "PIECES": self._num_pieces,
@@ -89,7 +89,10 @@ class AdapterFormat:
         return self._block_bytes, self._piece_bytes, self._num_pieces, self.dtype, self.tile_cols, *self.site_ids
 
     def pack(self, factors: AdapterFactors) -> PagedAdapter:
-        """Raises ModelError for another model's adapter, a rank above `max_rank`, or a number that is not finite in `dtype`."""
+        """Lay out an adapter in pages.
+
+        Raises ModelError for another model's adapter, a rank above `max_rank`, or a number that is not finite in `dtype`.
+        """
         factors.check(self._program, max_rank=self.max_rank)
         tile_ranks = min(lora.RANK_TILE.value, max(1, factors.max_rank))
         tile_bytes = tile_ranks * self.tile_cols * self.dtype.itemsize
@@ -115,7 +118,7 @@ class AdapterFormat:
         return PagedAdapter(self, pages, table, factors.max_rank)
 
     def _tiles(self, site: str, matrix: F32, tile_ranks: int) -> NDArray[np.uint8]:
-        """Cut a matrix [ranks, cols] into padded tiles, by rank, then by column. [tiles, bytes]"""
+        """Cut a matrix [ranks, cols] into padded tiles [tiles, bytes], ordered by rank, then by column."""
         num_ranks, num_cols = matrix.shape
         rank_tiles, col_tiles = -(-num_ranks // tile_ranks), -(-num_cols // self.tile_cols)
         padded = torch.zeros((rank_tiles * tile_ranks, col_tiles * self.tile_cols), dtype=self.dtype)
@@ -139,7 +142,7 @@ class _Placed:
 
 
 class PlacedAdapters:
-    """Adapters in blocks, by number. Call it in the order of the steps' stream."""
+    """The placed adapters, by number. Call its methods with the steps' stream entered."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format = format
@@ -150,7 +153,7 @@ class PlacedAdapters:
         return number in self._placed
 
     def place(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Queue the writes. Raises ValueError for an invalid number or adapter."""
+        """Queue writing an adapter to blocks. Raises ValueError for an invalid number or adapter."""
         if number == BASE or number in self._placed:
             raise ValueError(f"adapter {number} is placed already, or is none")
         if not isinstance(packed, PagedAdapter) or packed.format.key != self.format.key or packed.num_pages != len(block_ids):
@@ -173,7 +176,7 @@ class PlacedAdapters:
         self._placed.clear()
 
     def arrays(self, batch: StepBatch, host: BatchBuilder) -> Grouped | None:
-        """Return the adapter groups of a step's rows, or None."""
+        """Return a step's rows grouped by adapter, or None if no row has one."""
         numbers = host.adapters[batch.row_slots]
         if not numbers.any():
             return None
@@ -181,7 +184,7 @@ class PlacedAdapters:
         return self.grouped(np.repeat(numbers, query_lens), numbers[batch.sample_rows])
 
     def grouped(self, of_tokens: NDArray[np.int64], of_samples: NDArray[np.int64]) -> Grouped:
-        """Raises ExecutorFailure for an adapter that was dropped."""
+        """Group rows, given each row's adapter number. Raises ExecutorFailure for an adapter that was dropped."""
         numbers = [number for number in np.unique(of_tokens).tolist() if number != BASE]
         if lost := [number for number in numbers if number not in self._placed]:
             raise ExecutorFailure(f"adapter {lost[0]} was dropped while a row had it")
@@ -205,7 +208,7 @@ class Grouped:
     """A step's rows grouped by adapter, on the host."""
 
     arrays: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
-    """Order and groups of tokens, then of samples."""
+    """Order and groups of tokens, then of samples, as `AdaptedRows` describes them."""
     max_rank: int
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> tuple[AdaptedRows | None, AdaptedRows | None]:
@@ -217,7 +220,7 @@ class Grouped:
 
 
 class AdapterScratch:
-    """Memory for x A^T that products share, one after the other."""
+    """Memory for x A^T. All products share it, one after the other."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format, self.cache, self.device = format, cache, device
@@ -225,11 +228,11 @@ class AdapterScratch:
         self.hidden = torch.empty(0, dtype=torch.float32, device=device)
 
     def reserve(self, num_rows: int) -> None:
-        """Reserve rows of `hidden_ranks` numbers."""
+        """Reserve memory for rows of `hidden_ranks` numbers."""
         self._num_rows = max(self._num_rows, num_rows)
 
     def allocate(self) -> None:
-        """Call it before the first product runs."""
+        """Allocate what was reserved, before the first product runs."""
         self.hidden = torch.empty(self._num_rows * self.format.hidden_ranks, dtype=torch.float32, device=self.device)
 
     @property
@@ -268,7 +271,7 @@ class AdaptedProduct:
         return step.adapted_samples if self._of_samples else step.adapted_tokens
 
     def add(self, step: StepTensors, out: torch.Tensor, x: torch.Tensor) -> None:
-        """out += (x A^T) B^T with each row's adapter. x [rows, num_cols] and out [rows, sum of widths] don't overlap."""
+        """Add (x A^T) B^T to `out` with each row's adapter. x [rows, num_cols] and out [rows, sum of widths] don't overlap."""
         rows = self.rows_of(step)
         if rows is None:
             return
@@ -279,7 +282,7 @@ class AdaptedProduct:
         lora.expand(out, hidden, *groups, self._tiles, pages, num_splits=num_splits, layout=layout)
 
     def look_up(self, step: StepTensors, out: torch.Tensor, scale: float) -> None:
-        """out += scale * A[:, token] B^T with each row's adapter. out [tokens, width]"""
+        """Add scale * A[:, token] B^T to `out` [tokens, width] with each row's adapter."""
         rows = self.rows_of(step)
         if rows is None:
             return

@@ -15,7 +15,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """See `program.Attention`."""
+    """Fields of `program.Attention` that decide which kernels suit."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,7 +47,7 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLens:
-    """A step's row lengths on the host, with padding. int32"""
+    """Lengths of a step's rows on the host, including padding rows. int32"""
 
     query_starts: NDArray[np.int32]
     """Prefix sums of query lengths, each at least 1. [R + 1]"""
@@ -56,7 +56,7 @@ class RowLens:
 
     @staticmethod
     def padded(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_rows: int) -> RowLens:
-        """Pad as `staging.step_arrays` does: one query, no context."""
+        """Append padding rows up to `num_rows`, each with one query and no context."""
         num_padding = num_rows - len(context_lens)
         more = query_starts[-1] + np.arange(1, num_padding + 1, dtype=np.int32)
         return RowLens(np.concatenate([query_starts, more]), np.pad(context_lens, (0, num_padding)))
@@ -67,7 +67,7 @@ class RowLens:
 
     @property
     def seq_lens(self) -> NDArray[np.int32]:
-        """Positions seen by each row's last query. [R]"""
+        """Context plus queries of each row. [R]"""
         lens: NDArray[np.int32] = self.context_lens + np.diff(self.query_starts)
         return lens
 

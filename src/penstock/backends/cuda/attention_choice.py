@@ -1,6 +1,6 @@
-"""Chooses the attention kernels of each kind of step: ours, or FlashInfer's where they give the same answers faster.
+"""Chooses attention kernels for decodes and for prefills: ours, or FlashInfer's if they give the same answers faster.
 
-Until `choose`, our kernels compute every step. FlashInfer is opened earlier, so that the profile run counts its memory.
+Our kernels compute every step until `choose`. FlashInfer is opened before, so that the profile run counts its memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.02
-"""Largest error relative to a head's answer. bf16 rounding makes a quarter of it; one wrong position in some hundreds makes
-more."""
+"""Largest allowed error, relative to a head's answer. bf16 rounding causes a quarter of it; reading one wrong position among
+hundreds exceeds it."""
 LEAST_SPEEDUP = 1.05
-"""Mean speedup from which FlashInfer is used; less is noise."""
+"""FlashInfer is used from this mean speedup on. Less may be noise."""
 
 
 class Wanted(StrEnum):
@@ -44,7 +44,7 @@ class Wanted(StrEnum):
 
 
 class AttentionChoice:
-    """The kernels of each kind of step. Raises ConfigError if FlashInfer is required but unusable."""
+    """The chosen kernels for each kind of step. Raises ConfigError if FlashInfer is required but unusable."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class AttentionChoice:
         self._version = ""
 
     def open(self, capacity: Capacity, graphs: DecodeGraphs | None) -> None:
-        """Open FlashInfer and try each kind of step. Takes minutes if it compiles."""
+        """Load FlashInfer and run one step of each kind. Takes minutes if FlashInfer compiles kernels."""
         if self._wanted is Wanted.TRITON:
             return
         if not is_installed():
@@ -88,7 +88,7 @@ class AttentionChoice:
             for kind in StepKind:
                 for step in [step for step in trial_steps(capacity) if step.kind is kind][:1]:
                     trial.run(step, tolerance=TOLERANCE)
-        except Exception as error:  # of compilers and libraries; said, and our kernels are there
+        except Exception as error:  # compilers and libraries raise anything; `_give_up` logs it and our kernels remain
             self._opened = None
             self._give_up(error)
 
@@ -105,7 +105,7 @@ class AttentionChoice:
             return
         finally:
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # what trials took is not in the measurement
+                torch.cuda.empty_cache()  # the profile run did not count the trials' memory
         for kind in StepKind:
             self._decide(kind, opened, [outcome for outcome in outcomes if outcome.step.kind is kind])
 
@@ -114,14 +114,17 @@ class AttentionChoice:
         return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
 
     def decode_programs(self, num_rows: int, max_seq_len: int) -> int:
-        """Programs of a decode with this length limit; 1 for FlashInfer, which plans each step."""
+        """Return the programs that our kernel launches per row for a decode with this length limit, or 1 for FlashInfer."""
         own = self._program.attention
         if own is None or StepKind.DECODE in self._chosen:
             return 1
         return own.decode_programs(num_rows, max_seq_len, self._program.attention_shapes[0])
 
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
-        """Plan the next step; None means the program's own kernels. `is_captured`: it is or will be a graph."""
+        """Plan the next step and return its attention; None means our kernels.
+
+        `is_captured`: the step is replayed from a CUDA graph, or will be captured.
+        """
         attention = self._chosen.get(rows.kind)
         if attention is not None:
             attention.plan(rows, is_captured=is_captured)
@@ -181,7 +184,10 @@ class AttentionChoice:
         )
 
     def _give_up(self, error: Exception) -> None:
-        """Raises ConfigError if the GPU is unusable: one invalid read breaks it for all."""
+        """Continue with our kernels.
+
+        Raises ConfigError if the error broke the GPU's context, as one invalid read does, or if FlashInfer is required.
+        """
         cause = str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}"
         try:
             self._stream.mark().wait()

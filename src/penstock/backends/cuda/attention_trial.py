@@ -1,6 +1,6 @@
-"""Compares another attention with our own at startup, over the real KV cache: same answers, and how fast?
+"""Compares FlashInfer's attention with ours at startup: whether answers agree, and the speed of both.
 
-Inputs are random, with lengths that put mask, page and split edges everywhere. The blocks have no content afterwards.
+Inputs are random, with lengths around the edges of masks, pages and splits. Trials use the real KV cache and clear it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from penstock.backends.cuda.stream import Stream
 from penstock.types.plan import Capacity
 
 REPEATS = 5
-"""The fastest of them counts."""
+"""Measurements of each step. The fastest counts."""
 SEED = 17
 FILLED_BLOCKS = 256
-"""The KV cache leaves little memory."""
+"""Blocks filled at once. The KV cache leaves little memory for more."""
 COMPARED_TOKENS = 1024
 
 Clock = Callable[[Callable[[], object]], float]
-"""Device seconds of the queued work."""
+"""Runs a function and returns the device seconds of the work that it queued."""
 
 
 class Unfit(Exception):
-    """Failed, or gave other answers. The message follows "it is not used: "."""
+    """An attention that failed or gave wrong answers. The message is a cause, without a full stop."""
 
 
 class PlannedAttention(StepAttention, Protocol):
@@ -60,7 +60,7 @@ class Outcome:
     own_s: float
     tried_s: float
     error: float
-    """Largest distance of a head's answer from ours, relative to ours."""
+    """Largest error of a head's answer, relative to ours."""
 
 
 def stream_clock(stream: Stream) -> Clock:
@@ -98,7 +98,7 @@ def trial_steps(capacity: Capacity) -> list[TrialStep]:
 
 
 class Trial:
-    """The trials' common parts. With `graphs`, decodes run padded and captured, as in service."""
+    """Runs trials. With `graphs`, decodes are padded and captured, as in service."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Trial:
         self._random = torch.Generator(device).manual_seed(SEED)
 
     def run(self, trial_step: TrialStep, *, tolerance: float) -> Outcome:
-        """Raises `Unfit`."""
+        """Compare one step. Raises `Unfit` for a failure or an error above `tolerance`."""
         is_captured = self._graphs is not None and trial_step.kind is StepKind.DECODE
         num_rows = len(trial_step.query_lens)
         if self._graphs is not None and is_captured:
@@ -155,7 +155,10 @@ class Trial:
         return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
 
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
-        """Capture a decode without contexts and then plan it with them, to expose a graph that keeps its old plan."""
+        """Plan the step and return a function that runs it.
+
+        A decode is captured under a plan without contexts. A graph that ignores the new plan then gives wrong answers.
+        """
         if not is_captured:
             self._tried.plan(rows, is_captured=False)
             return run
@@ -183,7 +186,7 @@ class Trial:
         return launch
 
     def _blocks(self, rows: RowLens, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return block tables and their ids, random over the cache, reused if too few."""
+        """Return block tables [rows, width] and the ids in them: random blocks, shared if the cache is too small."""
         counts = -(-rows.seq_lens[:num_real] // self._capacity.block_size)
         num_there = self._capacity.num_blocks - 1
         block_ids = np.unique(np.linspace(1, num_there, min(num_there, int(counts.sum()))).astype(np.int32))
@@ -197,7 +200,7 @@ class Trial:
         query_lens = np.diff(rows.query_starts)
         starts, contexts = (torch.from_numpy(lens).to(self._device) for lens in (rows.query_starts, rows.context_lens))
         row_of_token = torch.from_numpy(np.repeat(np.arange(rows.num_rows, dtype=np.int32), query_lens)).to(self._device)
-        none = torch.zeros(0, dtype=torch.int32, device=self._device)  # attention reads no more than the rest
+        none = torch.zeros(0, dtype=torch.int32, device=self._device)  # attention does not read these arrays
         num_tokens, longest = int(rows.query_starts[-1]), int(rows.seq_lens.max())
         counts = (num_tokens, rows.num_rows, 0, int(query_lens.max()), longest)
         return StepTensors(none, none, row_of_token, none, starts, contexts, tables, none, *counts)
@@ -211,7 +214,7 @@ class Trial:
                     layer.k[some], layer.v[some] = self._normal(shape), self._normal(shape)
             yield
         finally:
-            # On a broken GPU this fails, too; the first error must be reported.
+            # On a broken GPU clearing fails, too. Report the first error.
             with nullcontext() if sys.exception() is None else suppress(RuntimeError):
                 for layer in self._layers:
                     layer.k[block_ids] = layer.v[block_ids] = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -223,7 +226,7 @@ class Trial:
 
 @contextmanager
 def _blamed() -> Iterator[None]:
-    """Turn any exception into `Unfit`."""
+    """Turn any exception inside the block into `Unfit`."""
     try:
         yield
     except Exception as error:
@@ -231,7 +234,10 @@ def _blamed() -> Iterator[None]:
 
 
 def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
-    """Return the largest error of any head in the first tokens, infinite for NaN. [tokens, num_heads * head_dim]"""
+    """Return the largest relative error of a head in the first `num_tokens`, infinity for NaN.
+
+    found, wanted [tokens, num_heads * head_dim]
+    """
     largest = 0.0
     for pair in zip(found[:num_tokens].split(COMPARED_TOKENS), wanted[:num_tokens].split(COMPARED_TOKENS), strict=True):
         got, want = (part.float().unflatten(-1, (-1, head_dim)) for part in pair)

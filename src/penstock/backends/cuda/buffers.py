@@ -1,7 +1,7 @@
-"""The memory between a program's operations, by name.
+"""Named buffers for the values between a program's operations.
 
-Buffers have a row per token until the program gathers rows, then one per sample. Linear operations that read one value write
-adjacent columns of one matrix.
+Buffers have a row per token, or a row per sample after the program gathers rows. Linear operations with the same input write
+to adjacent columns of one matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.types.errors import ModelError
 
 
 class Buffers:
-    """Raises `ModelError` for a name whose width the program does not give."""
+    """The buffers of one program. Raises `ModelError` if the program gives no width for a name."""
 
     def __init__(
         self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
@@ -58,7 +58,7 @@ class Buffers:
 
 
 def lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether they are adjacent columns of one matrix."""
+    """Return whether the parts are adjacent columns of one matrix."""
     at = parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or part.stride() != parts[0].stride():
@@ -73,7 +73,10 @@ def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
-    """Return names to lay side by side, and whether of samples. A name in two different runs is left out."""
+    """Return groups of names to lay side by side, and whether each has rows of samples.
+
+    Names in two different groups are left out.
+    """
     runs: dict[str, set[tuple[str, ...]]] = {}
     found: list[tuple[tuple[str, ...], bool]] = []
     at, of_samples = 0, False

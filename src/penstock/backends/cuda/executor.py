@@ -1,7 +1,7 @@
-"""The `Executor` port on a GPU. A step is one message up, queued kernels and one message down. Masks of grammars come in a
-second message.
+"""The `Executor` port on a GPU. A step copies one message to the device, queues kernels and copies one result back. Masks of
+grammars need a second message.
 
-Sampled tokens stay in the device's tables, where the next step finds them, so `submit` never waits.
+Sampled tokens stay in tables on the device, and the next step reads them there. So `submit` never waits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ from penstock.types.sampling import PARAMETERS
 class CudaExecutor:
     """See `engine.ports.Executor`.
 
-    `dtype` is that of weights, activations and unquantised KV: by default bf16 on a GPU, else float32. `round_to_fp8` rounds
-    float weights of linear operations. With `deterministic`, bits do not depend on the batch. `attention` is a `Wanted`; our
-    kernels run until `choose_attention`. Steps with adapters (rank at most `max_adapter_rank`) or texts do not run as graphs.
-    Tests run other devices in Triton's interpreter, enabled before importing Triton; `poison` turns stale KV into NaN.
+    - `dtype`: weights, activations and unquantised KV. By default bf16 on a GPU, else float32.
+    - `round_to_fp8`: rounds float weights of linear operations.
+    - `deterministic`: results do not depend on the batch, bit for bit.
+    - `attention`: a `Wanted`. Our kernels run until `choose_attention`.
+    - `use_graphs`: runs decodes as CUDA graphs, except steps with adapters (rank at most `max_adapter_rank`).
+    - `device`: others than a GPU are for tests, in Triton's interpreter. Enable it before importing Triton.
+    - `poison`: for tests, stale KV becomes NaN.
 
     Raises `ModelError` or ConfigError for an unsupported program or attention, and MemoryError.
     """
@@ -87,15 +90,15 @@ class CudaExecutor:
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
         self._reading = open_stream(self._device, spins=False, goes_first=True)
-        """Reads unused blocks while steps run."""
+        """Copies blocks to the host while steps run."""
         self._moved: dict[int, Mark] = {}
-        """Marks of blocks that a copy or write filled and nobody has read since."""
+        """Block id -> mark after the copy or write that filled the block, until the block is read."""
         self._vocab_size = program.vocab_size
         self._max_adapter_rank = max_adapter_rank
         self._adapters: PlacedAdapters | None = None
         """None if adapters are off."""
         self._flights: deque[Flight | UnsampledStep | TextFlight] = deque()
-        """Oldest first. Only the last can wait for masks."""
+        """Steps between `submit` and `collect`, oldest first. Only the last can wait for masks."""
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
         self._use_graphs = use_graphs and not program.is_one_pass
@@ -116,12 +119,12 @@ class CudaExecutor:
                 if self._adapters is not None:
                     self._run_without_factors(self._adapters)
                 if is_gpu:
-                    torch.cuda.empty_cache()  # what loading took beside the weights is nothing that steps take
+                    torch.cuda.empty_cache()  # steps do not need the temporary memory of loading
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
 
     def _run_without_factors(self, adapters: PlacedAdapters) -> None:
-        """Compile adapters' kernels before any request."""
+        """Run an empty adapter, to compile the kernels of adapters before the first request."""
         number = BASE + 1
         adapters.place(number, adapters.format.pack(AdapterFactors({})), [NULL_BLOCK + 1])
         assert isinstance(self._launcher, StepLauncher), "texts have no adapters"
@@ -159,7 +162,7 @@ class CudaExecutor:
         poison: bool,
     ) -> None:
         capacity, device = self._capacity, self._device
-        max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # a padded decode step may be longer than any other
+        max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # padding may make a decode longer than `max_step_tokens`
         self._cache = PagedKvCache(
             num_layers=0 if program.is_one_pass else program.num_layers,
             num_blocks=capacity.num_blocks,
@@ -223,7 +226,7 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """The initial length limit, by which keys are centred (`models.rope`). `resize` does not change it."""
+        """The length limit at construction, which decides how keys are centred (`models.rope`)."""
         return self._num_positions
 
     @property
@@ -241,9 +244,9 @@ class CudaExecutor:
     # KV blocks.
 
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
-        """Replace the KV blocks and lower the length limit, while no request is known.
+        """Replace all KV blocks and lower the length limit. Call it while the executor has no request.
 
-        Raises MemoryError if there is no room. The only call allowed after that is `close`.
+        Raises MemoryError if there is no room; then call only `close`.
         """
         if self._flights or max_model_len > self._capacity.max_model_len:
             raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
@@ -259,13 +262,13 @@ class CudaExecutor:
                 raise MemoryError(f"the GPU has no room for {num_blocks} KV blocks: {error}") from error
 
     def choose_attention(self, clock: Clock | None = None) -> dict[str, str]:
-        """Measure and return the kernels of each kind of step, before the first request.
+        """Choose attention kernels by measuring, before the first request. Return their names by kind of step.
 
         Raises ConfigError if FlashInfer is required but gives other answers.
         """
         with self._working():
             self._attention.choose(self._capacity, self._graphs, clock)
-        self._graphs = self._make_graphs()  # which there are depends on the choice
+        self._graphs = self._make_graphs()  # sizes and limits of graphs depend on the choice
         return self._attention.names
 
     @property
@@ -275,9 +278,10 @@ class CudaExecutor:
     def capture_graphs(
         self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> CaptureRun:
-        """Capture the usual decodes with padding rows, so that no request waits.
+        """Capture graphs of the usual decodes, at most `most`, so that no request waits for a capture.
 
-        Call it while no step is in flight, after `resize` and `choose_attention`, which discard graphs. Raises MemoryError.
+        Call it while no step is in flight. `resize` and `choose_attention` discard graphs, so call them first. Raises
+        MemoryError.
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
@@ -291,7 +295,7 @@ class CudaExecutor:
             return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises ValueError for an invalid block."""
+        """Queue copies (source, destination). Raises ValueError for an invalid block."""
         for source, destination in pairs:
             if source != NULL_BLOCK:
                 self._check_block_id(source)
@@ -313,9 +317,9 @@ class CudaExecutor:
         # Steps that wrote these blocks have been collected, but a copy into them may still be queued.
         with self._working(self._reading):
             for mark in dict.fromkeys(self._moved.pop(block_id) for block_id in block_ids if block_id in self._moved):
-                self._reading.follow(mark)  # those of other blocks may lie behind the step in flight
+                self._reading.follow(mark)  # only their marks: later ones would wait for the step in flight
             read = self._cache.read_blocks(block_ids, out, self._reading)
-            self._stream.follow(read.left)  # whoever writes to these blocks next
+            self._stream.follow(read.left)  # later writes to these blocks wait for the read
         return read.wait
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
@@ -337,7 +341,7 @@ class CudaExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """Valid for all executors with this model and these settings."""
+        """A packer for every executor with this model and settings."""
         return self._adapters_on.format.pack
 
     @property
@@ -347,7 +351,6 @@ class CudaExecutor:
         return self._adapters
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Raises ValueError for an invalid number, adapter or block."""
         for block_id in block_ids:
             self._check_block_id(block_id)
         with self._working():
@@ -361,7 +364,7 @@ class CudaExecutor:
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Raises ValueError for a broken contract, if `depth` steps are in flight, or if one waits for masks."""
+        """Queue a step. Raises ValueError for an invalid plan, if `depth` steps are in flight, or if one waits for masks."""
         if len(self._flights) >= self._depth:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
         if self._flights and isinstance(last := self._flights[-1], UnsampledStep):
@@ -373,7 +376,7 @@ class CudaExecutor:
                 self._flights.append(self._launcher.launch(batch, self._batches, began_ns))
                 return Ticket(plan.step_id)
             self._flights.append(self._launcher.launch(plan, batch, self._batches, self._graphs, began_ns))
-        # From now on the row has one more token, known only to the device.
+        # The row now has one more token. Only the device knows its id.
         self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
         return Ticket(plan.step_id)
 
@@ -387,7 +390,7 @@ class CudaExecutor:
             self._flights[-1] = self._launcher.restrict(step, by_sample)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Raises ValueError for a ticket other than the oldest, or if its step waits for masks."""
+        """Wait for the oldest step. Raises ValueError for another step's ticket, or if the step waits for masks."""
         if not self._flights or self._flights[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         flight = self._flights[0]
@@ -402,7 +405,7 @@ class CudaExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(RuntimeError), self._stream.entered():  # of a device that failed
+        with suppress(RuntimeError), self._stream.entered():  # a failed device raises again
             self._stream.follow(self._reading.mark())
             self._stream.mark().wait()
         self._flights.clear()
@@ -410,7 +413,7 @@ class CudaExecutor:
         self._adapters = None
         del self._attention, self._program, self._cache, self._launcher
         with suppress(RuntimeError):
-            torch.cuda.empty_cache()  # nothing is done without a GPU
+            torch.cuda.empty_cache()  # does nothing without a GPU
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
         """Return logits after each token of a text, for tests. [len(token_ids), vocab_size]
@@ -429,7 +432,7 @@ class CudaExecutor:
 
     @contextmanager
     def _working(self, stream: Stream | None = None) -> Iterator[None]:
-        """Turn errors of the device or its libraries into `ExecutorFailure`."""
+        """Enter a stream, by default the steps', and turn errors of the device or its libraries into `ExecutorFailure`."""
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")
         with (stream or self._stream).entered():

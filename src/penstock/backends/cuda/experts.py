@@ -1,6 +1,6 @@
-"""A mixture of experts. Rows are sorted by expert, and each expert multiplies its own.
+"""A mixture of experts. Rows are sorted by expert, so that each expert multiplies adjacent rows.
 
-The number of launches is fixed, for CUDA graphs. A token's results are added in the order of its choice.
+The number of launches is fixed, for CUDA graphs. A token's results are added in the order in which its experts were chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.models.weights import WeightTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """Memory that mixtures of one shape share. A pair is a token and one of its experts."""
+    """Memory for one mixture at a time. Layers of one shape share it. A pair is a token and one of its experts."""
 
     experts: torch.Tensor
     """int32 [pairs]"""
@@ -27,11 +27,11 @@ class Scratch:
     order: torch.Tensor
     """Pairs by expert. int32 [pairs]"""
     starts: torch.Tensor
-    """Where each expert begins in `order`. int32 [num_experts + 1]"""
+    """Index in `order` of each expert's first pair. int32 [num_experts + 1]"""
     inner: torch.Tensor
-    """Gate and up projection. [pairs, 2 * intermediate_size]"""
+    """Results of gate and up projection. [pairs, 2 * intermediate_size]"""
     outer: torch.Tensor
-    """[pairs, width of the result]"""
+    """Results of the down projection. [pairs, width of the result]"""
 
     @staticmethod
     def allocate(op: Experts, width: int, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Scratch:
@@ -52,7 +52,7 @@ class Scratch:
 
 
 class Mixture:
-    """`program.Experts`. The router stays float32, never fp8."""
+    """The operation `program.Experts`. The router is always float32."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Mixture:
         return int(self._router.nbytes) + sum(matrix.num_bytes for matrix in (self._gate, self._up, self._down))
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """x, out [tokens, width]; may be the same."""
+        """Write the mixture of x to `out`, both [tokens, width]. They may be the same."""
         if not len(x):
             return
         op, scratch, num_pairs = self._op, self._scratch, len(x) * self._op.num_experts_per_token

@@ -1,9 +1,9 @@
-"""Attention by FlashInfer (https://docs.flashinfer.ai), whose layout NHD our cache has: pages of [block_size, num_kv_heads,
+"""Attention by FlashInfer (https://docs.flashinfer.ai). Our cache has its layout NHD: pages of [block_size, num_kv_heads,
 head_dim].
 
-FlashInfer plans each step on the host. Page lists are made on the device, where block tables are. Plans share pinned memory, so
-each waits until the last submitted step has copied its plan. The device has reached that copy: the step before it is collected
-already.
+FlashInfer plans each step on the host. Page lists are made on the device, from the block tables there. Plans share pinned
+memory, so each plan waits until the previous step has copied its own to the device. That wait is short: the step before the
+previous one is already collected.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 PACKAGE = "flashinfer"
 VERSIONS = ((0, 7, 2), (0, 8))
-"""The supported versions: from the first, up to and without the second, as in pyproject.toml."""
+"""Supported versions: the first and later, below the second, as in pyproject.toml."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 LEAST_GROUP_FOR_TENSOR_CORES = 4
-"""Query heads per KV head from which FlashInfer's users choose its tensor cores."""
+"""Decodes use tensor cores from this many query heads per KV head on, as is usual with FlashInfer."""
 LEAST_WORKSPACE_BYTES = 128 << 20
-"""FlashInfer's documentation recommends it."""
+"""The size that FlashInfer's documentation recommends."""
 DECODE_PLAN_BYTES = 1 << 20
-"""17 bytes per piece; at most twice as many pieces as rows, or some hundreds."""
+"""Memory for a decode's plan: 17 bytes for each part of a row. There are some hundreds, or at most two per row."""
 _INDPTR, _STARTS, _LAST, _LENS = range(4)
 
 
@@ -48,7 +48,7 @@ def is_installed() -> bool:
 def import_package() -> ModuleType | str:
     try:
         module = import_module(PACKAGE)
-    except Exception as error:  # it loads compilers and NVIDIA's libraries, each with errors of its own
+    except Exception as error:  # importing loads compilers and NVIDIA's libraries, which raise anything
         return f"importing it fails: {in_words(error)}"
     version = str(getattr(module, "__version__", "without a version"))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
@@ -59,7 +59,7 @@ def import_package() -> ModuleType | str:
 
 
 def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
-    """Return the reason, or None if FlashInfer suits."""
+    """Return why FlashInfer can't compute these shapes, or None."""
     if deterministic:
         return "deterministic mode wants sums whose order does not depend on the batch"
     if is_int8_kv:
@@ -78,8 +78,11 @@ def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_k
 
 
 def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors: int) -> int:
-    """Room for split rows (`PrefillSplitQOKVIndptr` and `PrefillPlan` in FlashInfer's scheduler.cuh): two programs per
-    multiprocessor, each for a KV head and a tile of queries, and two tiles per row of a captured decode."""
+    """Return the bytes that FlashInfer needs for rows that it splits.
+
+    There are two programs per multiprocessor, or two tiles per row of a captured decode: see `PrefillSplitQOKVIndptr` and
+    `PrefillPlan` in FlashInfer's scheduler.cuh.
+    """
     num_split = max(1, 2 * num_multiprocessors // shape.num_kv_heads)
     tile = 16 if shape.group <= 16 else 64 if shape.group <= 64 else 128
     num_queries = max(num_split * 128, max(num_split, 2 * max_rows) * tile) // shape.group + 1
@@ -89,8 +92,8 @@ def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors
 class FlashInferAttention:
     """A `step.StepAttention`. Call `plan` before each step.
 
-    Captured decodes have a wrapper per entry of `graph_rows`, with fixed buffers; other steps share one. `max_blocks`: width of
-    block tables. `backend`: FlashInfer's kernels, except for captured decodes.
+    Captured decodes need fixed buffers, so each size in `graph_rows` has its own FlashInfer wrapper. Other steps share one.
+    `max_blocks`: width of block tables. `backend`: FlashInfer's name of the kernels for steps that are not captured.
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class FlashInferAttention:
         self._shape, self._dtype, self._block_size = shape, dtype, block_size
         self._stream = stream
         num_bytes = workspace_bytes(shape, max_rows=max_rows, num_multiprocessors=Multiprocessors.of(device).count)
-        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # FlashInfer asks for zeros
+        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # FlashInfer requires zeros
         decode_plans = torch.zeros(DECODE_PLAN_BYTES, dtype=torch.uint8, device=device)
         width = max_rows + 1
         self._host = stream.pinned(4 * width).view(4, width)
-        """Rows by `_INDPTR` and so on."""
+        """Arrays of the plan; `_INDPTR` and so on are their indices."""
         self._indptr = torch.zeros(width, dtype=torch.int32, device=device)
         self._last_page_len = torch.zeros(width, dtype=torch.int32, device=device)
         self._indices = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
@@ -130,13 +133,13 @@ class FlashInferAttention:
                 paged_kv_indices_buffer=self._indices,
                 paged_kv_last_page_len_buffer=self._last_page_len[:num_rows],
             )
-            wrapper.reset_workspace_buffer(workspace, decode_plans)  # one for all, instead of 8 MiB each
+            wrapper.reset_workspace_buffer(workspace, decode_plans)  # shared: otherwise each wrapper allocates 8 MiB
             self._decodes[num_rows] = wrapper
         self._planned = self._others
         self._copied = stream.mark()
 
     def plan(self, rows: RowLens, *, is_captured: bool) -> None:
-        """Plan a step before queueing it. `is_captured`: it is or will be a graph."""
+        """Plan a step before queueing it. `is_captured`: the step is replayed from a graph, or will be captured."""
         self._copied.wait()
         shape, num_rows, lens = self._shape, rows.num_rows, rows.seq_lens
         num_pages = -(-lens // self._block_size)

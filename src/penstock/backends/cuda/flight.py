@@ -1,4 +1,4 @@
-"""A step from `submit` to `collect`, and its results. Made by the launcher."""
+"""Steps in flight, from `submit` to `collect`, and how their results are read. The launchers make them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ class UnsampledStep:
     """Request ids of the rows that sample. [S]"""
     plan: SamplePlan
     logits: torch.Tensor | None
-    """Valid until the next step. [S, vocab_size]; None if the step computes nothing."""
+    """[S, vocab_size], valid until the next step; None if the step computes nothing."""
     host_ns: int
     begun: Mark
     computed: Mark
 
     def by_sample(self, masks: Mapping[str, bytes]) -> dict[int, bytes]:
-        """Key masks by sample. Raises ValueError for a row that awaits no mask, and for a wrong size."""
+        """Return the masks by index of the sample instead of request id.
+
+        Raises ValueError for a request that awaits no mask, and for a mask of the wrong size.
+        """
         assert self.logits is not None, "somebody samples"
         num_bytes = 4 * num_mask_words(self.logits.shape[1])
         samples = {self.names[sample]: sample for sample in self.plan.followers.tolist()}
@@ -48,7 +51,7 @@ class UnsampledStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A fully queued step."""
+    """A step in flight with its sampling queued."""
 
     step_id: int
     names: list[str]
@@ -56,19 +59,18 @@ class Flight:
     plan: SamplePlan
     where: SampledWords
     words: NDArray[np.int32]
-    """Valid once `ended` has passed."""
+    """Results, valid once the device has passed `ended`."""
     host_ns: int
     begun: Mark
     computed: Mark
     resumed: Mark
-    """Where sampling begins: `computed`, unless it waited for masks."""
+    """The start of sampling: `computed`, or a later mark if sampling waited for masks."""
     ended: Mark
 
     def result(self) -> StepResult:
-        """Wait for the device."""
+        """Wait for the device and return the step's result."""
         self.ended.wait()
-        # Device time from each message's arrival. Waiting for masks and their copy is not part of the step's time, nor is
-        # waiting for the next step.
+        # Device time only. It excludes waiting for masks and copying them.
         model_ns, sampling_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.resumed)
         parts = {"host": self.host_ns, "model": model_ns, "sampling": sampling_ns}
         end_ns = time.monotonic_ns()
@@ -98,20 +100,20 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextFlight:
-    """A fully queued step of texts."""
+    """A queued step of texts, for models that read texts."""
 
     step_id: int
     rows: Mapping[str, slice]
     """Rows of `states` by request id."""
     states: NDArray[np.float32]
-    """Valid once `ended` has passed. [., width]"""
+    """[., width], valid once the device has passed `ended`."""
     host_ns: int
     begun: Mark
     computed: Mark
     ended: Mark
 
     def result(self) -> StepResult:
-        """Wait for the device. A text whose states are not finite fails alone."""
+        """Wait for the device and return the step's result. Only texts with states that are not finite fail."""
         self.ended.wait()
         model_ns, copy_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.computed)
         end_ns = time.monotonic_ns()

@@ -6,16 +6,16 @@ import torch
 
 LARGEST = 448.0
 NOT_A_NUMBER = 0x7F
-"""Without its sign."""
+"""The code of NaN, without its sign bit."""
 LEAST_EXPONENT = -126
-"""Smaller scales would not be normal float32 numbers."""
+"""The least exponent of a scale. Below it float32 numbers are not normal."""
 
 
 def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round finite rows to nearest even: value = scale * number. Return codes, int8 [n, num_cols], and scales, float32 [n].
+    """Round rows to fp8, nearest even. Return codes, int8 [n, num_cols], and a scale per row, float32 [n].
 
-    A row's largest number is at most 448, and above 224 unless the value is below 2^-117. Rows that are not finite get codes
-    `NOT_A_NUMBER`.
+    The scale brings a row's largest number between 224 and 448, except for values below 2^-117. Rows that are not finite get
+    codes `NOT_A_NUMBER`.
     """
     wide = values.to(torch.float32)
     mantissas, exponents = torch.frexp(wide.abs().amax(dim=1))  # largest = mantissa * 2 ** exponent, mantissa in [0.5, 1)
@@ -26,5 +26,5 @@ def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_no_number(codes: torch.Tensor) -> bool:
-    """Whether a code is NaN. Waits for the device."""
+    """Return whether any code is NaN. Waits for the device."""
     return bool(((codes & NOT_A_NUMBER) == NOT_A_NUMBER).any())

@@ -1,6 +1,6 @@
-"""CUDA graphs of decode steps, by listed number of rows and limit of their lengths. The executor pads to `padded_rows`.
+"""CUDA graphs of decode steps, one for each listed number of rows and length limit. The executor pads steps to a listed size.
 
-A limit decides how many attention programs a row gets; with many rows, one limit suffices.
+A limit on row lengths decides how many attention programs a row gets. With many rows, one limit suffices.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _logger = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEPS = ((8, 64), (16, 256), (32, 1 << 30))
-"""(step, up to how many rows). Padding is below eight rows or a fifth, with only 23 sizes for 256 rows."""
+"""(step, last size): sizes grow by `step` up to `last size`. Padding is below eight rows or a fifth."""
 LEAST_SEQ_LIMIT = 1024
 USUAL_SEQ_LEN = 4096
-"""Captured at startup up to this length. A few longer rows are rarer than startups."""
+"""Graphs for rows up to this length are captured at startup, others when first needed."""
 
 Programs = Callable[[int, int], int]
-"""Attention programs for a number of rows and a limit of lengths."""
+"""Returns the attention programs per row for (number of rows, length limit)."""
 
 Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """`replay` recomputes `result` from the captured step's tensors."""
+    """A captured graph. `replay` recomputes `result` from the captured step's tensors."""
 
     replay: Callable[[], object]
     result: torch.Tensor
 
     @classmethod
     def without_device(cls, run: Run) -> Captured:
-        """A graph for tests: `replay` calls `run`."""
+        """Make a stand-in without a GPU, for tests: `replay` calls `run`."""
         result = run()
         return cls(lambda: result.copy_(run()), result)
 
@@ -47,16 +47,16 @@ Capture = Callable[[Run], Captured]
 
 
 class CudaCapture:
-    """Captures graphs that share memory: they run one after the other."""
+    """Captures graphs that share memory, because only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        """All graphs, even failed ones: freeing one makes PyTorch (2.13 at least) free the stream's cuBLAS workspace, which
-        others still use: pytorch/pytorch#193402."""
+        """All graphs, even failed ones. Freeing one makes PyTorch (2.13 at least) free the cuBLAS workspace that other graphs
+        still use: pytorch/pytorch#193402."""
 
     def __call__(self, run: Run) -> Captured:
-        """Record the work that `run` queues. It must have run before."""
+        """Record the work that `run` queues. Call `run` once before, because a first run may allocate."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
@@ -77,17 +77,17 @@ class CaptureRun:
 
 
 class DecodeGraphs:
-    """Runs a step without a graph normally, as capturing requires, and then captures it, until a capture fails."""
+    """Runs decodes by graph. A step without a graph runs normally and is then captured. After a failure, captures stop."""
 
     def __init__(self, *, max_rows: int, max_model_len: int, programs: Programs, capture: Capture) -> None:
         self.sizes = listed_sizes(max_rows)
         self._max_model_len = max_model_len
         self._programs = programs
         self._limits: dict[int, list[int]] = {}
-        """By size; ascending."""
+        """Length limits by number of rows, ascending."""
         self._capture = capture
         self._graphs: dict[tuple[int, int], tuple[int, Captured]] = {}
-        """The key includes the address of the step's positions."""
+        """(rows, length limit) -> (address of the captured step's positions, graph)"""
         self._can_capture = True
 
     @property
@@ -103,9 +103,10 @@ class DecodeGraphs:
     def capture_usual(
         self, run: Callable[[int, int], None], most: int | None, max_seconds: float, clock: Callable[[], float]
     ) -> CaptureRun:
-        """Capture missing graphs up to `USUAL_SEQ_LEN`, the largest first, whose memory the others share.
+        """Capture missing graphs up to `USUAL_SEQ_LEN`, at most `most`. The largest is first: the others share its memory.
 
-        `run` takes rows and limit. Begin none after `max_seconds`. Raises MemoryError if a step does not fit even uncaptured.
+        `run(rows, limit)` runs a step, which captures it. No capture begins after `max_seconds`. Raises MemoryError if a step
+        does not fit even uncaptured.
         """
         begin, num_before = clock(), self.num_captured
         for count, (size, limit) in enumerate(self._usual()[:most], 1):
@@ -130,7 +131,7 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def run(self, step: StepTensors, forward: Callable[[StepTensors], torch.Tensor]) -> torch.Tensor:
-        """Compute `forward` of a padded step, by graph if possible."""
+        """Return `forward` of a padded step, by graph if there is one; else capture one afterwards."""
         limit = self.seq_limit(step.num_rows, step.max_seq_len)
         key = step.num_rows, limit
         address = step.positions.data_ptr()
@@ -148,7 +149,7 @@ class DecodeGraphs:
     def _keep(self, key: tuple[int, int], address: int, run: Run) -> None:
         try:
             self._graphs[key] = address, self._capture(run)
-        except RuntimeError as error:  # what CUDA and PyTorch raise, also for want of memory; the step itself has run
+        except RuntimeError as error:  # CUDA and PyTorch raise it, even if memory runs out; the step itself has run
             _logger.warning("no CUDA graph of a decode step can be captured; kernels are launched one by one: %s", error)
             self._can_capture = False
 
@@ -157,7 +158,7 @@ class DecodeGraphs:
         return limits[bisect_left(limits, max_seq_len)]
 
     def _limits_of(self, num_rows: int) -> list[int]:
-        """Double while that halves the programs. The last limit is for all lengths."""
+        """Return limits that double while a lower one at least halves the programs. The last limit allows every length."""
         if num_rows not in self._limits:
             limits, limit, most = [], LEAST_SEQ_LIMIT, self._programs(num_rows, self._max_model_len)
             while limit < self._max_model_len and not self._suits_all(num_rows, limit, most):
@@ -167,7 +168,7 @@ class DecodeGraphs:
         return self._limits[num_rows]
 
     def _suits_all(self, num_rows: int, limit: int, most: int) -> bool:
-        """Whether a launch for any length has less than twice this limit's programs."""
+        """Return whether `most` programs, those for any length, are less than twice this limit's."""
         programs = self._programs(num_rows, limit)
         return programs == most or 0 < most < 2 * programs
 

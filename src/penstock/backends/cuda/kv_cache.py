@@ -13,22 +13,22 @@ from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
-"""The reference's type."""
+"""As in the reference backend."""
 VALUE_SCALE_DTYPE = torch.float32
-"""bf16 values in float32: asynchronous copies take at least four bytes."""
+"""Scales are bf16 numbers, stored as float32: asynchronous copies need at least four bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class KvLayer:
-    """One layer; slot = block_id * block_size + offset. `PagedKvCache.resize` updates it."""
+    """One layer's keys and values. `PagedKvCache.resize` replaces the tensors."""
 
     k: torch.Tensor
-    """Like `v`, contiguous: [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
+    """`k` and `v` are contiguous: [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
     v: torch.Tensor
     k_scale: torch.Tensor | None
-    """Per `KEY_GROUP` columns of int8. [num_blocks, block_size, num_kv_heads, key_groups]"""
+    """One scale per `KEY_GROUP` columns, for int8. [num_blocks, block_size, num_kv_heads, key_groups]"""
     v_scale: torch.Tensor | None
-    """Per head of int8. [num_blocks, block_size, num_kv_heads]"""
+    """One scale per head, for int8. [num_blocks, block_size, num_kv_heads]"""
 
     @property
     def block_size(self) -> int:
@@ -52,14 +52,14 @@ def block_bytes(
 @dataclass(slots=True, eq=False)
 class BlockRead:
     left: Mark
-    """From here on the blocks may be overwritten."""
+    """After this mark the blocks may be overwritten."""
     _arrived: Mark
     _staging: torch.Tensor | None
-    """Pinned; None once copied."""
+    """Pinned memory with the contents; None once they are copied to the caller."""
     _out: Sequence[memoryview]
 
     def wait(self) -> None:
-        """See `ports.Ready`."""
+        """Wait for the read and copy the contents to the caller's memory."""
         if self._staging is None:
             return
         self._arrived.wait()
@@ -69,10 +69,10 @@ class BlockRead:
 
 
 class PagedKvCache:
-    """Keys and values of all layers. `BF16` stores `dtype`: bf16, or float32 or float16 in tests.
+    """Keys and values of all layers. `KvDtype.BF16` stores `dtype`: bf16, or float32 or float16 in tests.
 
-    A position's heads are contiguous, so that a step writes a token in one piece. `poison` makes empty slots NaN, except in the
-    null block, which padding reads.
+    A position's heads are contiguous, so that a step writes a token in one piece. `poison` fills empty positions with NaN,
+    except in the null block, because padding reads it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PagedKvCache:
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._dtype = torch.int8 if kv_dtype is KvDtype.INT8 else dtype
         self._scales: tuple[torch.Tensor, ...] = ()
-        """Keys', then values'."""
+        """Scales of keys, then of values; empty without int8."""
         self._allocate(num_layers, num_blocks)
         self._layers = [KvLayer(*self._of_layer(i)) for i in range(num_layers)]
 
@@ -109,10 +109,7 @@ class PagedKvCache:
         self._poison_slots(slice(NULL_BLOCK + 1, None), 0)
 
     def resize(self, num_blocks: int) -> None:
-        """Replace all blocks by empty ones; captured graphs become invalid.
-
-        Frees the old ones first. Unusable after an error of the device.
-        """
+        """Free all blocks, then allocate empty ones. Captured graphs become invalid. If it fails, the cache is unusable."""
         empty = self._k.new_empty(0)
         self._content = self._k = self._v = empty
         self._scales = ()
@@ -126,12 +123,11 @@ class PagedKvCache:
 
     @property
     def _parts(self) -> tuple[torch.Tensor, ...]:
-        """Each [num_layers, num_blocks, ...]"""
         return (self._k, self._v, *self._scales)
 
     @property
     def num_pieces(self) -> int:
-        """Contiguous pieces of a block: each layer's keys, then each layer's values. No scales."""
+        """Contiguous pieces of a block: each layer's keys, then each layer's values, without scales."""
         return 2 * len(self._layers)
 
     @property
@@ -139,7 +135,7 @@ class PagedKvCache:
         return self._block_size * self._num_kv_heads * self._head_dim * int(self._dtype.itemsize)
 
     def pieces_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all pieces, flat: piece p of block b is number p * num_blocks + b."""
+        """Return all pieces as one flat tensor. Piece p of block b has index p * num_blocks + b."""
         return self._content.view(-1).view(dtype)
 
     def layer(self, index: int) -> KvLayer:
@@ -158,13 +154,13 @@ class PagedKvCache:
         return sum(part.numel() * part.dtype.itemsize for part in self._parts)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, destination) in order, without waiting."""
+        """Queue copies (source, destination) in order."""
         for source, destination in pairs:
             for part in self._parts:
                 part[:, destination].copy_(part[:, source])
 
     def pack_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """uint8 [num_block_ids, block_bytes], on the device."""
+        """Return the blocks' bytes, uint8 [num_block_ids, block_bytes], on the device."""
         index, count = self._index(block_ids), len(block_ids)
         pieces = [part.index_select(1, index).transpose(0, 1).reshape(count, -1).view(torch.uint8) for part in self._parts]
         return torch.cat(pieces, 1)
@@ -177,7 +173,7 @@ class PagedKvCache:
             part.index_copy_(1, index, blocks.transpose(0, 1))
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview], stream: Stream) -> BlockRead:
-        """Queue copies to the host on `stream`, which must be entered."""
+        """Queue copies to the host on `stream`. The caller must have entered it."""
         packed = self.pack_blocks(block_ids)
         left = stream.mark()
         staging = self._staging(len(block_ids))
@@ -185,7 +181,7 @@ class PagedKvCache:
         return BlockRead(left, stream.mark(), staging, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Copy the contents now, and queue the writes."""
+        """Copy the contents to pinned memory now, and queue the writes to the device."""
         if not block_ids:
             return
         staging = self._staging(len(block_ids))
@@ -194,22 +190,21 @@ class PagedKvCache:
         self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
-        """PyTorch does not reuse it before the device has copied it."""
+        """Return pinned memory. PyTorch does not reuse it before the device has copied it."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """int64 [num_block_ids], without waiting."""
         index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """With `poison`, overwrite positions from `num_kept` on."""
+        """With `poison`, overwrite a table's positions from `num_kept` on with NaN."""
         for i, block_id in enumerate(block_ids):
             if block_id != NULL_BLOCK:
                 self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))
 
     def _poison_slots(self, blocks: slice, start: int) -> None:
-        """int8 values are poisoned by their scales."""
+        """Fill positions with NaN; for int8, fill their scales."""
         if self._poison:
             for part in self._scales or self._parts:
                 part[:, blocks, start:] = torch.nan

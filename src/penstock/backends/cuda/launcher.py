@@ -1,4 +1,4 @@
-"""Queues a step: message, forward pass, sampling, and the copy of results to the host."""
+"""Queues the work of a step: its message, forward pass, sampling, and the copy of results to the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepLauncher:
-    """For an executor that has entered its stream."""
+    """Queues steps. The caller must have entered the stream."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class StepLauncher:
         self._sampler = Sampler(self.tables, vocab_size=vocab_size)
         num_words = message_words(capacity, has_adapters=adapters is not None)
         self._upload = Upload(num_words, depth=depth, stream=stream, device=device)
-        # Separate, since buffers are reused `depth` messages later, and a step may send two messages.
-        # Allocated at startup: pinning memory can stall the device, and the profile run counts the rest.
+        # A second upload for masks: an upload reuses its buffers `depth` messages later, and a step may send two messages.
+        # Allocated at startup, because pinning memory can stall the device, and the profile run must count device memory.
         mask_words = mask_message_words(capacity, vocab_size)
         self._mask_upload = Upload(mask_words, depth=depth, stream=stream, device=device)
         result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
@@ -66,7 +66,10 @@ class StepLauncher:
     def launch(
         self, plan: StepPlan, batch: StepBatch, host: BatchBuilder, graphs: DecodeGraphs | None, began_ns: int
     ) -> Flight | UnsampledStep:
-        """Queue a step, without sampling if a row awaits a mask. `host` made `batch`. `began_ns`: start of the host's work."""
+        """Queue a step, without sampling if a row awaits a mask.
+
+        `host`: the builder of `batch`. `began_ns`: when the host began to work on the step.
+        """
         self._forget_stale_blocks(plan)
         patches = self._patches(plan, batch, host)
         slots = batch.row_slots[batch.sample_rows]
@@ -80,7 +83,7 @@ class StepLauncher:
         arrays = step_arrays(batch, self.tables, num_rows=num_rows)
         of_adapters = () if grouped is None else grouped.arrays
         sent = self._upload.send([*arrays, *of_adapters, *sampling.values(), *patches.arrays()])
-        # After the message: an idle device would pass an earlier mark at once, and count the host's work as its own.
+        # Mark only after the message: an idle device passes a mark at once, and would count the host's work as its own.
         begun = self._stream.mark()
         if len(sent[-1]):
             self.tables.apply(sent[-2], sent[-1])
@@ -97,12 +100,15 @@ class StepLauncher:
         return self._sample(step, sample_plan, dict(zip(sampling, sent[num_parts:-2], strict=True)), computed)
 
     def restrict(self, step: UnsampledStep, masks: Mapping[int, bytes]) -> Flight:
-        """Queue the sampling, given masks by sample. Sends its own message: the first may be overwritten by now."""
+        """Send the masks, by index of the sample, and queue the sampling.
+
+        The message repeats the sampling arrays, because the first message may be overwritten by now.
+        """
         began_ns = time.monotonic_ns()
         plan = step.plan.masked_by(masks)
         arrays = plan.arrays()
         sent = self._mask_upload.send(list(arrays.values()))
-        resumed = self._stream.mark()  # not before the message, as above
+        resumed = self._stream.mark()  # after the message, as in `launch`
         step = replace(step, host_ns=step.host_ns + time.monotonic_ns() - began_ns)
         return self._sample(step, plan, dict(zip(arrays, sent, strict=True)), resumed)
 
@@ -127,11 +133,11 @@ class StepLauncher:
         )
 
     def run_padding(self, num_rows: int, limit: int, graphs: DecodeGraphs | None) -> None:
-        """Run padding rows as if up to `limit` long, and wait."""
+        """Run padding rows as a decode with this length limit, and wait."""
         batch = padding(self.tables)
         sent = self._upload.send(step_arrays(batch, self.tables, num_rows=num_rows))
         self._forward.run(batch, sent, graphs, least_seq_len=limit)
-        self._stream.mark().wait()  # so that the pinned memory may be written to again
+        self._stream.mark().wait()  # the pinned memory is free only then
 
     def run_adapted_padding(self, number: int) -> None:
         """Run one padding row with an adapter, and wait."""
@@ -141,10 +147,10 @@ class StepLauncher:
         grouped = self._adapters.grouped(numbers, numbers)
         sent = self._upload.send([*arrays, *grouped.arrays])
         self._forward.run(batch, sent[: len(arrays)], None, adapted=grouped.on_device(sent[len(arrays) :]))
-        self._stream.mark().wait()  # as above
+        self._stream.mark().wait()  # as in `run_padding`
 
     def _patches(self, plan: StepPlan, batch: StepBatch, host: BatchBuilder) -> Patches:
-        """New blocks, and admitted rows in full."""
+        """Return table updates: new blocks of running rows, and everything of admitted rows."""
         patches, tables = Patches(), self.tables
         for slot in batch.released:
             self._sampler.release(slot)

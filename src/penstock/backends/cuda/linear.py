@@ -1,4 +1,4 @@
-"""Products of linear operations that read the same value.
+"""Computes linear operations that read the same value as one product.
 
 Dense products use cuBLAS. Quantised and fp8 matrices are multiplied directly for few tokens, and unpacked part by part for
 many. With `deterministic`, all kernels are our own.
@@ -16,13 +16,13 @@ from penstock.models.weights import WeightTensor
 from penstock.types.model_spec import Activation
 
 MAX_FUSED_TOKENS = 128
-"""Above it unpacking pays, though it moves several times the matrix's bytes."""
+"""With more tokens it is faster to unpack the matrix, though that moves several times its bytes."""
 UNPACKED_BYTES = 256 << 20
-"""Rows unpacked at once."""
+"""Size of the part of a matrix that is unpacked at once."""
 
 
 class Workspace:
-    """Memory that operations share, one after the other."""
+    """Scratch memory. All products share it, one after the other."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class Workspace:
         self._num_ordered = max(self._num_ordered, num_ordered)
 
     def allocate(self) -> None:
-        """Call it after all `reserve` calls, before any operation."""
+        """Allocate what was reserved, before any product runs."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
         self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)
@@ -49,7 +49,7 @@ class Workspace:
 
 
 class Linear:
-    """out = x @ weight.T (+ bias) (+ residual), all matrices' rows stacked."""
+    """The product x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`."""
 
     def __init__(
         self, matrices: Sequence[Matrix], bias: torch.Tensor | None, workspace: Workspace, *, deterministic: bool
@@ -71,7 +71,7 @@ class Linear:
         deterministic: bool = False,
         round_to_fp8: bool = False,
     ) -> Linear:
-        """`bias` covers all matrices. [sum of num_rows]"""
+        """Load the tensors. `bias` is for all tensors together: [sum of num_rows]."""
         matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
         return cls(matrices, bias, workspace, deterministic=deterministic)
 
@@ -95,7 +95,10 @@ class Linear:
             )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        """x [tokens, num_cols], out [tokens, num_rows]; `residual` may be `out`. Neither allocates nor waits."""
+        """Write the product to `out`. Does not allocate or wait.
+
+        x [tokens, num_cols], out [tokens, num_rows]; `residual` may be `out`.
+        """
         begin = 0
         for matrix in self.matrices:
             end = begin + matrix.num_rows
@@ -118,7 +121,7 @@ class Linear:
         weight: torch.Tensor,
         eps: float,
     ) -> None:
-        """Write the product to `out`, its RMS norm over whole rows to `normed`; fused if it has splits."""
+        """Write the product to `out`, and its RMS norm over whole rows to `normed`. One kernel adds splits and norms."""
         product = self._splits(x)
         if product is None:
             self(out, x, residual)
@@ -127,7 +130,7 @@ class Linear:
             splits.add_splits_and_norm(out, normed, product, self._bias, residual, weight, eps)
 
     def and_gate(self, out: torch.Tensor, both: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
-        """out = activation(first half of the product) * second half. `both`: room for the product."""
+        """Write activation(first half of the product) * second half to `out`. `both`: memory for the product."""
         product = self._splits(x)
         if product is None:
             self(both, x)
@@ -137,7 +140,7 @@ class Linear:
             splits.add_splits_and_gate(out, product, self._bias, kind)
 
     def _splits(self, x: torch.Tensor) -> splits.Splits | None:
-        """Return splits to fuse, which saves a rounding, or None where not allowed."""
+        """Return the product as partial sums that the next operation can add, or None. Fusing saves a rounding."""
         matrix = self.matrices[0]
         if len(self.matrices) > 1 or isinstance(matrix, DenseMatrix) or self._deterministic:
             return None
@@ -197,9 +200,9 @@ class Linear:
 def dense_product(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> None:
-    """Use cuBLAS, or torch on a CPU. A `residual` equal to `out` is added in place.
+    """Compute x @ weight.T (+ bias) (+ residual) by cuBLAS, or by torch on a CPU. `residual` may be `out`.
 
-    For logits, `out` may be float32 while x and weight are not; then bias and residual must be None.
+    For logits, `out` may be float32 and x and weight narrower. Then bias and residual must be None.
     """
     if out.dtype != x.dtype:
         _wide_product(out, x, weight)
@@ -219,4 +222,4 @@ def _wide_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> N
     if out.device.type == "cuda":
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
     else:
-        out.copy_(x @ weight.t())  # torch has no such product for a CPU
+        out.copy_(x @ weight.t())  # torch has no product with a wider result on a CPU

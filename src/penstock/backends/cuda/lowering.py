@@ -1,4 +1,4 @@
-"""Lowers a `Program` to launches. Weights and buffers are allocated once; a step only launches, so it can be a CUDA graph.
+"""Lowers a `Program` to a list of kernel launches. A step only launches kernels, so it can be a CUDA graph.
 
 Linear operations that read one value become one product; rotations and the cache write become one kernel.
 """
@@ -83,14 +83,14 @@ COMPUTED = frozenset(
         *("Logits", "Logits.scale", "States", "States.is_normalised"),
     }
 )
-"""`features` that this backend computes."""
+"""The `features` that this backend computes."""
 
 
 class CompiledProgram:
     """A program on the device. Raises `ModelError` if it is unsupported, or a weight is missing or damaged.
 
-    Positions stay below `num_positions`. With `deterministic`, logits do not depend on the batch. `round_to_fp8` spares
-    embeddings and logits. Adapters need an `adapter_format`.
+    All positions must be below `num_positions`. With `deterministic`, logits do not depend on the batch. `round_to_fp8` does
+    not round embeddings and logits. Adapters need an `adapter_format`.
     """
 
     def __init__(
@@ -114,19 +114,21 @@ class CompiledProgram:
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
         self.result: torch.Tensor = lowering.result
-        """Output of `run`, sized for the largest step. float32"""
+        """Memory for the output of `run` in the largest step. float32"""
         self.has_state_of_each_token = program.is_one_pass and not lowering.is_on_samples
-        """Whether `run` returns rows per token, not per sample."""
+        """Whether `run` returns a row per token instead of a row per sample."""
         self.attention: TritonAttention | None = lowering.attention
-        """The default attention, if any."""
+        """Our attention kernels, or None for programs that read texts."""
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
-        """Each shape once."""
+        """The distinct shapes of the program's attention."""
         self.weight_bytes: int = lowering.weight_bytes
         self.buffer_bytes: int = lowering.buffer_bytes
 
     def run(self, step: StepTensors) -> torch.Tensor:
-        """Return float32 logits [num_samples, vocab_size], or states of samples or tokens [., width], valid until the next
-        step."""
+        """Queue a step. Return float32 logits [num_samples, vocab_size], or states of samples or tokens [., width].
+
+        The result is valid until the next step.
+        """
         if (attention := step.attention or self.attention) is not None:
             attention.begin(step)
         for launch in self._on_tokens:
@@ -178,7 +180,7 @@ class _Lowering:
         )
         self._scratches: dict[tuple[int, int, int, int], Scratch] = {}
         self._matrices: dict[str, list[Matrix]] = {}
-        """By weight: an embedding may share a product's."""
+        """Loaded matrices by weight name, because an embedding and the logits may share one."""
         self.is_on_samples = False
         self.on_tokens: list[Launch] = []
         self.on_samples: list[Launch] = []
@@ -211,7 +213,7 @@ class _Lowering:
             self._adapters.allocate()
 
     def _emit(self, at: int) -> int:
-        """Translate the operation at `at` and those fused with it; return their number."""
+        """Translate the operation at `at` and the following ones that fuse with it. Return how many."""
         op = self._ops[at]
         of_tokens = Embed | EmbedPositions | EmbedTypes | Rope | KvWrite | Attention | TextAttention
         if self.is_on_samples and isinstance(op, of_tokens):
@@ -331,7 +333,7 @@ class _Lowering:
         self._launch(launch)
 
     def _emit_linears(self, run: Sequence[Linear]) -> int:
-        """Emit one product if the results are adjacent, else one each."""
+        """Emit one product if the results are adjacent columns, else one for each operation. Return how many operations."""
         outs = [self._buffer(op.out) for op in run]
         x, count = self._buffer(run[0].x), self._count()
         if len(run) > 1 and not lie_side_by_side(outs):
@@ -527,7 +529,7 @@ class _Lowering:
         return self._tables[key]
 
     def _centre(self, op: KvWrite) -> torch.Tensor | None:
-        """For int8 only: bf16 keys stay whole, rounded as by the models' own implementation."""
+        """Return the centre to subtract from int8 keys, or None. bf16 keys are not centred."""
         if op.bias is None or self._cache.kv_dtype is not KvDtype.INT8:
             return None
         bias = self._tensor(op.bias).dequantize().reshape(-1)
@@ -541,7 +543,7 @@ class _Lowering:
         return self._weights[name]
 
     def _tensor_in_order(self, name: str) -> WeightTensor:
-        """Return it with columns in a value's order, for embeddings and experts."""
+        """Return a weight for embeddings or experts. Raises ModelError if its columns are reordered."""
         tensor = self._tensor(name)
         if tensor.column_order is not None:
             raise ModelError(
@@ -559,7 +561,7 @@ class _Lowering:
         return load_vector(self._tensor(op.bias), self._dtype, self._device)
 
     def _table_of_rows(self, name: str) -> Matrix:
-        """A product may share the matrix."""
+        """Load a matrix for row lookups, unless a product has loaded it."""
         tensor = self._tensor_in_order(name)
         if name not in self._matrices:
             self._matrices[name] = load_matrices([tensor], self._dtype, self._device)

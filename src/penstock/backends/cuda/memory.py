@@ -1,4 +1,4 @@
-"""Measures memory by running the largest steps at startup, since it depends on libraries and devices."""
+"""Measures at startup how much GPU memory the largest steps need, because libraries and devices differ."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ COSTLY = SamplingParams(
     min_tokens=1,
     stop_token_ids=(1,),
 )
-"""The most expensive sampling."""
+"""Sampling parameters that need the most memory."""
 FOLLOWING = replace(COSTLY, allowed_token_ids=None, follows_grammar=True)
-"""For small steps. Masks have their own memory; lists come with the row."""
+"""Like `COSTLY`, but restricted by a grammar's mask instead of a list of tokens."""
 
 SMALL_BATCHES = (1, 32, 64)
-"""Up to 16, 32 and 128 rows have their own quantised products."""
+"""Numbers of rows for small steps: one for each size of quantised product (up to 16, 32 and 128 rows)."""
 SHORT_CHUNK = 16
 SAMPLED_GRAPHS = 4
-"""Captured to measure one; `resize` discards graphs."""
+"""Graphs to capture for a measurement."""
 GRANULE_BYTES = 2 << 20
-"""The driver's unit, by which a measurement may be too small."""
+"""The driver allocates in this unit, so a measurement may be too small by as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     total_bytes: int
     free_bytes: int
-    """Before anything was loaded."""
+    """Free memory before anything was loaded."""
     used_bytes: int
     """Weights, the largest steps and all graphs, without KV."""
 
@@ -56,7 +56,7 @@ class Memory(Protocol):
 
 
 class GpuMemory:
-    """PyTorch's GPU. Its allocator's cache counts as used."""
+    """The memory of PyTorch's current GPU. PyTorch's cached memory counts as used."""
 
     def read(self) -> tuple[int, int]:
         import torch
@@ -79,7 +79,7 @@ class GraphExecutor(Executor, Protocol):
     def num_graphs_left(self) -> int: ...
 
     def capture_graphs(self, most: int | None = None) -> Captured:
-        """Capture the largest usual graphs."""
+        """Capture graphs of the usual decodes, at most `most`, largest first."""
         ...
 
 
@@ -98,10 +98,10 @@ def profile(
     *,
     num_moved_blocks: Callable[[int], int] = no_blocks,
 ) -> tuple[_Executor, Usage]:
-    """Make an executor with a small KV cache, run its largest and special steps, and return the usage.
+    """Make an executor with a small KV cache, run steps that need the most memory, and return executor and usage.
 
-    `make` takes a number of blocks; `num_moved_blocks` maps a block's bytes to the most blocks moved between tiers at once.
-    Raises MemoryError.
+    `make` takes a number of blocks. `num_moved_blocks` takes the bytes of a block and returns how many blocks may move between
+    tiers at once. Raises MemoryError.
     """
     lens = row_lens(capacity)
     num_blocks = 1 + sum(_num_blocks(length, capacity) for length in lens)
@@ -109,8 +109,8 @@ def profile(
     try:
         executor = make(num_blocks)
         try:
-            # Steps run in the engine's thread, captures in the startup thread. PyTorch gives each thread a cuBLAS handle with
-            # a workspace (32 MiB on an H200), which the next thread inherits when a thread ends.
+            # As in service, steps run in one thread and captures in another. PyTorch allocates a cuBLAS workspace for each
+            # (32 MiB on an H200). When a thread ends, another one can reuse its workspace.
             with ThreadPoolExecutor(1, "penstock-profile") as engine:
                 engine.submit(run_largest_steps, executor, lens).result()
                 run_small_steps(executor, lens[0])
@@ -119,7 +119,7 @@ def profile(
         except BaseException:
             executor.close()
             raise
-    except (RuntimeError, ExecutorFailure) as error:  # torch.OutOfMemoryError is the first, or lies under the second
+    except (RuntimeError, ExecutorFailure) as error:  # torch.OutOfMemoryError is a RuntimeError; ExecutorFailure wraps it
         if "out of memory" not in str(error):
             raise
         raise MemoryError(str(error)) from error
@@ -128,9 +128,9 @@ def profile(
 
 
 def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
-    """Estimate each remaining graph as the largest, which it captures, plus a share of a granule.
+    """Capture a few of the largest graphs, and estimate from their mean how many bytes the remaining graphs take.
 
-    Call it after `run_largest_steps`, which has paid for the graphs' shared memory.
+    Call it after `run_largest_steps`, so that memory which the graphs share is already allocated.
     """
     if not executor.num_graphs_left:
         return 0
@@ -143,7 +143,7 @@ def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
 
 
 def row_lens(capacity: Capacity) -> list[int]:
-    """Return prompt lengths that fill a step, longest first."""
+    """Return lengths of prompts that fill a step, longest first."""
     num_rows = min(capacity.max_rows, capacity.max_step_tokens)
     num_sampled = 0 if capacity.is_one_pass else 2
     longest = max(1, capacity.max_model_len - num_sampled)
@@ -157,7 +157,7 @@ def row_lens(capacity: Capacity) -> list[int]:
 
 
 def run_largest_steps(executor: Executor, lens: list[int]) -> None:
-    """Run full prompts, a decode (empty for texts) and a release."""
+    """Run a step of full prompts, a decode of all rows (none for texts), and release the rows."""
     capacity = executor.capacity
     admits, rows, next_block = [], [], 1
     for idx, length in enumerate(lens):
@@ -177,9 +177,9 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
 
 
 def run_small_steps(executor: GraphExecutor, longest: int) -> None:
-    """Compile small steps: a chunk after a long context, and decodes of few rows, or short texts.
+    """Run a chunk after a long context and steps of few rows, to compile their kernels.
 
-    Call it after `run_largest_steps`, which left `longest` tokens in the first blocks.
+    Call it after `run_largest_steps`, which left KV of `longest` tokens in the first blocks.
     """
     capacity = executor.capacity
     tokens = tuple(token % 2 for token in range(longest))
@@ -203,10 +203,10 @@ def run_small_steps(executor: GraphExecutor, longest: int) -> None:
 
 
 def move_blocks(executor: Executor, count: int) -> None:
-    """Move blocks to the host and back at once; the device gathers them first."""
+    """Copy `count` blocks to the host and back at once. The device gathers them in temporary memory."""
     if not count:
         return
-    block_ids = [1 + idx % (executor.capacity.num_blocks - 1) for idx in range(count)]  # one may be there twice
+    block_ids = [1 + idx % (executor.capacity.num_blocks - 1) for idx in range(count)]  # repeats ids if the pool is small
     contents = [memoryview(bytearray(executor.block_bytes)) for _ in block_ids]
     ready = executor.read_blocks(block_ids, contents)
     if ready is not None:
@@ -215,5 +215,4 @@ def move_blocks(executor: Executor, count: int) -> None:
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
-    """For a prompt and its next token, or a text."""
     return 1 if capacity.is_one_pass else -(-(length + 1) // capacity.block_size)

@@ -1,4 +1,4 @@
-"""Finds operations that share a launch or lie side by side, for `lowering` and `buffers`."""
+"""Finds operations of a program that can share a launch, or write side by side, for `lowering` and `buffers`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.models.program import (
 )
 
 Gather = GatherRows | FirstRows | MeanRows
-"""From these on, buffers have a row per sample."""
+"""Operations after which buffers have a row per sample."""
 
 _NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks", "distances")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
-    """Return operations from `at` on that read one value, to form one product."""
+    """Return the linear operations from `at` on that can be one product, because they read one value."""
     run: list[Linear] = []
     for op in ops[at:]:
         if not isinstance(op, Linear):
@@ -48,13 +48,13 @@ def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _read_by(op: Op) -> set[object]:
-    if isinstance(op, Experts):  # the names of its weights are not among `_NOT_READ`
+    if isinstance(op, Experts):  # `_NOT_READ` lacks the names of its weights
         return {op.x}
     return {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}
 
 
 def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:
-    """Return a gate, an up projection and their activation, if nothing else reads the products."""
+    """Return the gate and up projection at `at`, and their activation, or None if another operation reads the products."""
     run, following = linear_run(ops, at), ops[at + 2 : at + 3]
     if len(run) != 2 or not following or not isinstance(act := following[0], GatedActivation):
         return None
@@ -64,7 +64,7 @@ def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation]
 
 
 def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
-    """Return a product with residual, and the sum's norm."""
+    """Return the product with residual at `at` and the norm of its result, or None."""
     found = ops[at : at + 2]
     if len(found) < 2 or not isinstance(op := found[0], Linear) or not isinstance(norm := found[1], RMSNorm):
         return None
@@ -73,7 +73,7 @@ def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
 
 
 def written_keys_at(ops: Sequence[Op], at: int) -> tuple[Rope, Rope, KvWrite] | None:
-    """Return both rotations and the cache write, if nothing else reads the keys."""
+    """Return the rotations of queries and keys at `at` and the cache write, or None if another operation reads the keys."""
     found = ops[at : at + 3]
     if len(found) < 3:
         return None

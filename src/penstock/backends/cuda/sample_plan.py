@@ -1,4 +1,4 @@
-"""Plans a step's sampling on the host, as arrays for its message."""
+"""Plans a step's sampling on the host, as arrays for the step's message to the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.types.sampling import SamplingParams
 
 NO_TOKEN_BEFORE = -1
-"""Pads shorter sequences: matches anything."""
+"""Pads short sequences in `SamplePlan.before`; it matches any token."""
 
 I32 = NDArray[np.int32]
 _NONE = np.empty(0, np.int32)
@@ -20,7 +20,7 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """Changes of a row's logits, apart from allowed tokens."""
+    """Bans, biases and penalties of a row's logits."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -30,7 +30,7 @@ class Changes:
     banned: I32
     """The last token of each banned sequence."""
     before: tuple[tuple[int, ...], ...]
-    """The tokens before it."""
+    """The tokens before the last one, for each banned sequence."""
     stop_ids: I32
 
     def bans_stops(self, position: int) -> bool:
@@ -61,33 +61,33 @@ def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | No
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """The plan of S samples. Fields after `changed` index it, the others the samples."""
+    """The plan of S samples. Row numbers in fields after `changed` are indices into `changed`."""
 
     slots: I32
     """[S]"""
     positions: I32
-    """[S], of the new tokens."""
+    """Positions of the new tokens. [S]"""
     num_tops: I32
-    """Most likely tokens to report. [L]"""
+    """How many of the most likely tokens to report, for each of `logprob_samples`. [L]"""
     logprob_samples: I32
-    """[L]"""
+    """Samples with log-probabilities. [L]"""
     listed: I32
-    """Samples with allowed tokens in the tables. [A]"""
+    """Samples with a list of allowed tokens, which is in `RowTables.allowed`. [A]"""
     followers: I32
-    """Samples that follow a grammar, whose masks `masked_by` adds."""
+    """Samples that follow a grammar. `masked_by` adds their masks."""
     masked: I32
-    """[M]"""
+    """Samples with a mask. [M]"""
     masks: I32
-    """As in `types.sampling`. [M, vocab_size / 32]"""
+    """A bit per allowed token, as in `types.sampling`. [M, vocab_size / 32]"""
     changed: I32
-    """Samples whose logits change otherwise. [C]"""
+    """Samples with bans, biases or penalties. [C]"""
     penalized: I32
     ban_rows: I32
-    """Per token that may be banned. [B]"""
+    """The row of each token that may be banned. [B]"""
     ban_ids: I32
-    """[B]"""
+    """The token that may be banned. [B]"""
     before: I32
-    """The tokens that must precede it, last one first, padded. [B, longest]"""
+    """The tokens that must precede a banned one, last one first, padded. [B, longest]"""
     bias_rows: I32
     bias_ids: I32
     bias_values: NDArray[np.float32]
@@ -98,14 +98,14 @@ class SamplePlan:
         return len(self.listed) + len(self.masked) + len(self.changed) > 0
 
     def masked_by(self, masks: Mapping[int, bytes]) -> SamplePlan:
-        """Add masks by sample, all of one size."""
+        """Return the plan with masks, given by index of the sample."""
         if not masks:
             return self
         words = np.frombuffer(b"".join(masks.values()), np.int32)
         return replace(self, masked=_i32(list(masks)), masks=words.reshape(len(masks), -1))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return device arrays by name, unbounded ones last."""
+        """Return arrays to send to the device, by name. Arrays of unbounded length are last."""
         arrays: dict[str, NDArray[Any]] = {
             "slots": self.slots,
             "positions": self.positions,
@@ -139,7 +139,7 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """Plan rows in `slots`, with new tokens at `positions`, [S] each. The rest is by slot."""
+    """Plan the sampling of rows in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]

@@ -21,12 +21,12 @@ from penstock.types.plan import AdmitRow
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_BLOCK = 4096
-"""Logits per iteration."""
+"""Most logits that a kernel loads at once."""
 NUM_WARPS = 16
 NUM_PIVOTS = 4
-"""Per pass, limited by registers."""
+"""Thresholds that a kernel tries in each pass over the logits; registers limit them."""
 NUM_PIVOTS_INTERPRETED = 16
-"""A pass costs the same for any number."""
+"""The same in Triton's interpreter, where a pass costs the same for any number."""
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -37,11 +37,11 @@ class Sampler:
         self._block = min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
         self._num_pivots = NUM_PIVOTS if tables.tokens.is_cuda else NUM_PIVOTS_INTERPRETED
         self._changes: dict[int, Changes] = {}
-        """By slot; only rows with changes."""
+        """Changes by slot, only of rows that have some."""
         self._listed: set[int] = set()
         self._followers: set[int] = set()
         self._num_tops: dict[int, int] = {}
-        """By slot; only rows with log-probabilities."""
+        """Tokens to report by slot, only for rows with log-probabilities."""
 
     def release(self, slot: int) -> None:
         self._changes.pop(slot, None)
@@ -50,7 +50,7 @@ class Sampler:
         self._followers.discard(slot)
 
     def admit(self, slot: int, row: AdmitRow, patches: Patches) -> None:
-        """Store a row's parameters; the device's part goes into `patches`."""
+        """Store a row's parameters, and add the part for the device's tables to `patches`."""
         params, tables = row.sampling, self._tables
         patches.add(tables.at(tables.params, slot), param_words(params, row.num_prompt_tokens))
         if params.allowed_token_ids is not None:
@@ -64,7 +64,6 @@ class Sampler:
             self._num_tops[slot] = params.logprobs
 
     def prepare(self, slots: I32, positions: I32) -> SamplePlan:
-        """Plan rows in `slots`, with new tokens at `positions`. [S] each"""
         return make_plan(
             slots,
             positions,
@@ -77,9 +76,9 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], results: torch.Tensor
     ) -> SampledWords:
-        """Queue sampling: append tokens to the tables, and write them and log-probabilities to `results`, int32.
+        """Queue sampling, which appends tokens to the tables and fills `results`, int32. Return the layout of `results`.
 
-        `logits` [S, vocab_size] float32 stay unchanged. `sent`: the plan's device arrays.
+        `logits` [S, vocab_size] float32 stay unchanged. `sent`: device copies of `plan.arrays()`.
         """
         words = SampledWords(len(plan.slots), len(plan.num_tops))
         tokens = results[: words.num_samples]
@@ -117,7 +116,7 @@ class Sampler:
         return words
 
     def _change(self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Steps 2 to 4 of `types/sampling.py`, in a copy."""
+        """Return changed logits: steps 2 to 4 of `types/sampling.py`."""
         result = logits.clone()
         if len(plan.listed):
             self._restrict(result, sent["listed"], sent["listed_slots"], self._tables.allowed)
@@ -140,7 +139,7 @@ class Sampler:
         return result
 
     def _restrict(self, x: torch.Tensor, samples: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
-        """Allow only the tokens set in each sample's line of `bits`."""
+        """Set each sample's logits to -inf unless the token's bit is set in its line of `bits`."""
         kernels.restrict[(len(samples), triton.cdiv(self._vocab_size, self._block))](
             x,
             x.stride(0),
@@ -155,7 +154,7 @@ class Sampler:
     def _without_banned(
         self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, sent: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return a copy. Rows that would have no token left stay unchanged."""
+        """Return logits without banned tokens. A row with only banned tokens stays unchanged."""
         rows = sent["ban_rows"].long()
         is_met = self._is_met(slots.index_select(0, rows), positions.index_select(0, rows), sent["before"])
         banned = x.clone()
@@ -164,7 +163,7 @@ class Sampler:
         return torch.where((banned > -torch.inf).any(1, keepdim=True), banned, x)
 
     def _is_met(self, slots: torch.Tensor, positions: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Whether the last tokens are `before`. [B]"""
+        """Return for each ban whether a row's last tokens are `before`. [B]"""
         back = torch.arange(1, before.shape[1] + 1, dtype=torch.int32, device=before.device)
         at = positions[:, None] - back
         last = self._tables.tokens[slots.long()[:, None], at.clamp(min=0).long()]
@@ -188,13 +187,13 @@ class Sampler:
 
 
 def _add_at(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, addends: torch.Tensor) -> None:
-    """x[rows, columns] += addends, x contiguous. `index_put_` would check indices on the host."""
+    """Add to x[rows, columns]; x must be contiguous. Unlike `index_put_` it checks no indices on the host."""
     x.view(-1).scatter_add_(0, rows * x.shape[1] + columns, addends)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledWords:
-    """Layout of a step's results, int32 words."""
+    """The layout of a step's results in int32 words."""
 
     num_samples: int
     num_logprobs: int
@@ -218,11 +217,14 @@ class SampledWords:
         return self.ids_begin + self.num_logprobs * (1 + MAX_LOGPROBS)
 
     def tokens(self, words: I32) -> I32:
-        """[S]; `NO_TOKEN` where no logit is a number."""
+        """Return the sampled tokens [S], `NO_TOKEN` if no logit is a number."""
         return words[: self.num_samples]
 
     def logprobs(self, words: I32) -> tuple[NDArray[np.float64], I32]:
-        """Return log-probabilities of the token and the most likely; its rank and their ids. Both [L, 1 + 20]"""
+        """Return two arrays [L, 1 + 20]. The first column is the sampled token, the others are the most likely tokens.
+
+        The first array has log-probabilities, the second the sampled token's rank and the others' ids.
+        """
         shape = (self.num_logprobs, 1 + MAX_LOGPROBS)
         numbers = words[self.logprobs_begin : self.logprobs_end].view(np.float64).reshape(shape)
         return numbers, words[self.ids_begin : self.end].reshape(shape)

@@ -1,7 +1,7 @@
-"""Pinned memory for a step's message and its results: one copy each way.
+"""Pinned memory for a step's message to the device and for its results: one copy each way.
 
-A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one: copies are in stream
-order.
+A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one buffer, because copies
+run in stream order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.float64): torch.float64,
 }
 ALIGN_WORDS = 4
-"""Triton recompiles kernels for arguments that are not 16-byte aligned."""
+"""Arrays begin at multiples of 16 bytes. Triton recompiles kernels for other alignments."""
 
 
 def aligned(num_words: int) -> int:
@@ -33,7 +33,7 @@ def aligned(num_words: int) -> int:
 
 
 class Upload:
-    """Messages to the device: arrays in sequence."""
+    """Sends messages to the device. A message is several arrays in one copy."""
 
     def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
         self._stream = stream
@@ -42,9 +42,10 @@ class Upload:
         self._num_sent = 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """Queue the copy; the tensors are valid until the next message.
+        """Queue the copy and return the arrays on the device, valid until the next message.
 
-        Arrays that do not fit are copied alone. Places depend only on earlier sizes, so captured graphs find their arrays.
+        An array that does not fit is copied alone. An array's address depends only on the sizes of arrays before it, as
+        captured graphs require.
         """
         host = self._hosts[self._num_sent % len(self._hosts)]
         self._num_sent += 1
@@ -64,23 +65,23 @@ class Upload:
         return tensors
 
     def _sent_alone(self, array: NDArray[Any]) -> torch.Tensor:
-        """PyTorch does not reuse the pinned memory before the device has copied it."""
+        """Copy one array. PyTorch does not reuse its pinned memory before the device has copied it."""
         host = self._stream.pinned(array.nbytes // 4)
         host.numpy().view(array.dtype)[:] = array.reshape(-1)
         return host.to(self._device.device, non_blocking=True).view(_DTYPES[array.dtype]).view(array.shape)
 
 
 class Download:
-    """Results, int32 words."""
+    """Fetches results, int32 words, from the device."""
 
     def __init__(self, words: torch.Tensor, *, depth: int, stream: Stream) -> None:
         self._hosts = [stream.pinned(len(words)) for _ in range(depth)]
         self.words = words
-        """On the device. int32"""
+        """Results on the device. int32"""
         self._num_fetched = 0
 
     def fetch(self, num_words: int) -> NDArray[np.int32]:
-        """Queue a copy. The result is valid once the device has passed it, for `depth` steps."""
+        """Queue a copy of the first words to the host. They become valid when the device has copied them, for `depth` steps."""
         host = self._hosts[self._num_fetched % len(self._hosts)]
         self._num_fetched += 1
         host[:num_words].copy_(self.words[:num_words], non_blocking=True)
@@ -89,8 +90,7 @@ class Download:
 
 
 def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[NDArray[Any]]:
-    """Return a step's arrays in the order of `ForwardPass.run`. If `num_rows` is larger than the batch's, rows of the null slot
-    pad a decode."""
+    """Return a step's arrays in the order that `ForwardPass.run` expects. Rows of the null slot pad a decode to `num_rows`."""
     row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.query_start_loc))
     sources = batch.row_slots[row_of_token] * np.int32(tables.table_width) + batch.positions
     arrays: list[NDArray[Any]] = [
@@ -112,7 +112,7 @@ def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[N
 
 
 def padding(tables: RowTables) -> StepBatch:
-    """One row, as `step_arrays` pads with."""
+    """Return a batch of one padding row."""
     zero = np.zeros(1, np.int32)
     return StepBatch(
         step_id=0,
@@ -130,7 +130,7 @@ def padding(tables: RowTables) -> StepBatch:
 
 
 def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
-    """None counts on from the last element."""
+    """Append padding: `fill`, or numbers that count up from the last element."""
     if fill is None:
         more = array[-1] + np.arange(1, num_padding + 1, dtype=array.dtype)
     else:
@@ -139,16 +139,16 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
 
 
 def message_words(capacity: Capacity, *, has_adapters: bool = False) -> int:
-    """Room for any step and its usual table updates."""
+    """Return the words that any step and its usual table updates need."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
-    if has_adapters:  # the order of tokens and samples, and their groups
+    if has_adapters:  # order and groups of tokens and of samples
         step_words += 2 * num_tokens + 14 * capacity.max_rows
-    # An admitted row sends its tokens and blocks, each with its place.
+    # An admitted row sends its tokens and blocks. Each word needs a second one, its index in the tables.
     patch_words = 2 * (4 * capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words
 
 
 def mask_message_words(capacity: Capacity, vocab_size: int) -> int:
-    """Room for all rows' masks and the sampler's usual arrays."""
+    """Return the words that all rows' masks and the sampler's usual arrays need."""
     return capacity.max_rows * (num_mask_words(vocab_size) + 64) + 64 * ALIGN_WORDS

@@ -1,4 +1,4 @@
-"""A step's arrays on the device, and the port of its attention."""
+"""A step's arrays on the device, and the interface of its attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepTensors:
-    """R rows, T tokens, S samples. Contiguous int32 on the device, except int64 `slot_mapping`; at fixed addresses under a
-    captured graph."""
+    """The arrays of R rows, T tokens and S samples: contiguous, on the device, int32 except `slot_mapping`.
+
+    Under a captured graph their addresses are fixed.
+    """
 
     token_ids: torch.Tensor
-    """-1 for a sampled token that the host does not know; the device fills it in. [T]"""
+    """Ids of the step's tokens. [T]"""
     positions: torch.Tensor
     """[T]"""
     row_of_token: torch.Tensor
@@ -30,26 +32,26 @@ class StepTensors:
     context_lens: torch.Tensor
     """Positions before this step. [R]"""
     block_tables: torch.Tensor
-    """Undefined after a row's last block. [R, max_blocks]"""
+    """Block ids. Entries after a row's last block are undefined. [R, max_blocks]"""
     sample_tokens: torch.Tensor
-    """Each sampling row's last token in T. [S]"""
+    """Index of each sampling row's last token. [S]"""
 
-    # For choosing grids, on the host. Under a captured graph these are the capture's values, which limit every replay.
+    # On the host, to choose grids. A captured graph keeps the values of its capture, as limits for every replay.
     num_tokens: int
     num_rows: int
     num_samples: int
     max_query_len: int
     max_seq_len: int
-    """Context plus query."""
+    """Largest sum of a row's context and queries."""
 
     types: torch.Tensor | None = None
     """1 in a pair's second text, else 0; only for programs that read texts. [T]"""
     attention: StepAttention | None = None
-    """None means the program's own."""
+    """None means our kernels."""
     adapted_tokens: AdaptedRows | None = None
-    """None without adapters."""
+    """Tokens with an adapter, or None."""
     adapted_samples: AdaptedRows | None = None
-    """None without adapters."""
+    """Samples with an adapter, or None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +66,10 @@ class AdaptedRows:
 
 
 class StepAttention(Protocol):
-    """A step's attention. It never waits, so it can be captured."""
+    """The attention of a step. Methods never wait, so that a graph can capture them."""
 
     def begin(self, step: StepTensors) -> None:
-        """Call it before the first layer."""
+        """Prepare a step, before its first layer."""
         ...
 
     def attend(
@@ -79,7 +81,7 @@ class StepAttention(Protocol):
         shape: AttentionShape,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one layer; its cache has this step's keys and values.
+        """Attend in one layer. The step's keys and values must be in the cache.
 
         q, out [num_tokens, num_heads * head_dim]; rows of q may be strided. `sinks`: the program's times log2(e), float32
         [num_heads], or None.

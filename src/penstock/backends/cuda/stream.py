@@ -1,4 +1,4 @@
-"""In-order device queues and their marks: one for steps, one for reads beside them."""
+"""Queues of device work, and marks in them. An executor has a stream for steps and one for reads of blocks."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ import torch
 
 class Mark(Protocol):
     def wait(self) -> None:
-        """Wait without the GIL."""
+        """Wait until the device passes the mark, without the GIL."""
         ...
 
     def ns_since(self, earlier: Mark) -> int:
-        """Device time; both marks have passed."""
+        """Return the device time between two marks that the device has passed."""
         ...
 
 
 class Stream(Protocol):
-    """Runs the work issued inside `entered` in order."""
+    """A queue that runs the work issued inside `entered` in order."""
 
     def entered(self) -> AbstractContextManager[None]: ...
 
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """Delay later work here until another stream passes a mark."""
+        """Delay later work in this stream until another stream passes a mark."""
         ...
 
     def pinned(self, num_words: int) -> torch.Tensor:
-        """int32 [num_words], accessed by the device."""
+        """Return pinned host memory, int32 [num_words]."""
         ...
 
 
 class CudaStream:
     def __init__(self, device: torch.device, *, spins: bool, goes_first: bool = False) -> None:
-        """`spins`: waits take a CPU, but wake tens of microseconds earlier. `goes_first`: priority over other streams."""
+        """Open a stream.
+
+        `spins`: waiting keeps a CPU busy, but ends tens of microseconds earlier. `goes_first`: priority over other streams.
+        """
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if goes_first else 0)
         self._spins = spins
@@ -74,7 +77,7 @@ class CudaMark:
 
 
 class HostStream:
-    """For the interpreter; runs at once."""
+    """A stand-in without a GPU, for Triton's interpreter. Work runs at once."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:

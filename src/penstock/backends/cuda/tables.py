@@ -1,6 +1,6 @@
 """Device tables of each row's tokens, blocks and sampling parameters.
 
-Messages patch them, and the sampler appends its tokens, which a step can use before the host sees them.
+Messages update the tables. The sampler appends its tokens, so the next step can read them before the host does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 
 PARAM_WORDS = 16
-"""float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, seed (both halves), num_prompt_tokens; float32 repetition,
-frequency and presence penalty; int32 penalty window."""
+"""Words of a row's parameters, in order:
+
+- float64: 1 / temperature (0: greedy), top_p, min_p
+- int32: top_k, both halves of the seed, num_prompt_tokens
+- float32: repetition, frequency and presence penalty
+- int32: penalty window
+"""
 
 COMPUTED = frozenset(
     {
@@ -30,14 +35,14 @@ COMPUTED = frozenset(
         "seed",
     }
 )
-"""`types.sampling.PARAMETERS` that kernels compute."""
+"""The `types.sampling.PARAMETERS` that this backend supports."""
 
 MAX_INVERSE_TEMPERATURE = 1e250
-"""Keeps logit differences times this in float64."""
+"""A limit, so that a difference of logits times this is finite in float64."""
 
 
 class RowTables:
-    """All tables in one int32 arena. The all-zero slot `max_rows` is padding."""
+    """All tables, in one int32 array. A row has a slot in each table; slot `max_rows`, all zeros, is for padding."""
 
     def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
         num_slots = capacity.max_rows + 1
@@ -55,7 +60,7 @@ class RowTables:
         ]
         self.null_slot = capacity.max_rows
         self.params, self.tokens, self.block_tables, self.allowed = parts
-        """`allowed`: a bit per token, only for rows with a list. [slots, vocab / 32]"""
+        """`allowed` has a bit per allowed token, for rows with a list of them. [slots, vocab / 32]"""
         self.params_f64 = self.params.view(torch.float64)
 
     @property
@@ -68,7 +73,7 @@ class RowTables:
         return int(self.tokens.shape[1])
 
     def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:
-        """Write device copies of `Patches.arrays`. int32"""
+        """Queue the updates, given device copies of the two `Patches.arrays`. int32"""
         self._arena.index_copy_(0, idx.long(), values)
 
     def at(self, part: torch.Tensor, slot: int, column: int = 0) -> int:
@@ -76,7 +81,7 @@ class RowTables:
 
 
 class Patches:
-    """Updates before a step, each place once."""
+    """Collects table updates for the next step. Each word may be updated once."""
 
     def __init__(self) -> None:
         self._idx: list[NDArray[np.int32]] = []
@@ -93,7 +98,6 @@ class Patches:
 
 
 def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.int32]:
-    """[PARAM_WORDS]"""
     words = np.zeros(PARAM_WORDS, np.int32)
     inverse = 0.0 if params.temperature == 0.0 else min(1.0 / params.temperature, MAX_INVERSE_TEMPERATURE)
     words[:6].view(np.float64)[:] = inverse, params.top_p, params.min_p
@@ -110,7 +114,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def allowed_words(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
-    """Token i is bit i % 32 of word i / 32. [vocab / 32]"""
+    """Return words [vocab / 32] with a bit per allowed token: token i is bit i % 32 of word i / 32."""
     bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TextLauncher:
-    """For an executor that has entered its stream."""
+    """Queues steps of texts. The caller must have entered the stream."""
 
     def __init__(
         self, capacity: Capacity, program: CompiledProgram, *, depth: int, stream: Stream, device: torch.device
@@ -32,14 +32,14 @@ class TextLauncher:
         self._none = torch.empty(0, dtype=torch.int32, device=device)
 
     def launch(self, batch: StepBatch, host: BatchBuilder, began_ns: int) -> TextFlight:
-        """`host` made `batch`. `began_ns`: start of the host's work."""
+        """Queue a step. `host`: the builder of `batch`. `began_ns`: when the host began to work on the step."""
         starts = batch.query_start_loc
         row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(starts))
         second_at = host.second_at[batch.row_slots][row_of_token]
         types = ((second_at > 0) & (batch.positions >= second_at)).astype(np.int32)
         sample_tokens = starts[1:][batch.sample_rows] - 1
         sent = self._upload.send([batch.token_ids, batch.positions, row_of_token, starts, sample_tokens, types])
-        begun = self._stream.mark()  # not before the message, as in `StepLauncher.launch`
+        begun = self._stream.mark()  # after the message, as in `StepLauncher.launch`
         num_states = self._run(batch, sent) if batch.num_tokens else 0
         computed = self._stream.mark()
         width = self._program.result.shape[1]
@@ -60,7 +60,6 @@ class TextLauncher:
         )
 
     def _run(self, batch: StepBatch, sent: list[torch.Tensor]) -> int:
-        """Queue the forward pass; return the rows of states."""
         token_ids, positions, row_of_token, query_start_loc, sample_tokens, types = sent
         longest = int(np.diff(batch.query_start_loc).max())
         step = StepTensors(

@@ -24,10 +24,10 @@ def text_logits(
     device: torch.device,
     adapted: tuple[PlacedAdapters, int] | None = None,
 ) -> NDArray[np.float32]:
-    """[len(token_ids), vocab_size], in chunks of a step's samples. Overwrites the first KV blocks.
+    """Compute logits [len(token_ids), vocab_size]. Overwrites the first KV blocks.
 
-    `max_blocks`: width of block tables. `adapted`: placed adapters, and the text's number. Raises ValueError if the text does
-    not fit.
+    `max_blocks`: width of block tables. `adapted`: placed adapters, and the number of the text's adapter. Raises ValueError
+    if the text does not fit.
     """
     size = capacity.block_size
     num_blocks = -(-len(token_ids) // size)
@@ -54,7 +54,6 @@ def text_logits(
 def _step(
     token_ids: NDArray[np.int32], begin: int, table: NDArray[np.int32], *, block_size: int, device: torch.device
 ) -> StepTensors:
-    """One row that samples at every token."""
     num_tokens = len(token_ids)
     positions = np.arange(begin, begin + num_tokens, dtype=np.int32)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """A `step.StepAttention`."""
+    """A `step.StepAttention` with our kernels."""
 
     workspace: AttentionWorkspace
     deterministic: bool
@@ -26,7 +26,7 @@ class TritonAttention:
     def allocate(
         shape: AttentionShape, *, max_rows: int, num_positions: int, device: torch.device, deterministic: bool
     ) -> TritonAttention:
-        """Make one for all layers, whose heads are alike."""
+        """Make the attention of all layers. Their heads must have one shape."""
         workspace = AttentionWorkspace.allocate(
             max_rows=max_rows,
             num_heads=shape.num_heads,
@@ -39,7 +39,7 @@ class TritonAttention:
         return TritonAttention(workspace, deterministic)
 
     def decode_programs(self, num_rows: int, max_seq_len: int, shape: AttentionShape) -> int:
-        """Return programs per row and KV head, or 0 if the prefill kernel computes the decode."""
+        """Return the programs per row and KV head, or 0 if the prefill kernel computes the decode."""
         return decode_programs(
             self.workspace,
             num_rows=num_rows,
@@ -50,7 +50,7 @@ class TritonAttention:
         )
 
     def begin(self, step: StepTensors) -> None:
-        """Grids follow from the step's own numbers."""
+        """Do nothing: grids follow from the step's numbers."""
 
     def attend(
         self,

@@ -1,10 +1,10 @@
 """Loads matrices in the layout that `linear` and its kernels read.
 
-Floats become one dtype, or fp8 with row scales. Quantised integers stay: value = scale * integer (+ offset) per group, exact
-but for half-precision scales. fp8 files stay as they are.
+Floats become one dtype, or fp8 with row scales. Quantised integers stay, with value = scale * integer (+ offset) per group;
+only scales are rounded, to half precision. fp8 stays fp8.
 
-A tile of 128 rows has its 64-column steps in order, for contiguous reads. A 16-bit word packs 4 (or 2) columns 16 apart: shift
-and mask turn two words into a register of the matrix unit.
+For contiguous reads, a tile of 128 rows stores its columns in steps of 64. A 16-bit word packs 4 (or 2) columns, 16 apart: a
+shift and a mask turn two words into a register of the matrix unit.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
 
 TILE_ROWS = 128
-"""Rows per program of a product."""
+"""Rows of a tile. A program of a product computes one tile."""
 STEP_COLS = 64
 QUARTER_COLS = 16
 """Columns that the matrix unit multiplies at once."""
 FOUR_BITS = formats.FOUR_BITS | {WeightFormat.Q2_K, WeightFormat.Q3_K}
-"""Other quantised formats have 8-bit integers."""
+"""Formats that are stored as 4-bit integers. Other quantised formats become 8-bit integers."""
 SIGNED_ZERO = 8
-"""Added to signed 4-bit integers."""
+"""Offset that makes signed 4-bit integers unsigned."""
 CENTRES = {WeightFormat.Q2_K: 2, WeightFormat.Q4_1: 8, WeightFormat.Q4_K: 8, WeightFormat.Q5_1: 16, WeightFormat.Q5_K: 16}
-"""Centres of unsigned integers. Subtracting them shrinks offsets, and so bf16 rounding errors."""
+"""Centres of the range of unsigned integers. Subtracting them makes offsets, and so bf16 rounding errors, smaller."""
 LARGEST_HALF = 65504.0
 FLOAT8_GROUP = 32
-"""Columns per scale if fp8 rows have several; divides the files' block sizes."""
+"""Columns per scale, if fp8 rows have several scales. It divides the block sizes of files."""
 CHUNK_ROWS = 2048
 
 
@@ -49,7 +49,7 @@ class DenseMatrix:
     values: torch.Tensor
     """[num_rows, num_cols]"""
     column_order: torch.Tensor | None = None
-    """The input column of each column; None keeps the order. int64 [num_cols]"""
+    """For each column of `values`, the column of x that it multiplies; None: the same one. int64 [num_cols]"""
 
     @property
     def num_rows(self) -> int:
@@ -75,18 +75,21 @@ class QuantisedMatrix:
     num_cols: int
     bits: int
     group: int
-    """Columns per scale: 32 or 16; 0 with only row scales."""
+    """Columns per scale: 32 or 16, or 0 if only rows have scales."""
     values: torch.Tensor
-    """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16]; bits 4 i to 4 i + 3: column 16 i + place. 8 bits: int16 [num_tiles,
-    num_steps, 2, TILE_ROWS, 16]; byte i: column 32 half + 16 i + place."""
+    """int16 words. `place` is the last index; columns count within a step.
+
+    - 4 bits: [num_tiles, num_steps, TILE_ROWS, 16]; bits 4 i to 4 i + 3 are column 16 i + place
+    - 8 bits: [num_tiles, num_steps, half, TILE_ROWS, 16], half 0 or 1; byte i is column 32 half + 16 i + place
+    """
     scales: torch.Tensor | None
-    """float16, or float32 like dtype. [num_steps, num_tiles * TILE_ROWS, STEP_COLS / group]"""
+    """float16, or float32 if x is. [num_steps, num_tiles * TILE_ROWS, STEP_COLS / group]"""
     offsets: torch.Tensor | None = None
     """As `scales`."""
     row_scales: torch.Tensor | None = None
     """float32 [num_tiles * TILE_ROWS]"""
     is_float: bool = False
-    """Whether the 8-bit numbers are fp8 (e4m3); none is NaN."""
+    """Whether the 8-bit numbers are fp8 (e4m3), without NaN."""
     column_order: torch.Tensor | None = None
     """As in `DenseMatrix`."""
 
@@ -100,7 +103,7 @@ class QuantisedMatrix:
 
     @property
     def zero(self) -> int:
-        """Subtracted from stored integers."""
+        """The number to subtract from stored integers."""
         return SIGNED_ZERO if self.bits == 4 else 0
 
     @property
@@ -134,7 +137,6 @@ def load_matrices(
 
 
 def load_vector(tensor: WeightTensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[n]"""
     return torch.from_numpy(tensor.dequantize().reshape(-1).copy()).to(device=device, dtype=dtype)
 
 
@@ -145,7 +147,7 @@ class _Kind(Enum):
 
 
 def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, int]:
-    """Return kind, bits, and columns per group."""
+    """Return kind of matrix, bits of a number, and columns per group (0: none)."""
     if tensor.format in BLOCKS:
         return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, 16 if tensor.format in GROUP_OF_16 else 32
     if tensor.scales is not None:
@@ -159,7 +161,7 @@ def _layout_and_order(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[tupl
 
 
 def _chunks(tensor: WeightTensor) -> Iterator[tuple[int, NDArray[np.generic]]]:
-    """Yield (first row, raw rows) in column order; a full copy would double the matrix."""
+    """Yield (first row, raw rows in column order) in chunks, because a full copy would double the memory."""
     for begin in range(0, tensor.num_rows, CHUNK_ROWS):
         yield begin, tensor.ordered_rows(begin, min(begin + CHUNK_ROWS, tensor.num_rows))
 
@@ -176,7 +178,7 @@ def _load_dense(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: tor
 
 
 def _floats(fmt: WeightFormat, rows: NDArray[np.generic]) -> torch.Tensor:
-    # Copied, because torch warns of read-only arrays, such as those of a mapped file.
+    # Copied, because torch warns about read-only arrays, and mapped files are read-only.
     found = torch.from_numpy(np.array(rows.view(np.int16) if fmt is WeightFormat.BF16 else rows))
     return found.view(torch.bfloat16) if fmt is WeightFormat.BF16 else found
 
@@ -196,7 +198,7 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
             integers[own] += (SIGNED_ZERO if bits == 4 else 0) - CENTRES.get(tensor.format, 0)
             scales[own, : parts.scales.shape[1]] = parts.scales
             if parts.offsets is not None:
-                with np.errstate(invalid="ignore"):  # scales that are no numbers are refused below
+                with np.errstate(invalid="ignore"):  # scales that are not finite are refused below
                     offsets[own, : parts.scales.shape[1]] = parts.offsets + CENTRES[tensor.format] * parts.scales
                 has_offset = True
         if not (np.abs(scales).max() <= LARGEST_HALF and np.abs(offsets).max() <= LARGEST_HALF):
@@ -247,8 +249,10 @@ def _load_float8(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: to
 
 
 def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return row scales [end - begin], and group scales relative to them, at most 1 for half precision. [end - begin,
-    num_groups or 0]"""
+    """Split scales into row scales [end - begin] and group scales [end - begin, num_groups].
+
+    Group scales are relative to their row's scale and at most 1, to fit half precision.
+    """
     found = scales.of_rows(begin, end)
     if not num_groups:
         return found[:, 0], np.zeros((len(found), 0), np.float32)
@@ -259,7 +263,7 @@ def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple
 
 
 def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]]:
-    """Yield (first row, rows) in order. Threads help: NumPy releases the GIL."""
+    """Yield (first row, integers of a chunk) in order. Threads help, because NumPy releases the GIL."""
 
     def read(chunk: tuple[int, NDArray[np.generic]]) -> tuple[int, GroupedIntegers]:
         return chunk[0], grouped_integers(chunk[1], tensor.format, tensor.num_cols)
@@ -269,7 +273,7 @@ def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]
 
 
 def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 [padded_rows, padded_cols] -> `QuantisedMatrix.values`."""
+    """Pack int8 [padded_rows, padded_cols] as `QuantisedMatrix.values`."""
     shape = (len(integers) // TILE_ROWS, TILE_ROWS, -1, STEP_COLS // QUARTER_COLS, QUARTER_COLS)
     quarters = integers.view(shape).permute(0, 2, 3, 1, 4)  # [tile, step, quarter, row, place]
     if bits == 4:
@@ -280,7 +284,7 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _in_steps(parts: NDArray[np.float32], group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[padded_rows, num_groups] -> [num_steps, padded_rows, STEP_COLS / group]."""
+    """Reorder scales or offsets [padded_rows, num_groups] to [num_steps, padded_rows, STEP_COLS / group]."""
     found = torch.from_numpy(parts).to(device=device, dtype=dtype)
     return found.view(len(parts), -1, STEP_COLS // group).permute(1, 0, 2).contiguous()
 

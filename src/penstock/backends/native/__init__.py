@@ -1,4 +1,4 @@
-"""The CPU backend: a program lowered once to C++ instructions, a step in one call without the GIL."""
+"""The CPU backend: describes its kernels and measures how fast they can be on this machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class KernelInfo(TypedDict):
     variants: list[str]  # usable instruction-set variants, best first
     variant: str
     why_no_tiles: str
-    """Why the processor's tiles can't be used; empty if they can, or if it has none."""
+    """The reason if the processor has AMX tiles that can't be used, else empty."""
 
 
 def info() -> KernelInfo:
-    """Raises ImportError if the compiled module was not built."""
+    """Describe the kernels. Raises ImportError if the compiled module was not built."""
     from penstock.backends.native import _native
 
     variants = _native.usable_variants()
@@ -35,7 +35,7 @@ def info() -> KernelInfo:
 
 
 def spreading_refusal(nodes: Sequence[int]) -> str | None:
-    """Return why the system does not spread memory over these NUMA nodes, with the remedy, or None if it does."""
+    """Return why the system can't spread memory over these NUMA nodes, and a remedy, or None."""
     from penstock.backends.native import _native
 
     try:
@@ -50,12 +50,12 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
 
 PROBE_S = 0.01  # short enough that some measurements fall between the interruptions of a shared machine
 PROBED_CACHES = 8
-"""In sizes of the caches: some memory of twice their size still comes from them (docs/performance.md, Peaks)."""
+"""A probe reads this many times the size of the caches, so that few reads hit them (docs/performance.md, Peaks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The best of several short measurements, of all threads together."""
+    """The speed of all threads together: the best of several short measurements."""
 
     variant: str
     quantised: str  # the arithmetic of quantised weights: int8, or bf16 tiles
@@ -65,7 +65,7 @@ class Peaks:
 
 
 def probed_bytes() -> int:
-    """Return the memory that a probe reads: hardly any of it stays in caches, and half of it or more is left free."""
+    """Return how many bytes a probe reads: much more than the caches hold, at most half of the free memory."""
     wanted, most = max(1 << 28, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
     if wanted > most:
         _log.warning(

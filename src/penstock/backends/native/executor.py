@@ -1,6 +1,6 @@
-"""The native engine of one model behind the `Executor` port: a step is one call without the GIL (`run`).
+"""The `Executor` port for the C++ engine. `collect` computes a step in one call, without the GIL.
 
-A step whose rows wait for masks begins when it is submitted (`begin`), and gets the masks (`restrict`) before that call.
+If rows wait for grammar masks, `submit` begins the step in the background, and `restrict` sends the masks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIME_PARTS = ("rows", "linear", "attention", "sampling")
 
 
 class Stage(NamedTuple):
-    """How threads shared one instruction of a step, task by task (docs/kernels.md, "Strands")."""
+    """A report on how threads shared one instruction of a step (docs/kernels.md, "Strands")."""
 
     strand: int  # -1: all strands together
     instruction: str
@@ -54,17 +54,17 @@ class Stage(NamedTuple):
 class NativeExecutor:
     """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
-    - `team`, `account`: executors of one team share its threads, and their steps take turns by account. Without a team the
-      executor makes one of `num_threads`; 0: as many as suit the machine.
+    - `team`, `account`: executors of a team share its threads. Accounts decide which executor's step runs next.
+    - `num_threads`: threads if there is no `team`; 0 chooses them for this machine.
     - `variant`: an instruction set (`penstock env` lists them); empty: the best.
     - `poison`: for tests, stale KV and buffers become NaN.
-    - `on_packed`, `rounds_floats`: as in `lower`; floats are rounded by default for programs that read texts.
-    - `expert_file`: descriptor of an empty file for the experts. Then OSError is raised if the disk fails.
-    - `max_adapter_rank`: largest rank of rows' adapters; 0: no adapters.
-    - `memory_nodes`: nodes over which weights and KV cache are spread.
+    - `on_packed`, `rounds_floats`: see `lower`. By default, only programs that read texts round floats.
+    - `expert_file`: descriptor of an empty file that will store the experts. A failing disk raises OSError.
+    - `max_adapter_rank`: the largest rank of an adapter; 0: no adapters.
+    - `memory_nodes`: NUMA nodes over which to spread weights and KV cache.
 
-    Raises ModelError for what the backend can't compute, MemoryError, and ValueError for a capacity that the kernels can't work
-    with (`block_size` must be a multiple of 16, except for texts).
+    Raises ModelError for an operation that the backend can't compute, MemoryError, and ValueError for an invalid capacity
+    (`block_size` must be a multiple of 16, except for texts).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class NativeExecutor:
         self._capacity = capacity_of(program, sizes)
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
-        # Of texts no keys and values are kept: a cache without layers, of any shape.
+        # Models that read texts keep no keys and values: their cache has no layers, so its shape does not matter.
         num_kv_heads, head_dim = (1, 16) if is_one_pass else (program.num_kv_heads, padded_head_dim(program.head_dim))
         self._opened: Engine | None = Engine(
             num_layers=0 if is_one_pass else program.num_layers,
@@ -130,7 +130,7 @@ class NativeExecutor:
             rounds_floats=rounds,
             has_adapters=max_adapter_rank > 0,
         )
-        self._placed: dict[int, tuple[int, ...]] = {}  # number of an adapter -> its blocks
+        self._placed: dict[int, tuple[int, ...]] = {}  # adapter number -> block ids
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
@@ -184,12 +184,12 @@ class NativeExecutor:
 
     @property
     def num_members(self) -> int:
-        """Threads that took part in the last step: fewer where more would cost more than they bring."""
+        """Threads that took part in the last step. A small step uses fewer threads than there are."""
         return int(self._engine.num_members)
 
     @property
     def num_strands(self) -> int:
-        """Groups in which the last step's tokens went through the layers; 0 before the first."""
+        """Groups (strands) of tokens that went through the layers separately in the last step; 0 before the first step."""
         return int(self._engine.num_strands)
 
     @property
@@ -197,7 +197,7 @@ class NativeExecutor:
         return [Stage(*stage) for stage in self._engine.stages]
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
-        """Return the blocks that a strand's products were to fetch for a layer's attention in the last step, in order."""
+        """Return the KV blocks that a strand prefetched for a layer's attention in the last step, in order."""
         return list(self._engine.fetched_blocks(strand, layer))
 
     @property
@@ -206,7 +206,7 @@ class NativeExecutor:
 
     @property
     def small_page_bytes(self) -> int:
-        """Bytes of weights that are still to become huge pages, in the background."""
+        """Bytes of weights that the background has not yet moved to huge pages."""
         return int(self._engine.small_page_bytes)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -231,7 +231,7 @@ class NativeExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """A packer for all executors of this model and these settings. It outlives this one."""
+        """A packer for every executor with this model and settings. It stays valid after `close`."""
         return _Packer(self._program, self._engine.adapter_format, self._sites, self._max_adapter_rank)
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
@@ -317,7 +317,7 @@ class NativeExecutor:
         return StepTiming(start_ns + waited_ns, time.monotonic_ns(), parts, waited_ns)
 
     def _forget_stale(self, plan: StepPlan) -> None:
-        """Poison buffers, and blocks beyond their rows' computed tokens, so that any use becomes visible."""
+        """Overwrite with NaN all buffers, and all KV beyond the computed tokens, to expose reads of stale data."""
         self._engine.poison_buffers()
         if self._capacity.is_one_pass:
             return
@@ -337,7 +337,7 @@ class NativeExecutor:
         for index, name in zip(self._rows.sampled_logits(), self._rows.sampled(), strict=True):
             if name in self._wants_logprobs:
                 token_id, logprob, rank, top = self._engine.logprobs(index)
-                if token_id >= 0:  # else the row failed, and the others are of an earlier step
+                if token_id >= 0:  # negative if the row failed; then the other values are from an earlier step
                     found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
         return found
 
@@ -351,7 +351,7 @@ class NativeExecutor:
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
         """Return logits after each token of a text, [len(token_ids), vocab_size]; for tests.
 
-        Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere.
+        Overwrites KV from block 1 on. Call it only when idle, with adapters placed in other blocks.
         """
         if self._capacity.is_one_pass:
             raise ValueError("the program has no logits: it reads texts")
@@ -380,7 +380,7 @@ class NativeExecutor:
         return logits
 
     def close(self) -> None:
-        """End the kernel threads and free weights and KV. Idempotent; nothing else may be called after it."""
+        """End the kernel threads and free weights and KV. Idempotent; call nothing else afterwards."""
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()

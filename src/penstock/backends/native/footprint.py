@@ -1,4 +1,4 @@
-"""Sizes of what the native backend keeps in memory for a model, in bytes. The memory plan asks before any weight is read."""
+"""Computes the native backend's memory for a model, in bytes, before any weight is read."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
-    """Return the bytes of a position's keys and values over all layers, scales included."""
+    """Return the bytes of one token's keys, values and scales in all layers."""
     return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in spec.attentions)
 
 
 def state_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of recurrent state in a KV block."""
     num_columns = sum(layer.mixer.kernel - 1 for layer in spec.layers if isinstance(layer.mixer, ShortConvSpec))
     return bytes_of_columns(num_columns, spec.hidden_size)
 
 
 def block_bytes(spec: ModelSpec, dtype: KvDtype, block_size: int) -> int:
-    """Return the bytes of a KV block of `block_size` positions."""
     return block_size * kv_bytes_per_token(spec, dtype) + state_bytes(spec)
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
-    """Return an upper bound of the memory for the experts of a step (native/experts.h). Layers of one shape share it."""
+    """Return an upper bound of the scratch bytes for experts in a step (native/experts.h). Layers of equal shape share them."""
     shapes = {
         (mlp.num_experts, mlp.num_experts_per_token, mlp.intermediate_size)
         for layer in spec.layers
@@ -37,5 +35,5 @@ def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
 
 
 def _pair_bytes(num_cols: int, num_matrices: int, num_rows: int) -> int:
-    """Return the bytes that an expert's matrices read and write for one token: 16 bits, or 8 with scales and outliers."""
+    """Return the bytes of inputs and outputs of an expert's matrices for one token."""
     return 2 * num_cols + 20 + 4 * num_matrices * -(-num_rows // 16) * 16

@@ -1,7 +1,7 @@
 """Translates a `Program` into the C++ engine's instructions, once, at load.
 
-`fuse` groups operations that become one product. `_Emitter` gives each group to the engine, and converts values where a weight
-first reads another form. Heads whose width is no multiple of 16 are padded where they are stored or attend.
+`fuse` groups operations that become one product. `_Emitter` adds each group to the engine. Before a product, it converts the
+input to the number format that the weight needs. It pads heads if their width is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
     fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F8_E4M3
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
-"""Packed as bf16, or as int8 with a scale per row."""
+"""Formats that are packed as bf16, or as int8 with a scale per row."""
 ACTIVATION_KINDS = {
     kind: number
     for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
 }
-"""The numbers of native/kernels/kernels.h."""
+"""Numbers of activations, as in native/kernels/kernels.h."""
 _OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that a product of a gate and an up projection computes
 _OF_ROUNDED_PRODUCTS = ("gelu",)  # activations that a product of weights rounded to int8 computes
 _WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
-"""Results are hardly ever negative: 256 integers hold them from the smallest to the largest."""
+"""Activations with hardly any negative results. When rounded, their range is divided into 256 steps."""
 COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
@@ -74,11 +74,11 @@ def lower(
 ) -> Mapping[str, Sequence[int]]:
     """Fill an empty engine with the program's weights and instructions, for requests of up to `num_positions`.
 
-    - `rounds_floats`: the floats of linear operations become int8 with a scale per row instead of bf16
-    - `on_packed`: called with the file's bytes of each part of a matrix when it has been packed
-    - `has_adapters`: rows may have adapters, which are enabled in the engine
+    - `rounds_floats`: floats of linear operations become int8 with a scale per row instead of bf16
+    - `on_packed`: called with the number of bytes, as in the file, after each part of a matrix is packed
+    - `has_adapters`: rows may have adapters; the engine must have them enabled
 
-    Return the engine's sites of each of `models.adapter.sites` that is computed. Raises ModelError.
+    Return the engine's site ids for each supported name of `models.adapter.sites`. Raises ModelError.
     """
     check_program(program)
     known = _Weights(program, weights, engine, on_packed, rounds_floats)
@@ -105,7 +105,7 @@ def check_program(program: Program) -> None:
         )
 
 
-# The first pass: what becomes one
+# The first pass: group operations
 
 
 class Products(NamedTuple):
@@ -130,21 +130,21 @@ class ActivatedProduct(NamedTuple):
 
 
 class QuantisedNorm(NamedTuple):
-    """A norm of whole rows that only quantised products read."""
+    """A norm of whole rows. Only quantised products read its result."""
 
     op: prog.RMSNorm
 
 
 class Attend(NamedTuple):
     op: prog.Attention
-    of_samples: bool  # only rows that sample are read of the result
+    of_samples: bool  # later operations read only rows that sample
 
 
 Group = Products | Gated | ActivatedProduct | QuantisedNorm | Attend | Op
 
 
 def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
-    """Yield all operations, in order, in groups. Packs no weights."""
+    """Yield all operations in order, grouped where one instruction can compute several."""
     at = 0
     while at < len(ops):
         op = ops[at]
@@ -177,7 +177,7 @@ def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
 
 
 def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedProduct | None:
-    """Return the two operations from `at` on if they can be one product of rounded weights."""
+    """Return the two operations at `at` as one product of rounded weights, or None."""
     if at + 1 >= len(ops):
         return None
     op, act = ops[at : at + 2]
@@ -188,7 +188,7 @@ def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedPro
 
 
 def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
-    """Return the three operations from `at` on if they can be one product."""
+    """Return the three operations at `at` as one product, or None."""
     if at + 2 >= len(ops):
         return None
     gate, up, act = ops[at : at + 3]
@@ -209,7 +209,7 @@ def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
 
 
 def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
-    """Yield the operations from `at` on that read a value before it is written again."""
+    """Yield the operations from `at` on that read buffer `name` before it is overwritten."""
     for op in ops[at:]:
         if name in _read_by(op):
             yield op
@@ -226,7 +226,7 @@ def _is_only_gathered(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights) -> bool:
-    """Return whether only products that want it in groups of integers read a value."""
+    """Return whether every reader of buffer `name` is a product with input of form `GROUPS` in the usual column order."""
     return all(
         isinstance(op, prog.Linear | prog.Logits)
         and weights.form(op.weight) is _Form.GROUPS
@@ -237,12 +237,10 @@ def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights
 
 
 def _written_by(op: Op) -> str | None:
-    """Return the buffer that an operation replaces."""
     return None if isinstance(op, prog.KvWrite | prog.Rope | prog.Softcap) else getattr(op, "out", None)
 
 
 def _read_by(op: Op) -> set[str | None]:
-    """Return the buffers that an operation reads, and maybe None."""
     names = ("gate", "up") if isinstance(op, prog.GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b")
     return {getattr(op, name, None) for name in names}
 
@@ -251,7 +249,7 @@ def _read_by(op: Op) -> set[str | None]:
 
 
 class _Emitter:
-    """Gives groups to the engine, in order."""
+    """Adds groups of operations to the engine, in order."""
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
         self._widths = dict(program.buffers)
@@ -264,12 +262,12 @@ class _Emitter:
         self._ropes: dict[tuple[tuple[float, ...], float, float, int], int] = {}
         self._buffers: dict[str, int] = {}
         self._converted: dict[str, dict[tuple[_Form, bytes | None], int]] = {}
-        """Buffer -> (form, order of columns) -> the activation with its present value."""
-        self._with_zero: set[str] = set()  # buffers whose present value is hardly ever negative
+        """Buffer -> (form, column order) -> id of the converted copy, while the copy is current."""
+        self._with_zero: set[str] = set()  # buffers with values that are hardly ever negative
         self._activations: dict[tuple[str, _Form, int], int] = {}
-        """By buffer, form, and the number of such orders before; layers share them."""
+        """Ids of converted copies by buffer, form and number of the column order. Layers share the copies."""
         self._pending: list[RowOp] = []  # row operations that become one instruction
-        self._later: list[RowOp] = []  # row operations of the instruction after that one
+        self._later: list[RowOp] = []  # row operations of the next instruction
         self._on_samples = False
         self._has_adapters = has_adapters
         self.sites: dict[str, list[int]] = {}
@@ -326,7 +324,7 @@ class _Emitter:
                 a, b = self._buffer(group.a), self._buffer(group.b)
                 self._row(RowOpKind.ADD, out=self._written(group.out), x=a, y=b, value=group.factor)
             case prog.Softcap():
-                pass  # with the logits: rows of which only the largest is kept are capped first, too
+                pass  # `set_logits` gets the cap
             case prog.GatherRows() | prog.FirstRows() | prog.MeanRows():
                 if not self._on_samples:
                     self.flush_all()
@@ -375,8 +373,8 @@ class _Emitter:
         self._row(RowOpKind.ADD, out=self._written(op.out), x=x, y=self._buffer(added), value=1.0)
 
     def _emit_short_conv(self, op: prog.ShortConv) -> None:
-        """The state is kept one instruction later, when no token needs the one before any more."""
-        self.flush()  # it reads other tokens' x, which is to be whole
+        """Save the new state one instruction later: tokens of this step still read the old state."""
+        self.flush()  # reads x of other tokens, so all rows of x must be written
         bias = self._weights.vector(op.bias)
         taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
         self._map(RowOpKind.SHORT_CONV, op, y=bias, weight=taps, n=op.layer)
@@ -386,7 +384,6 @@ class _Emitter:
         self._pending.append(RowOp(kind, **fields))
 
     def _map(self, kind: RowOpKind, op: prog.Map, **fields: Any) -> None:
-        """Add a row operation from `op.x` to `op.out`."""
         x = self._buffer(op.x)
         self._row(kind, out=self._written(op.out), x=x, **fields)
 
@@ -407,9 +404,9 @@ class _Emitter:
         self._with_zero.add(act.out)
 
     def _add_sites(self, ops: Sequence[prog.Linear | prog.Logits], inputs: Sequence[int]) -> list[int]:
-        """Return the adapters' sites of operations that are one product of these activations.
+        """Return site ids, one for each operation of a product, where adapters add to its result.
 
-        The first half of what an adapter adds is a row operation, the other half is part of the product.
+        A row operation multiplies by factor A. The product itself then multiplies by factor B.
         """
         found: list[int] = []
         if not self._has_adapters:
@@ -509,7 +506,7 @@ class _Emitter:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether heads are as wide as the engine wants them."""
+        """Whether heads need no padding."""
         return self._head_dim == padded_head_dim(self._head_dim)
 
     def _padded_buffer(self, name: str, num_heads: int) -> int:
@@ -518,7 +515,7 @@ class _Emitter:
         return self._buffer(wide)
 
     def _padded(self, name: str, num_heads: int) -> int:
-        """Return a buffer's heads, as wide as the engine wants them: zeros change nothing."""
+        """Return a buffer with heads padded by zeros if the engine needs wider ones."""
         if self._is_whole:
             return self._buffer(name)
         wide = self._padded_buffer(name, num_heads)
@@ -537,7 +534,7 @@ class _Emitter:
         key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len)
         if key not in self._ropes:
             self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), *key[1:])
-            # Angles belong to the step's positions: computed once per step, where they are first used.
+            # Angles depend only on positions: compute them once per step, before their first use.
             self._row(RowOpKind.ANGLES, weight=self._ropes[key])
         return self._ropes[key]
 
@@ -547,7 +544,7 @@ class _Emitter:
         return self._buffers[name]
 
     def _written(self, name: str) -> int:
-        """Return the buffer of a value about to change."""
+        """Return a buffer that is about to be written. Its converted copies are then out of date."""
         self._forget(name)
         return self._buffer(name)
 
@@ -556,7 +553,7 @@ class _Emitter:
         self._with_zero.discard(name)
 
     def _activation(self, name: str, weight: str) -> int:
-        """Return the form of a value that a weight multiplies, converting it now if need be."""
+        """Return the id of a value in the form that a weight multiplies. Convert it unless a copy is current."""
         form, order = key = self._weights.form(weight), self._weights.order(weight)
         forms = self._converted.setdefault(name, {})
         if key not in forms:
@@ -576,7 +573,7 @@ class _Emitter:
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
-        """Return a buffer with the columns in this order. Each order overwrites the same buffer."""
+        """Copy a buffer with its columns reordered. All orders share one target."""
         ordered = f"{name}, in order"
         self._widths[ordered] = self._widths[name]
         x, out = self._buffer(name), self._buffer(ordered)
@@ -588,7 +585,7 @@ class _Emitter:
 
 
 class _Form(Enum):
-    """A form of what weights multiply."""
+    """A number format for the input of a product."""
 
     GROUPS = "int8 with a scale per group of 32 columns"
     ROWS = "int8 with a scale per row"
@@ -643,7 +640,7 @@ class _Weights:
         return name in self._multiplied
 
     def order(self, name: str) -> bytes | None:
-        """Return the order of a matrix's columns, as int32, if it differs from the value's."""
+        """Return the column order of a matrix as int32 bytes, or None for the usual order."""
         order = self.tensor(name).column_order
         return None if order is None else order.astype(np.int32).tobytes()
 
@@ -653,7 +650,7 @@ class _Weights:
         return self._orders[order]
 
     def matrix(self, name: str, *, is_ordered: bool = False) -> int:
-        """Return the id of a packed matrix. Raises ModelError for an order of columns that the caller ignores."""
+        """Return the id of a packed matrix. Raises ModelError if its columns are reordered, unless `is_ordered`."""
         if not is_ordered and self.order(name) is not None:
             raise ModelError(
                 f"the columns of {name!r} are in another order (act-order), which is not supported for this matrix.",
@@ -664,7 +661,6 @@ class _Weights:
         return self._matrices[name]
 
     def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
-        """Pack a part at a time, to bound memory."""
         with _told_of(tensor):
             shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
             matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
@@ -679,7 +675,7 @@ class _Weights:
             self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
 
     def experts(self, names: Sequence[str], num_experts: int) -> int:
-        """Return the id of a matrix with each expert's rows of each weight in turn, in whole panels."""
+        """Return the id of one matrix: for each expert, its rows of each weight, padded to whole panels."""
         tensors = [self.tensor(name) for name in names]
         first, sizes = tensors[0], [tensor.num_rows // num_experts for tensor in tensors]
         if any(tensor.format is not first.format for tensor in tensors):
@@ -711,7 +707,7 @@ class _Weights:
         return self._engine.add_vector(np.concatenate(in_panels, axis=1).reshape(-1))
 
     def table(self, name: str) -> int:
-        """Return the id of a matrix of which single rows are read: it stays in the file."""
+        """Return the id of a matrix for row lookups. It is not packed; a mapped file serves the rows."""
         tensor = self.tensor(name)
         with _told_of(tensor):
             data = _bytes(tensor, 0, tensor.num_rows)
@@ -736,18 +732,17 @@ def _source_format(tensor: WeightTensor) -> SourceFormat:
 
 
 def _bytes(tensor: WeightTensor, begin: int, end: int, *, is_ordered: bool = False) -> NDArray[np.uint8]:
-    """Return some rows as the engine takes them."""
     if tensor.format is not WeightFormat.F8_E4M3:
         return np.ascontiguousarray((tensor.ordered_rows if is_ordered else tensor.rows)(begin, end)).view(np.uint8)
     values = tensor.dequantize(begin, end)
-    if not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
+    if not np.isfinite(values).all():  # the engine does not check floats
         raise ModelError(f"the matrix {tensor.name!r} has a weight that is not finite.", remedy="Fetch the model again.")
     return values.view(np.uint8)
 
 
 @contextmanager
 def _told_of(tensor: WeightTensor) -> Iterator[None]:
-    """Make an error of the engine name this matrix."""
+    """Turn a ValueError of the engine into a ModelError that names this matrix."""
     try:
         yield
     except ValueError as error:

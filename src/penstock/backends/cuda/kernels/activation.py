@@ -1,4 +1,4 @@
-"""Elementwise kernels: activations, gates and the softcap. Arithmetic is float32. Rows may be strided."""
+"""Elementwise kernels: activations, gates and the softcap. They compute in float32. Rows may be strided."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
@@ -17,11 +17,11 @@ BLOCK = 1024
 KINDS: Mapping[Activation, int] = MappingProxyType(
     {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "tanh": 6, "swiglu_clamped": 7}
 )
-"""The last one always has a gate."""
+"""Activations and their numbers in kernels. `swiglu_clamped` always has a gate."""
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activation) -> None:
-    """out = activation(gate) * up, [rows, width]. `out` may be `gate` or `up`."""
+    """Write activation(gate) * up to `out`, all [rows, width]. `out` may be `gate` or `up`."""
     if gate.shape[0]:
         _gated_kernel[_grid(gate)](
             out, gate, up, out.stride(0), gate.stride(0), up.stride(0), gate.shape[1], KIND=KINDS[kind], BLOCK=BLOCK
@@ -29,13 +29,13 @@ def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activat
 
 
 def act(out: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
-    """out = activation(x), [rows, width]. `out` may be `x`."""
+    """Write activation(x) to `out`, both [rows, width]. `out` may be `x`."""
     if x.shape[0]:
         _act_kernel[_grid(x)](out, x, out.stride(0), x.stride(0), x.shape[1], KIND=KINDS[kind], BLOCK=BLOCK)
 
 
 def softcap(x: torch.Tensor, cap: float) -> None:
-    """x = cap * tanh(x / cap), in place. [rows, width]"""
+    """Replace x [rows, width] by cap * tanh(x / cap)."""
     if x.shape[0]:
         _softcap_kernel[_grid(x)](x, x.stride(0), x.shape[1], cap, BLOCK=BLOCK)
 
@@ -46,14 +46,14 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
 
 @triton.jit
 def tanh(x):
-    """float32 by exp2, since Triton's core has no tanh. 1 above 15; NaN stays NaN."""
+    """Return tanh(x), float32, by exp2, because Triton has no tanh. It is 1 above 15; NaN stays NaN."""
     x = tl.where(x > 15.0, 15.0, x)
     return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """float32, by the formulas of `program.GatedActivation`. NaN stays NaN."""
+    """Return the activation of x, float32, by the formulas of `program.GatedActivation`. NaN stays NaN."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
     elif KIND == 1:

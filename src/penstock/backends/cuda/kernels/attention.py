@@ -1,10 +1,10 @@
 """Attention over the paged cache.
 
-`decode_kernel` computes rows with one query: a program takes a part of the context and a KV head's query heads, to read keys
-and values once. `prefill_kernel` takes a tile of one row's queries. Nothing waits, for CUDA graphs.
+`decode_kernel` computes rows with one query. A program takes part of the context, and all query heads of a KV head, to read
+keys and values once. A program of `prefill_kernel` takes a tile of one row's queries.
 
-In deterministic mode bits depend only on a query's position and context: both kernels use one tile shape, cut at multiples of
-`DETERMINISTIC_SPLIT` and merge in order. Otherwise decodes, and short prefills after long contexts, are cut to fill the device.
+In deterministic mode bits depend only on a query's position and context: both kernels use one tile shape, cut contexts at
+multiples of `DETERMINISTIC_SPLIT` and merge in order. Otherwise contexts are cut into as many parts as the device needs.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.step import StepTensors
 
 DETERMINISTIC_SPLIT = 512
-"""Positions per part."""
+"""Positions per part of a context in deterministic mode."""
 LEAST_SPLIT_TILES = 2
-"""Shorter parts cost more to merge than they save."""
+"""Least tiles of a decode's part. Shorter parts cost more to merge than they save."""
 PROGRAMS_PER_MULTIPROCESSOR = 16
-"""About three run at once; more of them reduce idling at the end."""
+"""Programs to launch. About three run at once; with more, multiprocessors idle less at the end."""
 LEAST_PREFILL_PART = 512
-"""Positions."""
+"""Least positions of a prefill's part."""
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Larger deterministic decodes use the prefill kernel, with the same bits."""
+"""Deterministic decodes that need more use the prefill kernel, with the same bits."""
 LARGE_SHARED_BYTES = 200 << 10
-"""Server GPUs from the H100 on have 227 KiB, an A100 163, desktop GPUs 99."""
+"""Shared memory from which tiles are large. An H100 has 227 KiB, an A100 163, a desktop GPU 99."""
 SPARE_SHARED_BYTES = 8 << 10
 DECODE_TILE = 64
-"""Positions."""
+"""Positions that a decode loads at once."""
 DECODE_SHARED_BYTES = 72 << 10
 """Shared memory for keys and values, so that three programs fit on one multiprocessor of an H100."""
 PARTS_PER_MULTIPROCESSOR = 64
-"""Room for parts of a KV head's queries: half of a prefill's tile."""
+"""Parts of a KV head's queries to allocate: half of a prefill's tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
     count: int
     shared_bytes: int
-    """Most bytes per program."""
+    """Largest shared memory of a program."""
 
     @staticmethod
     def of(device: torch.device) -> Multiprocessors:
@@ -60,17 +60,17 @@ class Multiprocessors:
 
 
 INTERPRETED = Multiprocessors(2, 227 << 10)
-"""An H100's tiles, but few programs: each costs milliseconds."""
+"""A stand-in for Triton's interpreter: tiles as on an H100, but few programs, because each costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWorkspace:
-    """Parts of a decode until merged. Layers share it, one step at a time."""
+    """Memory for parts of a step's attention until they are merged. All layers share it."""
 
     parts: torch.Tensor
     """float32 [num_parts, columns]"""
     stats: torch.Tensor
-    """Largest score and sum of weights. float32 [num_parts, 2]"""
+    """Largest score and sum of weights of each part. float32 [num_parts, 2]"""
     multiprocessors: Multiprocessors
 
     @staticmethod
@@ -91,25 +91,25 @@ class AttentionWorkspace:
             num_parts = max_rows * num_heads * triton.cdiv(max_model_len, DETERMINISTIC_SPLIT)
             num_parts = min(num_parts, MAX_WORKSPACE_BYTES // (4 * columns))
         else:
-            # Decodes round their number of parts up; prefills have parts if their tokens can't fill the device.
+            # Twice as many, because decodes round their number of parts up. Prefills with few tokens have parts, too.
             num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors.count, num_kv_heads))
         parts = torch.empty((num_parts, columns), dtype=torch.float32, device=device)
         return AttentionWorkspace(parts, torch.empty((num_parts, 2), dtype=torch.float32, device=device), processors)
 
 
 def _columns(head_dim: int) -> int:
-    """Pad to a power of two of whole int8 key groups."""
+    """Return the padded width of a head: a power of two, of whole int8 key groups."""
     return max(KEY_GROUP, triton.next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Only `block_m` and `tile` affect bits."""
+    """The size of a kernel's tiles. Only `block_m` and `tile` affect the bits of results."""
 
     block_m: int
-    """(query, head) pairs that share a KV head."""
+    """(query, head) pairs of one KV head in a program."""
     tile: int
-    """Positions loaded at once, from multiples of it."""
+    """Positions loaded at once. Tiles begin at multiples of it."""
     num_warps: int
     num_stages: int
 
@@ -118,14 +118,14 @@ class _Shape:
 
 
 def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
-    """Chosen for Triton 3.6 on sm_90: no spills in loops, enough loads in flight.
+    """Choose tiles, as tuned with Triton 3.6 on sm_90.
 
-    Decodes wait for memory: small tiles, many programs. Prefills want 128 rows for tensor cores, if shared memory allows.
-    Scaling int8 keys takes registers: shorter tiles.
+    Decodes wait for memory, so tiles are small and programs many. Prefills use 128 rows for tensor cores, if shared memory
+    allows. With int8 keys tiles are shorter, because scaling takes registers.
     """
     columns, shared_bytes = _columns(launch.head_dim), launch.workspace.multiprocessors.shared_bytes
     all_heads = triton.next_power_of_2(launch.group)
-    if launch.q.is_cuda and launch.q.dtype is torch.float32:  # only in tests: no tensor core multiplies it
+    if launch.q.is_cuda and launch.q.dtype is torch.float32:  # only in tests: tensor cores can't multiply float32
         return _Shape(max(16, all_heads), 32, 4, 1)
     row_bytes = columns * 2
     if is_decode and not launch.deterministic:
@@ -141,9 +141,9 @@ def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
 @dataclass(frozen=True, slots=True)
 class _Splits:
     num_programs: int
-    """Per row and KV head."""
+    """Programs per row and KV head."""
     num_parts: int
-    """Room per row and head."""
+    """Parts to allocate per row and head."""
 
     @property
     def is_direct(self) -> bool:
@@ -173,7 +173,7 @@ def _cut(
     window: int,
     tile: int | None,
 ) -> _Splits | None:
-    """`tile`: None in deterministic mode."""
+    """Cut contexts for a decode, or return None if the prefill kernel must compute it. `tile`: None if deterministic."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
     room = len(workspace.parts) // (num_rows * num_heads)
     if tile is not None:
@@ -191,7 +191,7 @@ def _cut(
 def decode_programs(
     workspace: AttentionWorkspace, *, num_rows: int, max_seq_len: int, num_heads: int, num_kv_heads: int, deterministic: bool
 ) -> int:
-    """Return programs per row and KV head for this longest row, or 0 if the prefill kernel runs."""
+    """Return programs per row and KV head if the longest row has `max_seq_len`, or 0 for the prefill kernel."""
     splits = _cut(
         workspace,
         num_rows=num_rows,
@@ -220,7 +220,7 @@ def paged_attention(
     deterministic: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute `program.Attention`; the cache has the step's keys and values.
+    """Compute `program.Attention`. The step's keys and values must be in the cache.
 
     q, out [num_tokens, num_heads * head_dim], rows may be strided; `scale` > 0. `sinks`: the program's times log2(e), float32
     [num_heads].
@@ -261,7 +261,6 @@ class _Launch:
         return self.layer.k_scale is not None
 
     def decode(self, splits: _Splits) -> None:
-        """Rows with one query."""
         workspace, step = self.workspace, self.step
         shape = _shape(self, is_decode=True)
         cut = {"SPLIT_TILES": self._split_tiles(shape), "LEAST_TILES": LEAST_SPLIT_TILES}
@@ -298,7 +297,7 @@ class _Launch:
         )
 
     def prefill(self, *, leaves_decodes: bool) -> None:
-        """Compute all rows, or those with several queries. Call it after merging a decode's parts, whose memory it reuses."""
+        """Compute all rows, or skip rows with one query. It reuses the memory of a decode's parts: call it after merging."""
         shape = _shape(self, is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
@@ -334,7 +333,7 @@ class _Launch:
         )
 
     def _num_prefill_parts(self, queries: int) -> int:
-        """Return several where few queries after a long context would idle the device."""
+        """Return into how many parts to cut contexts: several if few queries follow a long context."""
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace
@@ -345,7 +344,7 @@ class _Launch:
 
     @property
     def _factor(self) -> float:
-        """The factor from scores, capped or bare, to exponents of two."""
+        """The factor that turns scores into exponents of two. The softcap has already applied `scale`."""
         return LOG2_E if self.softcap > 0 else self.scale * LOG2_E
 
     def _split_tiles(self, shape: _Shape) -> int:

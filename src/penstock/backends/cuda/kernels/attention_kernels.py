@@ -1,4 +1,4 @@
-"""Kernels for rows with one query, tiles of queries, and merges."""
+"""Attention kernels: for rows with one query, for tiles of queries, and to merge parts of contexts."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
 
@@ -11,14 +11,14 @@ from penstock.backends.cuda.kernels.online_softmax import merge, normalised, wal
 
 MERGED_AT_ONCE = tl.constexpr(8)
 UNSPECIALISED = ["tables_ptr", "query_start_loc_ptr", "context_lens_ptr"]
-"""A step's arrays may lie anywhere: recompiling for alignments would stop the server for seconds."""
+"""Arguments with any alignment. If Triton compiled kernels for each alignment, the server would stop for seconds."""
 
 
 @triton.jit
 def _splits(
     position, num_programs, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Cut a query's context: first and end tile, the first part's tile, tiles per part, parts."""
+    """Cut a query's context. Return its first and end tile, the first part's first tile, tiles per part, and parts."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE
@@ -67,8 +67,11 @@ def decode_kernel(
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Attend with one query and KV head to every n-th part of the context, for n programs. `is_direct`: there is one part."""
-    # Heads vary fastest, so that programs that run together read neighbouring memory.
+    """Attend with one query and KV head. Each of n programs takes every n-th part of the context.
+
+    `is_direct`: there is one part.
+    """
+    # Heads vary fastest, so that programs running together read neighbouring memory.
     kv_head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc_ptr + row)
     if tl.load(query_start_loc_ptr + row + 1) - token != 1:
@@ -154,7 +157,7 @@ def merge_prefill_kernel(
     COLUMNS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One head of a token that `prefill_kernel` computed in parts."""
+    """Merge the parts of one head of a token, made by `prefill_kernel`."""
     head, token = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_of_token_ptr + token)
     query_len = tl.load(query_start_loc_ptr + row + 1) - tl.load(query_start_loc_ptr + row)
@@ -169,7 +172,7 @@ def merge_prefill_kernel(
 
 @triton.jit
 def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Add `count` parts from `place` on. [1, COLUMNS]"""
+    """Merge `count` parts from `place` on. Return the answer [1, COLUMNS]."""
     column = tl.arange(0, COLUMNS)[None, :]
     one = tl.arange(0, 1)
     acc = tl.zeros([1, COLUMNS], tl.float32)
@@ -188,7 +191,7 @@ def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS
 
 @triton.jit
 def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.constexpr):
-    """acc [M, COLUMNS]; the rest [M]"""
+    """Store M parts: acc [M, COLUMNS], place, top, total and mask [M]."""
     column = tl.arange(0, COLUMNS)
     tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=mask[:, None])
     tl.store(stats_ptr + place * 2, top, mask=mask)
@@ -197,7 +200,7 @@ def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.
 
 @triton.jit
 def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
-    """Tiles of row r begin at `query_start_loc[r] // QUERIES + r`, which leaves room for all."""
+    """Return the row that has this tile. Tiles of row r begin at `query_start_loc[r] // QUERIES + r`."""
     low = 0
     high = num_rows
     while high - low > 1:
@@ -245,12 +248,12 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`QUERIES` queries of a row and all heads of a KV head, over their context or this program's part of it.
+    """Attend with `QUERIES` queries of a row and all heads of a KV head to their context, or to this program's part of it.
 
-    `leaves_decodes`: skip rows with one query. With `SPLIT_TILES` there is one part.
+    `leaves_decodes`: skip rows with one query. With `SPLIT_TILES`, a program takes the whole context, cut as in decodes.
     """
     kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # last queries first: they have the longest context
     row = row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
     start = tl.load(query_start_loc_ptr + row)
     query_len = tl.load(query_start_loc_ptr + row + 1) - start

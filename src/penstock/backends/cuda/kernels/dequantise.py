@@ -16,7 +16,7 @@ LOOKUP_COLS = 1024
 def look_up(
     out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0, *, added: torch.Tensor | None = None
 ) -> None:
-    """out[i] = matrix[row_ids[i]] * scale (+ added[i]). row_ids int32 [n]; out, added [n, num_cols], may be the same."""
+    """Write matrix[row_ids[i]] * scale (+ added[i]) to out[i]. row_ids int32 [n]; out, added [n, num_cols] may be the same."""
     if len(out) == 0:
         return
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
@@ -51,8 +51,7 @@ def look_up(
 
 
 def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
-    """out = matrix[first_row : first_row + n], as `gemm` reads it: [n, num_cols]. Raises ValueError unless `first_row` begins a
-    tile."""
+    """Write matrix[first_row : first_row + n] to `out` [n, num_cols]. Raises ValueError unless `first_row` begins a tile."""
     if first_row % TILE_ROWS:
         raise ValueError(f"row {first_row} is not the first of a tile of {TILE_ROWS}")
     offsets = matrix.offsets
@@ -181,7 +180,7 @@ def _unpack_kernel(
                 HAS_OFFSET, STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
             )  # fmt: skip
             if HAS_ROW_SCALE:
-                row_scale = tl.load(row_scales_ptr + first_row + rows)  # padded
+                row_scale = tl.load(row_scales_ptr + first_row + rows)  # padded, so no mask
                 weights = (weights.to(tl.float32) * row_scale[:, None]).to(dtype)
             cols = step * STEP_COLS + (brick * (4 // BRICKS) + i) * QUARTER_COLS + places
             mask = (rows < num_out)[:, None] & (cols < num_cols)[None, :]

@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, sorting and products.
 
-Pair `token * num_chosen + rank` is a token and one of its experts. The host never learns the choice, so grids have room for
-any.
+A pair is a token and one of its experts; its number is `token * num_chosen + rank`. The host does not know the choice, so grids
+allow for any.
 """
 # ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
@@ -19,10 +19,10 @@ from penstock.models.program import Experts
 ROUTED_NUMBERS = 8192
 SORTED_PAIRS = 1024
 FEW_PAIRS = 16
-"""The matrix unit's least tile, used up to this many pairs per expert on average."""
+"""Up to this many pairs per expert on average, tiles have this many rows, the fewest of the matrix unit."""
 SUMMED_COLS = 512
 LOWEST = tl.constexpr(-3.0e38)
-"""Also the preference for an expert whose score is NaN."""
+"""The lowest score. It also replaces NaN."""
 
 
 def route(
@@ -34,9 +34,10 @@ def route(
     selection_bias: torch.Tensor | None,
     op: Experts,
 ) -> None:
-    """Write each token's experts by falling preference, int32, and their shares, float32 [tokens * num_chosen].
+    """Choose each token's experts, best first.
 
-    x [tokens, width]; float32 router [num_experts, width], biases [num_experts].
+    Writes `experts` int32 and `shares` float32, both [tokens * num_chosen]. x [tokens, width]; router [num_experts, width] and
+    biases [num_experts] are float32.
     """
     padded = triton.next_power_of_2(op.num_experts)
     _route_kernel[(len(x),)](
@@ -63,7 +64,10 @@ def route(
 
 
 def sort_by_expert(order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor) -> None:
-    """Sort pairs by expert, then number; `starts`: first place per expert. int32 [pairs], [num_experts + 1]; experts [pairs]"""
+    """Write the pairs' numbers to `order`, sorted by expert, then number, and the first index of each expert to `starts`.
+
+    order, experts int32 [pairs]; starts int32 [num_experts + 1].
+    """
     num_experts = len(starts) - 1
     _sort_kernel[(num_experts,)](order, starts, experts, len(experts), NUM_EXPERTS=num_experts, BLOCK=SORTED_PAIRS, num_warps=4)
 
@@ -78,13 +82,13 @@ def multiply(
     *,
     is_fixed: bool,
 ) -> None:
-    """out[pair] = x[its token, or itself] @ (its expert's rows of the matrix).T (+ bias), [pairs, rows of an expert].
+    """Multiply each pair's row of x by the expert's rows of the matrix (+ bias). out [pairs, rows of an expert]
 
-    `is_fixed`: a row's bits do not depend on others. bias [num_rows]
+    x has a row per token or per pair; bias [num_rows]. `is_fixed`: the bits of a row do not depend on other rows.
     """
     num_pairs, num_experts = len(order), len(starts) - 1
     each = matrix.num_rows // num_experts
-    # Only two sizes, which a profile run compiles: its decodes have few pairs, and its largest step the most.
+    # Only two sizes. The profile run compiles both: its decodes have few pairs, its largest step many.
     block_tokens = FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts and not is_fixed else FIXED_BLOCK_TOKENS
     _multiply_kernel[(num_pairs // block_tokens + num_experts, triton.cdiv(each, TILE_ROWS))](
         out,
@@ -108,7 +112,7 @@ def multiply(
 
 
 def sum_shares(out: torch.Tensor, y: torch.Tensor, shares: torch.Tensor) -> None:
-    """out[token] = sum of its pairs' y * share, in order. out [tokens, width], y [pairs, width]"""
+    """Write the sum of y * share over a token's pairs, in order, to out [tokens, width]. y [pairs, width]"""
     _sum_kernel[(len(out), triton.cdiv(out.shape[1], SUMMED_COLS))](
         out, y, shares, out.stride(0), y.stride(0), out.shape[1], NUM_CHOSEN=len(y) // len(out), BLOCK=SUMMED_COLS, num_warps=4
     )
@@ -154,7 +158,7 @@ def _route_kernel(
     else:
         scores = tl.exp(raw - tl.max(tl.where(is_expert, raw, float("-inf")), 0))
         scores = scores / tl.sum(tl.where(is_expert, scores, 0.0), 0)
-        wanted = raw  # a softmax may round to one number what the router tells apart
+        wanted = raw  # choose by the router's numbers: softmax may round different ones to the same
     if HAS_SELECTION_BIAS:
         wanted = scores + tl.load(selection_bias_ptr + expert, mask=is_expert, other=0.0)
     wanted = tl.where(is_expert, tl.where(wanted > LOWEST, wanted, LOWEST), float("-inf"))
@@ -162,7 +166,7 @@ def _route_kernel(
     chosen = tl.zeros([RANKS], tl.int32)
     shares = tl.zeros([RANKS], tl.float32)
     for i in range(NUM_CHOSEN):
-        best = tl.min(tl.where(wanted == tl.max(wanted, 0), expert, PADDED), 0)  # of equal ones the first
+        best = tl.min(tl.where(wanted == tl.max(wanted, 0), expert, PADDED), 0)  # the first of equals
         chosen = tl.where(rank == i, best, chosen)
         shares = tl.where(rank == i, tl.sum(tl.where(expert == best, scores, 0.0), 0), shares)
         wanted = tl.where(expert == best, float("-inf"), wanted)
@@ -225,7 +229,7 @@ def _multiply_kernel(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    slot = tl.program_id(0)  # the first to change: programs that read the same weights are neighbours
+    slot = tl.program_id(0)  # varies fastest, so that neighbouring programs read the same weights
     expert = row_of_tile(starts_ptr, slot, NUM_EXPERTS, BLOCK_TOKENS)
     start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     place = start + (slot - (start // BLOCK_TOKENS + expert)) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -236,7 +240,7 @@ def _multiply_kernel(
     x_ptrs = x_ptr + (pair // PAIRS_OF_ROW)[:, None] * x_stride
     own = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_own = own < num_rows
-    rows = expert * num_rows + tl.minimum(own, num_rows - 1)  # of all experts; a tile of the matrix may have rows of two
+    rows = expert * num_rows + tl.minimum(own, num_rows - 1)  # counted over all experts: a tile may have rows of two experts
     if BITS == 16:
         value_ptrs = values_ptr + rows.to(tl.int64)[:, None] * num_cols
     else:

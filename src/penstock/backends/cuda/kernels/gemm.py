@@ -1,8 +1,8 @@
 """Products with matrices of any layout.
 
-A program computes 128 outputs for a tile of tokens. Weights are the left operand: they multiply from registers, and few tokens
-pad the short side. Splits of the columns fill the memory's bandwidth. The matrix alone decides how many, and they are added in
-order: for one `block_tokens`, a token's bits do not depend on the number of tokens.
+A program computes 128 outputs for a tile of tokens. Weights are the left operand, so that they multiply from registers and few
+tokens need little padding. Columns are split to use the memory's bandwidth. Only the matrix decides how many splits there are,
+and they are added in order. So, for one `block_tokens`, a token's bits do not depend on the number of tokens.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
@@ -19,12 +19,12 @@ from penstock.backends.cuda.kernels.splits import Splits, finish
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 
 PROGRAMS = 264
-"""Wanted at least: two per multiprocessor of an H200. Constant, so that all devices give equal bits."""
+"""Programs to launch at least: two per multiprocessor of an H200. Constant, so that all devices give equal bits."""
 LEAST_STEPS = 8
 """Least steps of each split."""
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 128
-"""Above it there are enough programs, and partial sums would exceed the matrix."""
+"""Largest number of tokens with splits. More tokens give enough programs without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class Cut:
 
 
 def cut(matrix: Matrix) -> Cut:
-    """Depends on the matrix alone."""
+    """Return how to split the columns. Only the matrix decides."""
     num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
 
 
 def num_partials(matrix: Matrix, max_tokens: int) -> int:
-    """Numbers in `partials` for at most this many tokens."""
+    """Return how many numbers `multiply_splits` needs for up to `max_tokens`."""
     num_splits = cut(matrix).num_splits
     return num_splits * min(max_tokens, MAX_PARALLEL_TOKENS) * matrix.num_rows if num_splits > 1 else 0
 
 
 def is_split(matrix: Matrix, num_tokens: int) -> bool:
-    """Whether separate programs compute the splits."""
+    """Return whether separate programs compute the splits."""
     return 0 < num_tokens <= MAX_PARALLEL_TOKENS and cut(matrix).num_splits > 1
 
 
@@ -60,16 +60,16 @@ def multiply(
     residual: torch.Tensor | None = None,
     is_fixed: bool = False,
 ) -> None:
-    """out = x @ matrix.T (+ bias) (+ residual). x [tokens, num_cols], out [tokens, num_rows], rows may be strided.
+    """Write x @ matrix.T (+ bias) (+ residual) to `out`. x [tokens, num_cols], out [tokens, num_rows], rows may be strided.
 
-    `residual` may be `out`. `is_fixed`: bits do not depend on the number of rows, if few rows use `multiply_splits`.
+    `residual` may be `out`. `is_fixed`: bits do not depend on the number of tokens, even if few tokens use `multiply_splits`.
     """
     if len(x):
         _launch(out, x, matrix, bias, residual, is_parallel=False, is_fixed=is_fixed)
 
 
 def multiply_splits(partials: torch.Tensor, x: torch.Tensor, matrix: Matrix, *, is_fixed: bool = False) -> Splits:
-    """`partials`: float32, at least `num_partials`."""
+    """Write the splits' sums to `partials`, float32, of at least `num_partials` numbers."""
     _launch(partials, x, matrix, None, None, is_parallel=True, is_fixed=is_fixed)
     return Splits(partials, cut(matrix).num_splits, len(x), matrix.num_rows)
 
@@ -135,7 +135,7 @@ def constants_of(matrix: Matrix) -> dict[str, int | bool]:
         "BLOCK_ROWS": TILE_ROWS,
         "IS_INTERPRETED": bool(triton.knobs.runtime.interpret),
         "num_warps": 4,
-        # Round each sum times the row's scale before adding, as separate programs for splits do.
+        # Multiply each split's sum by the row scale and round before adding, as separate programs do.
         "enable_fp_fusion": not has_row_scale,
         "num_stages": 4 if quantised is None else 6,
     }
@@ -143,7 +143,6 @@ def constants_of(matrix: Matrix) -> dict[str, int | bool]:
 
 @triton.jit
 def _load_tokens(ptrs, token_mask, first_col, num_cols, COLS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """[tokens, COLS]"""
     cols = tl.arange(0, COLS)
     mask = token_mask[:, None] if IS_EVEN else token_mask[:, None] & (first_col + cols < num_cols)[None, :]
     return tl.load(ptrs + first_col + cols[None, :], mask=mask, other=0.0)
@@ -241,7 +240,7 @@ def _matmul_kernel(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    # Programs that read the same weights run together and share the cache.
+    # Programs that read the same weights run together, to share the cache.
     num_token_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS)
     tile, token_tile = tl.program_id(0) // num_token_tiles, tl.program_id(0) % num_token_tiles
 
@@ -271,8 +270,8 @@ def _matmul_kernel(
             offsets_ptr, rows, row_mask, token_mask, num_cols, padded_rows, BITS, STEP_COLS, QUARTER_COLS, GROUP, ZERO,
             IS_FLOAT, HAS_OFFSET, IS_EVEN, BLOCK_ROWS, IS_INTERPRETED,
         )  # fmt: skip
-        if HAS_ROW_SCALE:  # of each split, whoever adds them; not fused with the addition (see the launch)
-            acc *= tl.load(row_scales_ptr + rows)[:, None]  # padded
+        if HAS_ROW_SCALE:  # for each split, before sums are added and not fused with it (see the launch)
+            acc *= tl.load(row_scales_ptr + rows)[:, None]  # padded, so no mask
         total += acc
 
     mask = row_mask[:, None] & token_mask[None, :]

@@ -1,7 +1,7 @@
 """Adds adapters' changes to products: x A^T, then that times B^T. `cuda.adapters` has the layout.
 
-Rows are gathered in groups of one adapter, each with its table's address, so one launch serves any adapters and ranks. Tiles
-and orders of sums are fixed: bits depend only on a row and its adapter. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv
+Each group of rows has one adapter and the address of the adapter's table, so one launch serves any adapters and ranks. Tiles
+and orders of sums are fixed, so bits depend only on a row and its adapter. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv
 2311.03285.
 """
 # ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 
 GROUP_ROWS = tl.constexpr(16)
-"""The fewest rows that the matrix unit takes."""
+"""Largest number of rows in a group: the fewest that the matrix unit can multiply."""
 RANK_TILE = tl.constexpr(16)
 """Ranks per program."""
 GROUP_WORDS = tl.constexpr(3)
-"""int64: address of the adapter's table, first place in the order, number of rows."""
+"""int64 per group: address of the adapter's table, first index in `order`, number of rows."""
 TABLE_HEAD = tl.constexpr(2)
-"""int32: rows of a tile, tiles of a piece."""
+"""int32 at the start of a table: ranks of a tile, tiles of a piece."""
 SITE_WORDS = tl.constexpr(3)
-"""int32 per site behind the head: rank, first tiles of A and B. Blocks follow."""
+"""int32 per site, after the head: rank, first tile of A, first tile of B. Block ids follow."""
 TILE_WORDS = tl.constexpr(5)
-"""int32: site in the product, tile, tiles of the site, first column, columns left in the site."""
+"""int32 per tile of a result: site in the product, tile, tiles of the site, first column, columns left in the site."""
 
 
 def shrink(
@@ -40,10 +40,10 @@ def shrink(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """hidden[split, site, place] = x[order[place]] A^T over the split's columns.
+    """Write x[order[place]] A^T over a split's columns to hidden[split, site, place].
 
-    x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages: flat KV cache, in
-    factors' type; `layout`: `AdapterFormat.layout`. hidden: flat float32 [splits, sites, places, ranks].
+    x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages: the flat KV cache
+    in the type of factors; `layout`: `AdapterFormat.layout`. hidden: flat float32 [splits, sites, places, ranks].
     """
     num_tiles = triton.cdiv(x.shape[1], layout["TILE_COLS"])
     rank_tiles = _rank_tiles(max_rank)
@@ -81,7 +81,7 @@ def look_up(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """hidden[place] = scale * A[:, token_ids[order[place]]], as `shrink` for one split and site."""
+    """Write scale * A[:, token_ids[order[place]]] to hidden[place]. Otherwise like `shrink` with one split and one site."""
     _look_up_factors_kernel[(len(groups), _rank_tiles(max_rank))](
         hidden,
         token_ids,
@@ -109,9 +109,9 @@ def expand(
     num_splits: int,
     layout: Mapping[str, int],
 ) -> None:
-    """out[order[place]] += (sum of hidden's splits) B^T for all sites, out [rows, cols].
+    """Add (sum of hidden's splits) B^T to out[order[place]] for all sites.
 
-    tiles int32 [tiles, TILE_WORDS]; the rest as in `shrink`.
+    out [rows, cols]; tiles int32 [tiles, TILE_WORDS]; other arguments as in `shrink`.
     """
     _expand_kernel[(len(groups), len(tiles))](
         out,

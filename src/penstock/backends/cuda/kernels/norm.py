@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int = 0) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * weight per `group` columns (0: whole rows); x, out [rows, width].
+    """Write x / sqrt(mean(x^2) + eps) * weight to `out`; means are over `group` columns (0: whole rows).
 
-    `weight`: of a group, for all, or of a row. `out` may be `x`.
+    x, out [rows, width], may be the same. `weight` [width], or [group] for every group.
     """
     num_rows, width = x.shape
     group = group or width
@@ -32,7 +32,7 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
 
 
 def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
-    """out = (x - mean) / sqrt(var + eps) * weight (+ bias); x, out [rows, width]. `out` may be `x`."""
+    """Write (x - mean) / sqrt(var + eps) * weight (+ bias) to `out`; x, out [rows, width], may be the same."""
     num_rows, width = x.shape
     if num_rows:
         _layer_norm_kernel[(num_rows,)](
@@ -51,7 +51,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
 
 
 def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
-    """out = x / max(row's Euclidean length, 1e-12); x, out [rows, width]."""
+    """Write each row of x divided by max(its Euclidean length, 1e-12) to `out`; x, out [rows, width]."""
     num_rows, width = x.shape
     if num_rows:
         _unit_rows_kernel[(num_rows,)](
@@ -60,7 +60,7 @@ def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _num_warps(width: int) -> int:
-    """By width alone, since it decides the order of summation."""
+    """Return the warps of a program. Only the width decides, because warps decide the order of summation."""
     return min(16, max(1, triton.next_power_of_2(width) // 512))
 
 

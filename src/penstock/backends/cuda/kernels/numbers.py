@@ -1,4 +1,4 @@
-"""Device functions that turn stored words into numbers by placing bits; conversions take several times as long."""
+"""Device functions that build numbers from stored words by moving bits, several times as fast as conversions."""
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 EXPONENTS_APART = tl.constexpr(float(1 << 120))
-"""Exponents of fp8 (e4m3) count from -7, of bf16 and float32 from -127."""
+"""2 ** (127 - 7), the ratio between biases of exponents: 127 in bf16 and float32, 7 in fp8 (e4m3)."""
 
 
 def words_of(scales: torch.Tensor) -> torch.Tensor:
-    """Pair 16-bit scales: narrower loads are not pipelined."""
+    """View 16-bit scales as 32-bit words, because Triton does not pipeline narrower loads."""
     return scales.view(torch.int32) if scales.dtype.itemsize == 2 else scales
 
 
@@ -20,11 +20,11 @@ def words_of(scales: torch.Tensor) -> torch.Tensor:
 def _masked(
     words, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """(words >> SHIFT & MASK) ^ MAGIC as bits: int16 [.] -> DTYPE [.]."""
+    """Return numbers of DTYPE with the bits (words >> SHIFT & MASK) ^ MAGIC. words int16"""
     if IS_INTERPRETED:
         return ((words >> SHIFT & MASK) ^ MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
     else:
-        # Two words at a time; the compiler would not do it.
+        # The compiler would not handle two words at a time.
         found = tl.inline_asm_elementwise(
             asm=_masking(SHIFT, MASK, MAGIC), constraints="=r,r", args=[words], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -33,7 +33,7 @@ def _masked(
 
 @triton.constexpr_function
 def _masking(shift: int, mask: int, magic: int) -> str:
-    """PTX for two words in a register. The mask drops bits from the upper word."""
+    """Return PTX for `_masked` on two words in a register. The mask drops bits that come from the upper word."""
     both = 0x10001
     look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
     return f"""{{
@@ -47,7 +47,7 @@ def _masking(shift: int, mask: int, magic: int) -> str:
 def _numbers(
     words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """The exact integers in bits BITS * WHICH and up, made as low bits of a number above 128 (or 1024)."""
+    """Return the integers in bits BITS * WHICH and up, exact: their bits become the low bits of a number above 128 or 1024."""
     SHIFT: tl.constexpr = BITS * WHICH
     if DTYPE == tl.float32:
         unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
@@ -55,18 +55,18 @@ def _numbers(
     elif DTYPE == tl.float16:
         if BITS == 4:
             return _masked(words, SHIFT, 0x0F, 0x6400, DTYPE, IS_INTERPRETED) - (1024.0 + ZERO)
-        else:  # with the sign inverted, from 0 to 255
+        else:  # the sign inverted: 0 to 255
             return _masked(words, SHIFT, 0xFF, 0x6480, DTYPE, IS_INTERPRETED) - 1152.0
     elif BITS == 4:
         return _masked(words, SHIFT, 0x0F, 0x4300, DTYPE, IS_INTERPRETED) - (128.0 + ZERO)
-    else:  # seven bits fit; the eighth turns the 128 that is taken off into 256
+    else:  # seven bits fit; the eighth turns 128, subtracted below, into 256
         positive = _masked(words, SHIFT, 0x7F, 0x4300, DTYPE, IS_INTERPRETED)
         return positive - _masked(words, SHIFT, 0x80, 0x4300, DTYPE, IS_INTERPRETED)
 
 
 @triton.jit
 def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """fp8 in byte WHICH as bits of DTYPE, exponent not corrected: int16 [.] -> DTYPE [.]."""
+    """Move the bits of fp8 numbers in byte WHICH to their places in DTYPE. Exponents keep the fp8 bias. words int16"""
     if IS_INTERPRETED:
         code = words.to(tl.int32) >> 8 * WHICH
         return ((code & 0x7F) << (7 if DTYPE == tl.float16 else 4) | (code & 0x80) << 8).to(tl.int16).to(DTYPE, bitcast=True)
@@ -84,7 +84,7 @@ def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED
 
 @triton.constexpr_function
 def float8_widening(which: int, is_half: bool) -> str:
-    """PTX for two words in a register."""
+    """Return PTX for `_float8_bits` on two words in a register."""
     both = 0x10001
     up = (7 if is_half else 4) - 8 * which
     select = (0xF0 & 0xCC) | 0xAA  # (a & b) | c
@@ -100,7 +100,7 @@ def float8_widening(which: int, is_half: bool) -> str:
 
 @triton.jit
 def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """The exact fp8 (e4m3) numbers in byte WHICH. The GPU's instruction needs capability 8.9 and gives float16."""
+    """Return the fp8 (e4m3) numbers in byte WHICH, exact. The GPU's own instruction needs capability 8.9 and gives float16."""
     if DTYPE == tl.float32:
         return float8_as_float(words.to(tl.int32) >> 8 * WHICH)
     elif DTYPE == tl.float16:
@@ -111,7 +111,7 @@ def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.
 
 @triton.jit
 def float8_as_float(codes):
-    """The exact fp8 (e4m3) numbers in the lowest bytes: int32 [.] -> float32 [.]"""
+    """Return the fp8 (e4m3) numbers in the lowest bytes of int32 codes, as exact float32."""
     return ((codes & 0x7F) << 20 | (codes & 0x80) << 24).to(tl.float32, bitcast=True) * EXPONENTS_APART
 
 
@@ -119,7 +119,6 @@ def float8_as_float(codes):
 def _scale(
     ptr, at, WHICH: tl.constexpr, GROUP: tl.constexpr, STEP_COLS: tl.constexpr, QUARTER_COLS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """The scales of a quarter. [rows, 1]"""
     COUNT: tl.constexpr = STEP_COLS // GROUP
     PLACE: tl.constexpr = WHICH * QUARTER_COLS // GROUP
     if DTYPE == tl.float32:
@@ -147,7 +146,7 @@ def quarter_weights(
     DTYPE: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """A quarter of a step, without row scales. [rows, QUARTER_COLS]"""
+    """Return the weights of a quarter of a step's columns, without row scales. [rows, QUARTER_COLS]"""
     if IS_FLOAT:
         numbers = _float8(words, WHICH, DTYPE, IS_INTERPRETED)
     else:
@@ -171,10 +170,10 @@ def _scaled(
     QUARTER_COLS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """numbers * scale (+ offset). [rows, QUARTER_COLS]
+    """Return numbers * scale (+ offset), [rows, QUARTER_COLS].
 
-    Scaling weights, not sums, lets scales load early. Two bf16 parts carry an 11-bit scale, so that rounding does not shift a
-    group alike.
+    Weights are scaled instead of sums, so that scales load early. In bf16 a scale is split in two parts, because
+    rounding it would shift all numbers of a group.
     """
     scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
     if DTYPE == tl.bfloat16:

@@ -1,8 +1,8 @@
 """Attention of a tile of queries over paged keys and values, as device functions.
 
-A sum is (acc, top, total): weighted values, largest score, sum of weights 2 ** (factor * (score - top)), in float32; (0, -inf,
-0) at first. Bits depend only on tile starts and merge order: masked positions add exact zeros, and explicit `fma`s leave
-compilers no choice.
+A sum is (acc, top, total) in float32: weighted values, largest score, sum of weights 2 ** (factor * (score - top)). It begins
+as (0, -inf, 0). Bits depend only on tile starts and merge order: masked positions add exact zeros, and `fma` is explicit, so
+that compilers can't choose.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
@@ -50,10 +50,9 @@ def walk(
     """Add tiles [begin, end) of a row's positions to the sums of M queries.
 
     q [M, COLUMNS], position [M] (-1: no query); `table_ptr`: the row's block table. Queries see positions up to their own,
-    within the window. Those from `num_positions` on, maybe NaN, are not read. With `HAS_FULL`, tiles before `full_end` need no
-    mask.
+    within the window. Positions from `num_positions` on are not read. With `HAS_FULL`, tiles before `full_end` need no mask.
 
-    Loops stand behind an `if` and run at least once, or ptxas would serialise matrix instructions (remark C7515).
+    Each loop is inside an `if`, so that it runs at least once: otherwise ptxas serialises matrix instructions (remark C7515).
     """
     if HAS_FULL:
         full_end = tl.minimum(tl.maximum(full_end, begin), end)
@@ -75,7 +74,7 @@ def walk(
 
 @triton.jit
 def merge(acc, top, total, part, part_top, part_total, factor):
-    """Merge two sets of positions. acc, part [M, COLUMNS]; the rest [M]"""
+    """Merge the sums of two sets of positions. acc, part [M, COLUMNS]; top, total, part_top, part_total [M]"""
     new_top = tl.maximum(top, part_top)
     base = _base(new_top, factor)
     kept = tl.math.exp2(tl.fma(top, factor, -base))
@@ -86,7 +85,7 @@ def merge(acc, top, total, part, part_top, part_total, factor):
 
 @triton.jit
 def normalised(acc, top, total, sinks_ptr, head, is_head, factor, HAS_SINKS: tl.constexpr):
-    """Return the answer, 0 if nothing was summed. A sink, an exponent of two, adds only to the total. head, is_head [M]"""
+    """Return acc / total, or 0 if nothing was summed. A sink, an exponent of two, adds to the total. head, is_head [M]"""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
         base = tl.maximum(top * factor, sink)
@@ -126,7 +125,7 @@ def _walk_tiles(
     IS_MASKED: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
-    # Block ids are loaded one tile ahead, so that no load waits for another one.
+    # Load block ids one tile ahead, so that loads do not wait for each other.
     block = _blocks(table_ptr, begin, end, num_positions, BLOCK_SIZE, TILE)
     for tile in range(begin, end):
         at = tile * TILE + tl.arange(0, TILE)
@@ -152,7 +151,7 @@ def _walk_tiles(
         weights = tl.math.exp2(tl.fma(scores, factor, -base[:, None]))
         kept = tl.math.exp2(tl.fma(top, factor, -base))
         total = tl.fma(total, kept, tl.sum(weights, 1))
-        if IS_INT8:  # A value's scale is one number per position: it goes with the weight.
+        if IS_INT8:  # A value's scale is one number per position, so scale the weight instead.
             v = v.to(tl.float32).to(q.dtype)
             weights *= tl.load(v_scale_ptr + slot, mask=is_there, other=0.0).to(tl.float32)[None, :]
         acc = tl.dot(weights.to(q.dtype), v, acc * kept[:, None], input_precision="ieee")
@@ -162,13 +161,13 @@ def _walk_tiles(
 
 @triton.jit
 def _base(top, factor):
-    """Subtracted from exponents; 0 before any score, as -inf less -inf is NaN."""
+    """Return the number to subtract from exponents: 0 before any score, because -inf minus -inf is NaN."""
     return tl.where(top == float("-inf"), 0.0, top) * factor
 
 
 @triton.jit
 def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A block, or blocks [TILE]; the null block if missing."""
+    """Return the tile's block id, or block ids [TILE]. Missing blocks become the null block."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + tile * TILE // BLOCK_SIZE, mask=tile < end, other=0)
     else:
@@ -178,7 +177,6 @@ def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE:
 
 @triton.jit
 def _load(pointers, column, is_there, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[TILE, COLUMNS], 0 where masked."""
     if IS_MASKED:
         return tl.load(pointers, mask=is_there[:, None] & (column < HEAD_DIM)[None, :], other=0)
     elif HEAD_DIM == COLUMNS:
@@ -198,7 +196,6 @@ def _scaled_keys(
     KEY_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """int8 keys times their scales, float32. [TILE, COLUMNS]"""
     groups: tl.constexpr = COLUMNS // KEY_GROUP
     num_groups: tl.constexpr = (HEAD_DIM + KEY_GROUP - 1) // KEY_GROUP
     group = tl.arange(0, groups)

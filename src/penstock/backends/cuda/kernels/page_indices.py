@@ -28,5 +28,5 @@ def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl
 
 
 def page_indices(out: torch.Tensor, block_tables: torch.Tensor, indptr: torch.Tensor, num_rows: int) -> None:
-    """out[indptr[r] : indptr[r + 1]] = row r's first block ids. int32; block_tables [R, max_blocks]"""
+    """Write row r's first block ids to out[indptr[r] : indptr[r + 1]]. All int32; block_tables [R, max_blocks]"""
     page_indices_kernel[(num_rows,)](out, block_tables, indptr, block_tables.stride(0), PAGES=PAGES_AT_ONCE, num_warps=4)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 HEADS_PER_PROGRAM = 8
 UNSPECIALISED = ["positions_ptr", "slots_ptr"]
-"""See `attention_kernels`."""
+"""As in `attention_kernels`."""
 SMALLEST_SCALE = tl.constexpr(1e-24)
-"""The reference's smallest scale, whose inverse is finite."""
+"""The smallest scale, as in the reference backend. Its inverse is finite."""
 
 
 def rope_table(
@@ -34,9 +34,10 @@ def rope_table(
     growth: float = 0.0,
     growth_len: int = 1,
 ) -> torch.Tensor:
-    """cos, then sin, of all angles, times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
+    """Return cosines, then sines, of all angles, times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
 
-    Angles are float64: far positions' are large. Includes `growth` of `program.Rope`, for columns that turn.
+    Angles are computed in float64, because they grow with the position. Includes `growth` of `program.Rope`, for columns that
+    turn.
     """
     positions = np.arange(num_positions, dtype=np.float64)
     angles = np.outer(positions, np.array(inv_freq, np.float64))
@@ -46,7 +47,7 @@ def rope_table(
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int, head_dim: int) -> None:
-    """Rotate heads of x [num_tokens, num_heads * head_dim] in place; rows may be strided. See `program.Rope`."""
+    """Compute `program.Rope`: rotate x [num_tokens, num_heads * head_dim] in place. Rows may be strided."""
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     half = table.shape[1] // 2
     _rope_kernel[(len(x), triton.cdiv(num_heads, heads))](
@@ -71,9 +72,9 @@ def kv_write(
     *,
     centre: torch.Tensor | None = None,
 ) -> None:
-    """Store k and v [num_tokens, num_kv_heads * head_dim], rounded to the cache's type.
+    """Store k and v [num_tokens, num_kv_heads * head_dim] in the cache, rounded to its type.
 
-    `centre`, float32 [num_kv_heads * head_dim], is first subtracted from int8 keys (`models.rope`).
+    `centre`, float32 [num_kv_heads * head_dim], is subtracted from int8 keys before (`models.rope`).
     """
     _write(None, k, v, layer, slot_mapping, None, None, group=0, centre=centre)
 
@@ -90,9 +91,9 @@ def rope_q_k_and_write(
     num_kv_heads: int,
     centre: torch.Tensor | None = None,
 ) -> None:
-    """`rope` of q in place; `kv_write` of v and the rotated k, whose tensor stays unchanged.
+    """Rotate q in place, and store v and the rotated k in the cache. The tensor k stays unchanged.
 
-    q [num_tokens, num_heads * head_dim]; k, v as in `kv_write`; may be columns of one matrix.
+    q [num_tokens, num_heads * head_dim]; k, v as in `kv_write`. All three may be columns of one matrix.
     """
     _write(q, k, v, layer, step.slot_mapping, step.positions, table, group=num_heads // num_kv_heads, centre=centre)
 
@@ -161,7 +162,7 @@ def _rope_kernel(
 
 @triton.jit
 def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """A token's heads in place; `table_ptr` is at its position. head, is_head [N]"""
+    """Rotate heads of a token in place. `table_ptr` points to the position's row. head, is_head [N]"""
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     cos = tl.load(table_ptr + pair, mask=is_pair, other=0.0)[None, :]
@@ -170,7 +171,7 @@ def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HAL
     mask = is_head[:, None] & is_pair[None, :]
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # In place: nobody writes what another thread has yet to read.
+    tl.debug_barrier()  # In place: all threads must read before one writes.
     tl.store(at, (first * cos - second * sin).to(row_ptr.dtype.element_ty), mask=mask)
     tl.store(at + HALF, (second * cos + first * sin).to(row_ptr.dtype.element_ty), mask=mask)
 
@@ -202,7 +203,7 @@ def _write_kernel(
     IS_INT8: tl.constexpr,
     HAS_CENTRE: tl.constexpr,
 ):
-    """One token's KV head and the query heads that read it."""
+    """Rotate and store one KV head of a token, and rotate the query heads that read it."""
     token, kv_head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     is_column = column < HEAD_DIM
@@ -232,7 +233,7 @@ def _write_kernel(
 
 @triton.jit
 def _rotated(x, x_ptr, column, table_ptr, HALF: tl.constexpr):
-    """One head, not in place. x [COLUMNS] float32, as at `x_ptr`"""
+    """Return one rotated head. x [COLUMNS] float32, as loaded from `x_ptr`"""
     is_first, turns = column < HALF, column < 2 * HALF
     partner = tl.where(is_first, column + HALF, column - HALF)
     other = tl.load(x_ptr + partner, mask=turns, other=0.0).to(tl.float32)
@@ -252,7 +253,7 @@ def _store_int8(
     COLUMNS: tl.constexpr,
     COLUMNS_PER_SCALE: tl.constexpr,
 ):
-    """Round as the reference: the scale is the next bf16 above largest / 127; inf or NaN make a group NaN."""
+    """Store x as int8. A scale is the next bf16 above largest / 127, and NaN if its group has inf or NaN."""
     groups: tl.constexpr = COLUMNS // COLUMNS_PER_SCALE
     parts = tl.reshape(x, [groups, COLUMNS_PER_SCALE])
     is_sound = tl.max(tl.where(tl.abs(parts) < float("inf"), 0, 1), 1) == 0
@@ -260,7 +261,7 @@ def _store_int8(
     wanted = tl.maximum(tl.math.div_rn(largest, 127.0), SMALLEST_SCALE)
     scale = (((wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16).to(tl.float32, bitcast=True)
     scaled = tl.where(is_sound[:, None], parts, 0.0) * tl.math.div_rn(1.0, scale)[:, None]
-    integers = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: its last bit is worth one, and ties go to even
+    integers = (scaled + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 rounds to integers, ties to even
     group = tl.arange(0, groups)
     scale = tl.where(is_sound, scale, float("nan"))
     tl.store(scale_ptr + group, scale.to(scale_ptr.dtype.element_ty), mask=group < num_groups)
@@ -270,7 +271,7 @@ def _store_int8(
 
 @triton.jit
 def _as_bf16(x, dtype: tl.constexpr):
-    """float32 as `dtype`. Tests' float32 caches get bf16 values, too."""
+    """Convert float32 to `dtype`. If it is float32, as in tests, round to bf16 first."""
     if dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16

@@ -1,8 +1,8 @@
-"""Samples tokens and log-probabilities as `backends/reference/sampling.py` specifies, one row per program, so that draws do not
-depend on the batch. Weights are float32, added as float64.
+"""Samples tokens and computes log-probabilities as `backends/reference/sampling.py` specifies. A program computes one row, so
+draws do not depend on the batch. Weights are float32, added as float64.
 
-Nothing is sorted: top_k and top_p search a threshold among the logits' bits, several keys per pass. Among equals, lower ids
-come first.
+Nothing is sorted: top_k and top_p search for a threshold. A key is a logit's bits as an integer in the same order. Each pass
+tries several keys. Among equal logits, lower ids come first.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, SIM108  # kernels: Triton reads their text, and names constants in capitals
@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 
 NEG_INF_KEY = tl.constexpr(-2139095041)
-"""Below any token that can be drawn."""
+"""The key of -inf, below the key of any token that can be drawn."""
 NO_ID = tl.constexpr(2147483647)
 PARAM_WORDS = tl.constexpr(16)
-"""`tables.PARAM_WORDS`."""
+"""As `tables.PARAM_WORDS`."""
 
 
 @triton.jit
 def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids and logits; -inf for NaN and past the end."""
+    """Load ids and logits from `start` on: -inf for NaN and past the end."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(row + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
     return ids, tl.where(x == x, x, float("-inf"))
@@ -29,21 +29,19 @@ def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(x):
-    """Integers in the logits' order; 0 equals -0."""
+    """Return int32 keys in the order of the logits. 0 and -0 have one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weights(x, largest, inverse_temperature):
-    """exp((x - largest) / temperature)."""
     scaled = (x.to(tl.float64) - largest.to(tl.float64)) * inverse_temperature
     return tl.exp(tl.maximum(scaled, -1e4).to(tl.float32)).to(tl.float64)
 
 
 @triton.jit
 def _largest(row, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit and its lowest id."""
     best, best_ids = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         ids, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -64,7 +62,7 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Number or weight of tokens above each of N int32 keys. float64 [N]"""
+    """Return the number (`COUNTS`) or weight of tokens above each of N int32 keys. float64 [N]"""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -81,7 +79,7 @@ def _threshold(
     row, low, high, wanted, largest, inverse_temperature,
     COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return the least key above `low` with less than `wanted` above it, and that amount."""
+    """Return the least key above `low` such that tokens above it count or weigh less than `wanted`, and their sum."""
     above = tl.zeros((), tl.float64)
     while high > low + 1:
         keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
@@ -90,7 +88,7 @@ def _threshold(
         is_enough = sums >= wanted
         low = tl.max(tl.where(is_enough, keys, low), 0)
         high = tl.min(tl.where(is_enough, high, keys), 0)
-        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, sums), 0))  # the lower the key, the more
+        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, sums), 0))  # the sum of the lowest key, which is the largest
     return high, above
 
 
@@ -111,7 +109,7 @@ def _weight_of_key(key, largest, inverse_temperature):
 
 @triton.jit
 def _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr):
-    """Threshold of the k largest, and how many equal to it belong."""
+    """Return the key of the k-th largest logit, and how many tokens with that key are among the k largest."""
     low, high = tl.full((), NEG_INF_KEY, tl.int32), _keys(largest)
     key, above = _threshold(
         row, low, high, top_k.to(tl.float64), largest, inverse_temperature, True, VOCAB_SIZE, BLOCK, NUM_PIVOTS
@@ -124,7 +122,7 @@ def _top_p(
     row, top_p, threshold, num_equal, largest, inverse_temperature,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for the smallest set that reaches top_p of the kept tokens."""
+    """Return the same as `_top_k` for the fewest kept tokens that together have a share of top_p."""
     above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
     if num_equal > 0:
         num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
@@ -141,7 +139,7 @@ def _top_p(
 
 @triton.jit
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
-    """Candidates' weights, else 0; `num_seen` equals of the threshold came before."""
+    """Return the weights of kept tokens, 0 for others. `num_seen` tokens with the threshold's key came before."""
     keys = _keys(x)
     weights = _weights(x, largest, inverse_temperature)
     is_kept = (keys >= threshold) & (weights >= min_p)
@@ -154,7 +152,7 @@ def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_tem
 
 @triton.jit
 def _uniform(seed_low, seed_high, position):
-    """In (0, 1): Philox 4x32, 10 rounds; 53 bits, centred in their interval."""
+    """Return a random number in (0, 1) by Philox 4x32 with 10 rounds: 53 bits, centred in their interval."""
     zero = tl.zeros((), tl.uint32)
     key_low, key_high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
     first, second, _, _ = tl.philox_impl(position.to(tl.uint32), zero, zero, zero, key_low, key_high, 10)
@@ -164,7 +162,7 @@ def _uniform(seed_low, seed_high, position):
 
 @triton.jit
 def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The first candidate by id whose cumulative weight exceeds `u` times the total."""
+    """Return the first token, by id, at which the cumulative weight exceeds `u` times the total."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
@@ -185,7 +183,7 @@ def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOC
             found = tl.min(tl.where(is_past, ids, NO_ID), 0)
         last = tl.where(weights > 0.0, ids, last)
         reached += mass
-    # Two orders of summation differ: the target may stay out of reach.
+    # The sums differ in rounding, so the target may never be reached.
     return tl.where(found == NO_ID, tl.max(last, 0), found)
 
 
@@ -194,12 +192,12 @@ def restrict(
     logits,  # float32 [S, vocab_size], changed in place
     row_stride,
     samples,  # [M] indices into S
-    lines,  # [M] the line of each in `bits`
+    lines,  # [M] line of each sample in `bits`
     bits,  # int32 [., vocab_size / 32, rounded up]: bit i % 32 of word i / 32 says whether token i may be sampled
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step 2 of `types/sampling.py` without bans: set disallowed tokens to -inf."""
+    """Set disallowed tokens to -inf: step 2 of `types/sampling.py`, without bans."""
     place = tl.program_id(0)
     row = logits + tl.load(samples + place).to(tl.int64) * row_stride
     line = bits + tl.load(lines + place).to(tl.int64) * ((VOCAB_SIZE + 31) // 32)
@@ -215,7 +213,7 @@ def choose(
     row_stride,
     sample_slots,  # [S]
     sample_positions,  # [S] tokens before the new one
-    param_words,  # RowTables.params; `params` is a name of the code that Triton makes around a kernel
+    param_words,  # RowTables.params; Triton reserves the name `params`
     params_f64,
     tokens,  # RowTables.tokens: the new one is appended
     table_width,
@@ -224,7 +222,7 @@ def choose(
     BLOCK: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
 ):
-    """Steps 5 and 6 of `types/sampling.py`."""
+    """Choose a token: steps 5 and 6 of `types/sampling.py`."""
     sample = tl.program_id(0)
     slot = tl.load(sample_slots + sample).to(tl.int64)
     position = tl.load(sample_positions + sample)
@@ -248,7 +246,7 @@ def choose(
         token = _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE, BLOCK)
     token = tl.where(largest > float("-inf"), token, -1)
     tl.store(out + sample, token)
-    # Nobody reads a failed row's token, but a step that is already planned may look it up.
+    # A failed row's token does not matter, but a step planned already may look it up, so it must be valid.
     tl.store(tokens + slot * table_width + position, tl.maximum(token, 0))
 
 
@@ -258,14 +256,14 @@ def logprobs(
     row_stride,
     samples,  # [L] indices into S
     num_tops,  # [L]
-    tokens,  # int32 [S], what was chosen
-    out_logprobs,  # float64 [L, 1 + MAX_TOP]: of the token, then of the most likely
-    out_ids,  # int32 [L, 1 + MAX_TOP]: the token's rank, then the ids; -1 where there is none
+    tokens,  # int32 [S], the sampled ones
+    out_logprobs,  # float64 [L, 1 + MAX_TOP]: the sampled token's, then the most likely tokens'
+    out_ids,  # int32 [L, 1 + MAX_TOP]: the sampled token's rank, then ids of the most likely; -1: none
     VOCAB_SIZE: tl.constexpr,
     MAX_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step 1 of `types/sampling.py`, after choosing; skips failed rows."""
+    """Compute log-probabilities: step 1 of `types/sampling.py`, though after choosing. Skips failed rows."""
     line = tl.program_id(0)
     sample = tl.load(samples + line).to(tl.int64)
     row = logits + sample * row_stride
@@ -294,7 +292,7 @@ def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK
 
 @triton.jit
 def _tell_top(row, norm, num_top, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Find each next token below the last; the lowest id wins ties."""
+    """Store the most likely tokens, best first; the lowest id wins ties."""
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     place = tl.full((), 1, tl.int32)
     while place <= num_top:

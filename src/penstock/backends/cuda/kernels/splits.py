@@ -1,4 +1,4 @@
-"""Adds the splits of a product in order, as one program would, fused with the next operation."""
+"""Adds the partial sums (splits) of a product, in order, and computes the next operation in the same kernel."""
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """An unsummed product."""
+    """A product as partial sums, before they are added."""
 
     partials: torch.Tensor
     """float32 [num_splits, num_tokens, num_rows], flat."""
@@ -27,7 +27,7 @@ class Splits:
 
 
 def add_splits(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-    """out = sum (+ bias) (+ residual), [num_tokens, num_rows]; `residual` may be `out`."""
+    """Write the sum of splits (+ bias) (+ residual) to `out` [num_tokens, num_rows]. `residual` may be `out`."""
     _add_splits_kernel[(splits.num_tokens, triton.cdiv(splits.num_rows, BLOCK))](
         out,
         splits.partials,
@@ -54,7 +54,7 @@ def add_splits_and_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    """`add_splits`, then normed = out / sqrt(mean(out^2) + eps) * weight, whole rows."""
+    """Compute `add_splits`, and write out / sqrt(mean(out^2) + eps) * weight to `normed`; means are over whole rows."""
     _add_and_norm_kernel[(splits.num_tokens,)](
         out,
         normed,
@@ -77,7 +77,7 @@ def add_splits_and_norm(
 
 
 def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, kind: Activation) -> None:
-    """out = activation(first half of the sum) * second half, [num_tokens, num_rows / 2]."""
+    """Write activation(first half of the sum) * second half to `out` [num_tokens, num_rows / 2]."""
     width = splits.num_rows // 2
     _add_and_gate_kernel[(splits.num_tokens, triton.cdiv(width, BLOCK))](
         out,
@@ -107,7 +107,7 @@ def finish(
 
 @triton.jit
 def _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Unrolled, so that loads do not wait for each other."""
+    """Add the splits. The loop is unrolled, so that loads do not wait for each other."""
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)

@@ -1,6 +1,6 @@
-"""Attention within packed texts and means of their tokens, in float32 except the factors of attention's products.
+"""Attention within packed texts, and means of their tokens. They compute in float32; attention rounds factors of products.
 
-A row's bits do not depend on others: its tiles begin at its first token, and masked positions add exact zeros.
+A row's bits do not depend on other rows: its tiles begin at its first token, and masked positions add exact zeros.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from penstock.models.program import TextAttention
 
 QUERY_ROWS = 64
-"""(query, head) pairs; short texts would idle more."""
+"""(query, head) pairs of a program. With more, short texts would waste time on padding."""
 WIDE_COLUMNS = 128
-"""Wider heads get shorter key tiles, to fit desktop GPUs."""
+"""Heads wider than this use shorter tiles of keys, to fit desktop GPUs."""
 MEAN_TOKENS = 16
 MEAN_COLUMNS = 128
 
@@ -37,13 +37,13 @@ def text_attention(
     op: TextAttention,
     distances: torch.Tensor | None,
 ) -> None:
-    """`program.TextAttention` of tensors [num_tokens, heads * head_dim]; rows may be strided.
+    """Compute `program.TextAttention`. Tensors are [num_tokens, heads * head_dim]; rows may be strided.
 
     `distances`: the program's times log2(e), float32 [num_heads, 2 * num_distances + 1].
     """
     group = op.num_heads // op.num_kv_heads
     columns = max(16, triton.next_power_of_2(op.head_dim))
-    # Only tests use float32 on a device. Tensor cores do not multiply it, and it takes twice the room.
+    # Only tests use float32 on a device. Tensor cores do not multiply it, and it takes twice the memory.
     is_roomy = columns <= WIDE_COLUMNS and not (q.is_cuda and q.dtype is torch.float32)
     block_m = max(QUERY_ROWS if is_roomy else 32, triton.next_power_of_2(group))
     queries = block_m // group
@@ -76,7 +76,7 @@ def text_attention(
 
 
 def mean_rows(out: torch.Tensor, x: torch.Tensor, step: StepTensors) -> None:
-    """out = mean of each sampling row's tokens: x [num_tokens or more, width], out [num_samples, width]."""
+    """Write the mean of each sampling row's tokens to out [num_samples, width]. x [num_tokens or more, width]"""
     width = x.shape[1]
     _mean_rows_kernel[(step.num_samples, triton.cdiv(width, MEAN_COLUMNS))](
         out,
@@ -163,7 +163,7 @@ def _text_attention_kernel(
             visible = visible & (ahead < WINDOW) & (ahead > -WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf less -inf is no number
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf minus -inf is NaN
         weights = tl.math.exp2(scores - base[:, None])
         kept = tl.math.exp2(top - base)
         total = tl.fma(total, kept, tl.sum(weights, 1))
