@@ -1,4 +1,4 @@
-"""A client's request in no API's words, and the `Call` that it becomes once it was checked against a model.
+"""A client's request in a form common to all APIs, and the `Call` made of it after a check against a model.
 
 The reader of each API makes a `ChatRequest` or a `CompletionRequest`. `check.make_call` makes the `Call`, `run` answers it.
 """
@@ -19,26 +19,26 @@ from penstock.types.errors import RejectReason
 from penstock.types.sampling import PARAMETERS, LineLimits, SamplingParams
 
 TOOL_NAME = re.compile(f"[{NAME_CHARS}]{{1,128}}")
-"""128 characters are Anthropic's limit. OpenAI's is 64."""
+"""Anthropic's limit is 128 characters, OpenAI's 64."""
 NAME_RULE = "must be 1 to 128 letters, digits or any of _ . -"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How an API spells the fields of a request, for errors.
+    """The names that an API gives the fields of a request, for errors.
 
     names = Names("ollama", "options.", {"max_tokens": "options.num_predict", "tools.*": "tools[{}].function"})
     names("sampling", "top_p"), names("tools", 3, "name")  # options.top_p, tools[3].function.name
     """
 
     api: str = "openai"
-    """Which spellings of `PARAMETERS` apply."""
+    """Key into `PARAMETERS[...].spellings`."""
     before_sampling: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields with another name. In a path `*` stands for any index, which goes into the braces. Others keep their name."""
+    """Our path of a field -> the API's. `*` stands for any index, which fills the braces. Other fields keep their names."""
 
     def __call__(self, *path: str | int) -> str:
-        """Return the client's name of a field. The longest beginning of its path that has a spelling of its own counts."""
+        """Return the client's name of a field. `fields` is searched for the longest prefix of its path."""
         if path[0] == "sampling":
             return self.before_sampling + PARAMETERS[str(path[1])].spellings[self.api].name
         for end in range(len(path), 0, -1):
@@ -56,7 +56,7 @@ def joined(place: Sequence[str | int], beginning: str = "") -> str:
     return beginning
 
 
-# Prompts. `param` says where a prompt stands in the client's body.
+# Prompts. `param` is the field of the client's body that has the prompt.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class InfillPrompt:
     first: str
     last: str
     files: tuple[tuple[str, str], ...]
-    """Names and texts of other files. The first ones are left out if the context has no room for them."""
+    """Names and texts of other files. The first files are left out if they do not fit into the context."""
     param: str
 
 
@@ -111,7 +111,7 @@ class Conversation:
 class AskedGrammar:
     grammar: Grammar
     param: str
-    """Where the grammar stands in the body."""
+    """The field of the body that has the grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +121,13 @@ class FunctionTool:
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of the arguments. None: no arguments."""
+    """JSON schema of the arguments, or None for a function without arguments."""
     is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools an answer calls. Readers check that the names are those of tools."""
+    """Rules for an answer's tool calls. Readers check that each name is that of a tool."""
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: frozenset[str] | None = None
@@ -138,7 +138,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearch:
-    """The `n` choices are the hypotheses of a search with as many beams, best first."""
+    """Parameters of a search with `n` beams, which become the choices, best first."""
 
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -147,28 +147,28 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The form of the answers that the client sees."""
+    """The parts of an answer that the client sees."""
 
     is_streamed: bool = False
     includes_usage: bool = False
-    """A stream ends with an event of token counts."""
+    """The last event of a stream has the token counts."""
     has_continuous_usage: bool = False
     has_timings: bool = False
     """llama.cpp's `timings`, in every event of a stream."""
     has_progress: bool = False
-    """llama.cpp's `prompt_progress`, in the first event of a stream that has a part of the answer."""
+    """llama.cpp's `prompt_progress`, in the first event with a part of the answer."""
     has_token_ids: bool = False
     has_reasoning: bool = True
     include_stop_str_in_output: bool = False
-    """The stop string or stop token that ended a choice is part of its text."""
+    """The text of a choice includes the stop string or token that ended it."""
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """Alternatives to show beside each sampled token. None: no log-probabilities."""
+    """Number of alternatives shown for each sampled token. None means no log-probabilities."""
     prompt_logprobs: int | None = None
     echo: bool = False
     """Each answer begins with its prompt."""
     scores_echo: bool = False
-    """With `logprobs` the tokens of an echoed prompt have log-probabilities, too."""
+    """`logprobs` also applies to the tokens of an echoed prompt."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -176,35 +176,35 @@ class Shown:
 
     @property
     def echo_logprobs(self) -> int | None:
-        """Alternatives to each token of an echoed prompt, or None."""
+        """Number of alternatives for each token of an echoed prompt, or None."""
         return self.logprobs if self.scores_echo else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(Shown):
-    """The fields of chats and completions. Readers have checked types and bounds; `check` knows the other rules."""
+    """The fields of chats and completions. Readers check types and bounds; `check` checks the other rules."""
 
     names: Names = Names()
     model: str | None = None
-    """As the client calls the model or the adapter. None: the default model."""
+    """The client's name of the model or adapter. None means the default model."""
     n: int = 1
     """Answers to each prompt."""
     max_tokens: int | None = None
-    """0: compute the prompt and generate nothing. None: what the model's files name, or the rest of the context."""
+    """0: only compute the prompt. None: the default of the model's files, or the rest of the context."""
     ends_with_context: bool = True
-    """An answer may end before `max_tokens` because the context is full. Otherwise such a request is refused."""
+    """If `max_tokens` exceed the context, the answer ends there. If False, the request is refused."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many last tokens of a prompt. -1: as many as fit; None: all."""
+    """Number of last tokens of a prompt to keep. -1: as many as fit; None: all."""
     adds_special_tokens: bool = True
     suffix: str = ""
     """The text after the completion, for a model that fills in the middle."""
 
     # Which tokens can come
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """The given values of `PARAMETERS`, by name."""
+    """Name in `PARAMETERS` -> value, for those that the client set."""
     beams: BeamSearch | None = None
     logit_bias: Mapping[str, Any] = field(default_factory=dict)
-    """By token ids as text."""
+    """Token id as text -> bias."""
     allowed_token_ids: Sequence[int] | None = None
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     bad_words: Sequence[str] = ()
@@ -218,7 +218,7 @@ class GenerationRequest(Shown):
 
     # Terms
     answer_prefix: str = ""
-    """The answer's id is this and the request's id."""
+    """Prefix of the answer's id, before the request's id."""
     priority: int | None = None
     cache_salt: str = ""
     conversation_name: str = ""
@@ -231,19 +231,19 @@ class GenerationRequest(Shown):
 class CompletionRequest(GenerationRequest):
     prompts: tuple[Prompt, ...]
     default_max_tokens: int | None = None
-    """Holds if `max_tokens` is None."""
+    """Used if `max_tokens` is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(GenerationRequest):
     conversation: Conversation
     adds_special_tokens: bool = False
-    """The template has written them already."""
+    """False, because the chat template writes special tokens."""
     tools: Sequence[FunctionTool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     reasoning_effort: str | None = None
     max_reasoning_tokens: int | None = None
-    """Tokens of the reasoning block, after which its end is forced. None: no limit."""
+    """The end of the reasoning block is forced after this many tokens. None means no limit."""
 
 
 # The call
@@ -251,10 +251,10 @@ class ChatRequest(GenerationRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The key and the tenant of a request. A client with the same two can see the request and cancel it."""
+    """The key and the tenant of a request. A client with the same key and tenant can see and cancel the request."""
 
     key: str = ""
-    """Short name of the API key; empty if the server asks for none."""
+    """Short name of the API key. Empty if the server requires none."""
     tenant: str = ""
 
 
@@ -269,22 +269,22 @@ class Terms:
     queue_deadline_ns: int | None = None
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
-    """None: the server's."""
+    """None means the server's."""
     slo_itl_ns: int | None = None
     is_retry: bool = False
-    """The client says that it sends this again."""
+    """The client says that this request is a retry."""
     priority: int = 0
     cache_salt: bytes = b""
     model_wait_ns: int = 0
-    """Time after the arrival in which the call waited for its model to be loaded."""
+    """Time that the call waited for its model to load, after its arrival."""
     limits: TenantLimits | None = None
-    """The tenant's own."""
+    """The tenant's own limits, or None for the default limits."""
     conversation: bytes = b""
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason]]:
-        """The instants in ns after which the call is given up, and why."""
+        """Deadlines in ns, each with the reason for the refusal."""
         limits = [
             (self.deadline_ns, RejectReason.DEADLINE),
             (self.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT),
@@ -295,24 +295,24 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions(Shown):
-    """How the answer is written. Lives as long as the answer, so it holds no prompt."""
+    """How the answer is written. It has no prompt, since it stays in memory until the answer ends."""
 
     answer_id: str
     model_name: str
     created_unix_s: int
     system_fingerprint: str
-    """The model's."""
+    """Fingerprint of the model."""
     adapter: AdapterRef | None = None
-    """The adapter's content is part of the answer's fingerprint, and known once there is an answer."""
+    """Part of the answer's fingerprint. Its content may be unknown until it is loaded."""
     is_empty: bool = False
-    """`max_tokens` is 0. The engine still makes one token, which is not shown."""
+    """`max_tokens` is 0. The engine still generates one token, which is not shown."""
     end_token_ids: frozenset[int]
-    """The model's own end tokens: `stop_reason` names only what the client asked for (as in vLLM)."""
+    """The model's own end tokens. As in vLLM, `stop_reason` never names these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request that was checked against the model that answers it. Made by `check.make_call`."""
+    """A request after the checks of `check.make_call`, with the model that answers it."""
 
     running: RunningModel
     adapter: AdapterRef | None = None
@@ -320,17 +320,17 @@ class Call:
     request: ChatRequest | CompletionRequest
     prompts: Conversation | tuple[Prompt, ...]
     sampling: SamplingParams
-    """All that the answers have in common: without `max_tokens`, `seed` and the bans that need a tokenizer."""
+    """Parameters common to all answers, without `max_tokens`, `seed` and bans that need a tokenizer."""
     grammar: AskedGrammar | None
     """The grammar of the answer, or of its tool calls."""
     tools: frozenset[str] | None = None
-    """Tools that can be called after any text. Empty: the grammar of calls holds from the first token on. None: no calls."""
+    """Tools that can be called after free text. Empty: the answer is a call from its first token. None: no calls."""
     max_reasoning_tokens: int | None = None
-    """With this or a grammar `sampling.follows_grammar`."""
+    """If this or `grammar` is set, so is `sampling.follows_grammar`."""
     max_tokens: int | None
-    """None: what the model's files name, or the rest of the context."""
+    """None: the default of the model's files, or the rest of the context."""
     answer: AnswerOptions
     num_bytes: int = 0
     """Size of the body."""
     claim: bytes = b""
-    """A hash by which the door recognises the call when it is sent again."""
+    """Hash of the request. Admission recognises a retry by it."""

@@ -1,6 +1,6 @@
-"""Checks a request against the model that shall answer it: the rules that need more than one field, or the model.
+"""Checks a request against the model that answers it: rules that need several fields, or the model.
 
-`make_call` may run on any thread and waits for nothing. Templates, tokens and grammars are left to `run`, behind the door.
+`make_call` may run on any thread and never waits. `run` handles templates, tokens and grammars, after admission.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_call(
     num_bytes: int = 0,
     claim: bytes = b"",
 ) -> Call:
-    """Return the call that a request asks for. Raises `Rejected` (INVALID) that names the field as the client does."""
+    """Check a request and return its `Call`. Raises `Rejected` (INVALID) with the client's name of the field."""
     sampling = check_sampling(request, running)
     grammar, tools, budget, names, dialect = request.grammar, None, None, request.names, running.dialect
     prompts: Conversation | tuple[Prompt, ...]
@@ -74,7 +74,7 @@ def make_call(
         variables = {**_reasoning_variables(request, dialect), **conversation.variables}
         prompts = replace(conversation, variables=variables, tools=told if tools is not None else ())
         if (tools is not None or dialect.reasoning is not None) and running.has_special_marks:
-            sampling = replace(sampling, skip_special_tokens=False)  # the writer leaves out those that are no marks
+            sampling = replace(sampling, skip_special_tokens=False)  # the writer removes all but marks
     else:
         _check_prompts(request, running)
         prompts = request.prompts
@@ -111,7 +111,7 @@ def make_call(
 
 
 def check_sampling(request: GenerationRequest, running: RunningModel) -> SamplingParams:
-    """Return all that a request says about sampling, except `max_tokens`, `seed`, bad words and a grammar."""
+    """Return a request's sampling parameters, except `max_tokens`, `seed`, bad words and a grammar. Raises `Rejected`."""
     names, model = request.names, running.model
     if request.truncate_prompt_tokens == 0:
         raise _invalid(names, ("truncate_prompt_tokens",), "must be at least 1, or -1 for as many as fit")
@@ -157,7 +157,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
 
 
 def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
-    """Return the request's value, else that of the model's files, else the neutral one."""
+    """Return a parameter from the request, else from the model's files, else its neutral value."""
     value = request.sampling.get(name)
     if value is None:
         value = getattr(running.defaults, name, None)
@@ -165,7 +165,7 @@ def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
 
 
 def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: RunningModel) -> SamplingParams:
-    """Return the parameters of a search. It takes the model's own probabilities: what would change them is refused."""
+    """Return the parameters of a beam search. Refuses parameters that change the model's probabilities."""
     assert request.beams is not None
     names, num_stops = request.names, len(shown.stop_token_ids)
     if running.defaults.banned_token_sequences:
@@ -224,7 +224,7 @@ def _logit_bias(biases: Mapping[str, Any], vocab_size: int, param: str) -> tuple
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise `Rejected` that names the first id outside the vocabulary."""
+    """Raise `Rejected` for the first id outside the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         detail = f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size})."
@@ -232,11 +232,11 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
-    """Raise `Rejected` for a field that a grammar, or a limit of reasoning, excludes."""
+    """Raise `Rejected` for fields that do not work with `asked_by`: a grammar, tools or a limit of reasoning."""
     for field, is_given, reason in (
         ("use_beam_search", request.beams is not None, "a search follows no grammar"),
-        ("allowed_token_ids", request.allowed_token_ids is not None, "which tokens may come is said by one of them"),
-        ("ignore_eos", request.ignore_eos, "an answer that is complete has to be able to end"),
+        ("allowed_token_ids", request.allowed_token_ids is not None, "both say which tokens may come"),
+        ("ignore_eos", request.ignore_eos, "a complete answer must be able to end"),
     ):
         if is_given:
             raise _invalid(request.names, (field,), f"and '{asked_by}' exclude each other, as {reason}: leave one of them out")
@@ -287,7 +287,7 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
 
 
 def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools as Hugging Face gives them to templates. Raises `Rejected` for names that are wrong or come twice."""
+    """Return the tools in Hugging Face's form for templates. Raises `Rejected` for wrong or repeated names."""
     told: list[Mapping[str, Any]] = []
     found: set[str] = set()
     for index, tool in enumerate(tools):
@@ -304,7 +304,7 @@ def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str
 
 
 def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, AskedGrammar | None]:
-    """Return `Call.tools` and the grammar."""
+    """Return `Call.tools` and `Call.grammar`."""
     choice, asked = request.tool_choice, request.grammar
     if choice.mode == "none" or not request.tools:
         return None, asked
@@ -329,19 +329,19 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
-    """Return the limit of the reasoning block. A template without a switch has its block ended at once."""
+    """Return the token limit of the reasoning. 0 disables reasoning if the template has no variable for that."""
     budget = request.max_reasoning_tokens
     if budget is None:
         has_switch = dialect.takes_effort or dialect.takes_enable_thinking
         return 0 if request.reasoning_effort == "none" and not has_switch and dialect.reasoning is not None else None
     if dialect.reasoning is None:
-        rule = "is for models that reason in a block of their own, which this one does not"
+        rule = "is for models that write reasoning in a block of its own; this model does not"
         raise _invalid(request.names, ("max_reasoning_tokens",), rule)
     return budget
 
 
 def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, Any]:
-    """Return the template's variables for the reasoning effort."""
+    """Return the template variables that set the reasoning effort."""
     effort = request.reasoning_effort
     if effort is None:
         return {}
@@ -353,5 +353,5 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
 
 
 def _invalid(names: Names, path: tuple[str | int, ...], rule: str) -> Rejected:
-    """Return the error of a field that breaks a rule."""
+    """Return an error that names a field by its path, and the rule."""
     return wrong(f"'{names(*path)}' {rule}.", names(*path))

@@ -1,6 +1,6 @@
-"""The calls of one server that are running or on their way to the engine: who may see and cancel them, and why they take long.
+"""The unfinished calls of a server: lists, explains and cancels them for their owners.
 
-`run` opens calls. The routes under `/v1/requests` and `/kv` ask about them. All of it belongs to the event loop.
+`run` opens calls. The routes under `/v1/requests` and `/kv` read them. Only the event loop uses this file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 _One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
-"""Ended calls of all owners that are searched for those of one."""
+"""Most ended calls searched for those of one owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """The parts of an ended call that explain it. Its model may have been unloaded."""
+    """The parts of an ended call that explain it, without its model, which may be unloaded."""
 
     terms: Terms
     engine_ids: tuple[str, ...]
@@ -49,7 +49,7 @@ class _Landed:
 
 @dataclass(slots=True)
 class Arrival:
-    """A request on its way to the engine. It waits for its model, its prompt or its grammar."""
+    """A request before it reaches the engine: it waits for its model, its prompt or its grammar."""
 
     request_id: str
     owner: Owner
@@ -57,14 +57,14 @@ class Arrival:
     clock: Clock
     unix_time_s: Callable[[], int]
     since_ns: int
-    """When the present wait began."""
+    """Start of the current wait."""
     waits_for: str = MODEL
     model_wait_ns: int = 0
-    """Earlier wait for the model."""
+    """Time that the request waited for its model, once that is loaded."""
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
-        """Return the arrival of a call whose model is loaded."""
+        """Return the arrival of a call for a loaded model."""
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
@@ -72,7 +72,7 @@ class Arrival:
         return arrival
 
     def told(self) -> Told:
-        """Return its explanation now. Any thread may call this."""
+        """Return the current explanation. Any thread may call this."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
         life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
@@ -85,15 +85,15 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The explanation of the calls that had one id."""
+    """The explanation of a call, for the client."""
 
     request_id: str
     created_unix_s: int
     age_ns: int
     choices: list[tuple[int, Explanation]]
-    """(index of the choice, its explanation); not empty. If the client used the id more than once, those of the last call."""
+    """(index of the choice, its explanation), not empty."""
     num_forgotten: int = 0
-    """Choices that ended too long ago."""
+    """Number of choices that are no longer in the journal."""
 
     @property
     def summary(self) -> str:
@@ -102,7 +102,7 @@ class Told:
 
 
 class CallInFlight(Protocol):
-    """A call whose requests the engine has."""
+    """A call with requests in the engine."""
 
     @property
     def running(self) -> RunningModel: ...
@@ -112,12 +112,12 @@ class CallInFlight(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The engine writes to them."""
+        """The engine's requests of this call. The engine's thread changes them."""
         ...
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """The call's names in the journal: the ids of `requests`, or one name for all of them."""
+        """Ids of the call in the journal: one for each of `requests`, or one for all."""
         ...
 
     def abort(self, detail: str) -> None:
@@ -147,21 +147,21 @@ class RunningCall:
         self.terms = call.terms
         self.answer = call.answer
         self.max_tokens = call.max_tokens
-        """As the client asked. The context may leave less."""
+        """The client's limit. The context may have room for fewer tokens."""
         self.num_choices = call.request.n
         """Answers to each prompt."""
         self.requests = requests
-        """One for each choice, the first prompt's first. The engine writes to them."""
+        """One for each choice, in the order of the prompts. The engine's thread changes them."""
         self.echoes = echoes
-        """Text before the answers to each prompt."""
+        """For each prompt, the text to put before its answers."""
         self.form = form
-        """How answers are divided into content, reasoning and calls. None: all is content."""
+        """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """Return the stream's next chunks. Those of an empty answer keep only their times and ends."""
+        """Return the stream's next chunks. If the answer is to be empty, text and tokens are removed."""
         chunks = await self.stream.next_chunks()
         if not self.answer.is_empty:
             return chunks
@@ -173,12 +173,12 @@ class RunningCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of the engine's text is content and shown as it is."""
+        """Whether the engine's text is shown unchanged, as content."""
         shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
         return self.form is None and not shows_marks
 
     def scores_of(self, index: int) -> Request:
-        """Return the request that scored the prompt of choice `index`: its own, or that of the prompt's first choice."""
+        """Return the request that scored the prompt of choice `index`. Often only a prompt's first choice scores it."""
         request = self.requests[index]
         return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
 
@@ -194,7 +194,7 @@ class RunningCall:
             self.close()
 
     def close(self) -> None:
-        """Abort what has not finished and forget the call. Idempotent."""
+        """Abort unfinished requests and forget the call. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.stream.close()
@@ -205,16 +205,16 @@ class InFlight:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._isolates = {sharing: isolates_tenants(config, sharing) for sharing in (None, "all", "tenant")}
-        """By the models' setting `prefix_sharing`."""
+        """A model's setting `prefix_sharing` -> whether its tenants are isolated."""
         self._num_opened = 0
         self._calls: dict[str, list[CallInFlight]] = {}
-        """By the client's ids, which are not unique."""
+        """The client's id -> its calls. Clients may use an id more than once."""
         self._arriving: dict[str, list[Arrival]] = {}
-        """By the client's ids. The queues for models and the door limit their number."""
+        """The client's id -> its requests. Admission and the queue for models limit their number."""
         self._landed: deque[_Landed] = deque()
-        """The last ended calls, as many as the journal remembers."""
+        """The last ended calls, as many as the journal keeps."""
         self._landed_of: dict[str, list[_Landed]] = {}
-        """The same by id, oldest first."""
+        """The client's id -> its ended calls, oldest first."""
 
     def new_engine_id(self, request_id: str) -> str:
         """Return a unique prefix for the engine's ids: clients may use one id for several calls."""
@@ -253,12 +253,12 @@ class InFlight:
             _take(self._arriving, arrival.request_id, arrival)
 
     def add(self, call: CallInFlight) -> None:
-        """List a call until `land`. The call keeps its model in use; the caller must be using it already."""
+        """List a call until `land`, and keep its model loaded meanwhile. The caller must be using the model already."""
         call.running.begin_use(is_user=True)
         _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
-        """Remember an ended call. Its holder calls this."""
+        """Remove an ended call from the list, and keep its explanation."""
         if call.running.engine.state is not EngineState.READY:
             # A failed core may not have reported their ends.
             call.running.admission.forget([request.request_id for request in call.requests])
@@ -296,7 +296,7 @@ class InFlight:
         return lambda: [told for call in calls if (told := self._tell(call))]
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
-        """Return the client's id and the index of the choice, by engine id, of the owner's running requests."""
+        """Return engine id -> (client's id, index of the choice) for the owner's running requests."""
         return {
             request.request_id: (call.terms.request_id, int(request.request_id.rpartition(".")[2]))
             for call in self._calls_of(owner)
@@ -304,7 +304,7 @@ class InFlight:
         }
 
     def requests_of(self, owner: Owner, running: RunningModel) -> list[Request]:
-        """Return the owner's unfinished requests to a model, oldest first. The engine writes to them."""
+        """Return the owner's unfinished requests to a model, oldest first. The engine's thread changes them."""
         calls = [call for call in self._calls_of(owner) if call.running is running]
         return [one for call in calls for one in call.requests if one.status is not RequestStatus.FINISHED]
 
@@ -315,7 +315,7 @@ class InFlight:
         landed, requests = (call, ()) if isinstance(call, _Landed) else (_landed(call), call.requests)
         if landed is None:
             return None
-        # Read before the journal is: a request that ends meanwhile is in the journal.
+        # Before the journal is read, so that a request that ends meanwhile is found there.
         live = [request for request in requests if request.status is not RequestStatus.FINISHED]
         known = {told.request_id: told for told in landed.journal.explain_all(call.engine_ids, landed.clock.now_ns)}
         now_ns = landed.clock.now_ns()
@@ -364,7 +364,7 @@ def _take(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:
 
 
 def _landed(call: CallInFlight) -> _Landed | None:
-    """Return the parts that explain a call, or None if its model explains no requests."""
+    """Return the parts that explain a call, or None if its model keeps no journal."""
     running = call.running
     if running.journal is None:
         return None

@@ -1,6 +1,6 @@
-"""From a `Call` to running requests: admission, then the chat template, the tokenizer and the grammar.
+"""Turns a `Call` into running requests: admission, then the chat template, the tokenizer and the grammar.
 
-The costly parts run off the event loop. An endpoint cancels `run` when its client leaves.
+Costly work runs off the event loop. An endpoint cancels `run` when its client disconnects.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from penstock.text.fim import FillInTheMiddle
 
 MAX_TEXT_CHARS = 2**20
-"""Most characters of one text, unless the context holds more. Tokenising them takes about a second."""
+"""Most characters of one text, unless the context has room for more. Tokenising them takes about a second."""
 MAX_SCORED = 2**19
 """Most log-probabilities of prompts in one answer, alternatives included: 80 MB of memory."""
 MAX_SCORED_IN_STREAM = 2**14
-"""The same in a stream. The event loop takes 30 ms to write them."""
+"""Most log-probabilities of prompts in a stream. The event loop takes 30 ms to write them."""
 _MAX_NAMES = 16
-"""Tokens of the default names of a repository and a file, and of the marks around them."""
+"""Tokens reserved for the default names of a repository and a file, and for the special tokens around them."""
 _DEFAULT_ROOM = 16
 """Tokens for the answer to a truncated prompt, if the client names no limit."""
 _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
-"""Size of known grammars, summed over choices, that is copied on the event loop: a tenth of a millisecond."""
+"""Most characters of compiled grammars, summed over choices, to copy on the event loop: 0.1 ms."""
 _MAX_COMPILATIONS = 4
-"""Attempts of a call to share a compiled grammar. Other calls may use it up or evict it."""
+"""Attempts to share a compiled grammar, since other calls may use it up or evict it."""
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 
 
@@ -63,17 +63,17 @@ _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 class Tokenised:
     prompts: list[tuple[int, ...]]
     max_tokens: list[int]
-    """Most generated tokens, for each prompt."""
+    """For each prompt, the most tokens to generate."""
     echoes: list[str]
-    """Text before the answers to each prompt."""
+    """For each prompt, the text to put before its answers."""
     banned: tuple[tuple[int, ...], ...]
-    """Banned by the call and by the model's files."""
+    """Token sequences banned by the call and by the model's files."""
     end_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answers."""
 
 
 def seed_of(call: Call) -> int:
-    """Return the seed that the client gave, or draw one."""
+    """Return the client's seed, or draw one."""
     seed = call.request.sampling.get("seed")
     return call.running.sources.draw_seed() if seed is None else int(seed)
 
@@ -84,7 +84,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     Raises `Rejected` from admission, for a prompt that does not fit, and from the template, the tokenizer and the grammar.
     """
     running = call.running
-    # Drawn first: `--seed` counts calls in the order of their arrival.
+    # Before any wait, so that `--seed` gives calls seeds in the order of their arrival.
     seed = seed_of(call)
     with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
         tokenised, form = await _tokenised(call)
@@ -109,7 +109,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Hold places in the queue until the block ends. Raises `Rejected`, and `ModelAway` if the model leaves."""
+    """Admit a call and reserve its places in the queue until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
     engine, admission = running.engine, running.admission
     with running.using():
         try:
@@ -124,7 +124,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
 
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
-    """Return what admission knows of a call of these terms, without its size."""
+    """Return the question to admission for a call with these terms, without its size."""
     return Ask(
         tenant=terms.owner.tenant,
         limits=terms.limits,
@@ -139,7 +139,7 @@ def ask_of(terms: Terms, claim: bytes) -> Ask:
 
 
 def _ask(call: Call) -> Ask:
-    """Return the call's size and urgency, before its tokens are known."""
+    """Return the question to admission for a call that is not tokenised yet."""
     terms, sampling, prompts = call.terms, call.sampling, call.prompts
     if isinstance(prompts, Conversation):
         num_prompts, num_token_ids = 1, 0
@@ -177,7 +177,7 @@ def _size(prompt: Prompt) -> tuple[int, int]:
 
 
 async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
-    """Return the tokens, and how answers are divided, or None."""
+    """Return the tokens of a call, and how its answers are divided, or None."""
     running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
@@ -187,7 +187,7 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
-    """Return how answers to a prompt are divided. The template may have begun or ended the reasoning block."""
+    """Return how answers to a prompt are divided. The prompt may already open or close the reasoning block."""
     dialect = call.running.dialect
     tools = None if call.tools is None else dialect.tools
     reasoning, is_reasoning = dialect.reasoning, False
@@ -207,7 +207,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
-    """Return the grammar of the answers and what precedes it. At least one is not None."""
+    """Return the grammar of the answers, and the plan of what precedes it. At least one is not None."""
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
@@ -230,12 +230,12 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
 async def _matchers(
     asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
-    """Return a matcher for each of `number` choices, of a grammar, a plan of what precedes it, or both.
+    """Return a matcher for each of `number` choices.
 
-    Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, and the reason of a time limit.
+    Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, or a time limit.
     """
     if asked is None:
-        assert plan is not None, "else nothing is to be followed"
+        assert plan is not None, "a matcher needs a grammar or a plan"
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
         matchers = _known(number, asked.grammar, plan, running)
@@ -251,13 +251,13 @@ async def _matchers(
 
 
 def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
-    """Return the matchers if the grammar is known and small, as a thread would take longer. Otherwise None."""
+    """Return matchers if the grammar is compiled, and small enough for the event loop. Otherwise None."""
     is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
     return running.grammars.known(grammar, plan, number) if is_small else None
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """Return the matchers, or raise `Rejected` at the first time limit. A compilation without a waiter is not begun."""
+    """Return the matchers, or raise `Rejected` at the call's first time limit."""
     if not terms.time_limits:
         return await compiling
     limit_ns, reason = min(terms.time_limits)
@@ -276,7 +276,7 @@ async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, t
 async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
 ) -> list[Matcher]:
-    """Compile, sharing the compilation with other calls if the grammar is small and has enough answers for each."""
+    """Compile the grammar and return matchers. Calls share the compilation of a small grammar."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
@@ -287,7 +287,7 @@ async def _matchers_compiled(
 
 
 async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
-    """Return the prompt text. Raises `Rejected` without a template, if it refuses, or if too many calls wait for it.
+    """Return the prompt text. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
 
     `num_bytes` is the size of the body.
     """
@@ -297,7 +297,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 
 def render_here(conversation: Conversation, running: RunningModel) -> str:
-    """As `render`, on this thread."""
+    """Return the prompt text, rendered on this thread. Raises `Rejected`."""
     told = without_billing_line(conversation.messages)
     messages, variables = for_template(told, conversation.tools, running.dialect)
     return require_chat_template(running.chat_template).render(
@@ -310,9 +310,9 @@ def render_here(conversation: Conversation, running: RunningModel) -> str:
 
 
 def without_billing_line(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without the line that Claude Code puts before its system prompt.
+    """Return the messages without the billing line that Claude Code puts before its system prompt.
 
-    The line changes with each request, so the prefix cache could never match. Proxies send it through any API.
+    The line changes with each request and would defeat the prefix cache. Proxies send it through any API.
     """
     kept: list[Message] = []
     for message in messages:
@@ -331,7 +331,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
     max_tokens = [_room(len(ids), prompt.param, call) for ids, prompt in zip(all_ids, prompts, strict=True)]
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
-    if call.answer.echo:  # as far as the model sees it
+    if call.answer.echo:  # the part that the model sees
         is_whole = call.request.truncate_prompt_tokens is None
         echoes = [
             prompt.text
@@ -344,7 +344,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
 
 
 def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
-    """Return the model's tokens for it if the call has a suffix or a hole. Raises INVALID if the model has none."""
+    """Return the model's tokens for filling in the middle if the call needs them. Raises INVALID if the model has none."""
     param = call.request.names("suffix")
     if not call.request.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
@@ -363,12 +363,12 @@ def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
 
 
 def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple[int, ...]:
-    """Return the prompt's tokens, truncated as the client asked. With `fim` they end before the suffix."""
+    """Return the prompt's tokens, truncated as the client asked. With `fim`, the suffix is included."""
     running = call.running
     if isinstance(prompt, MixedPrompt):
         return mixed_ids(prompt, running, adds_special_tokens=call.request.adds_special_tokens)
     if isinstance(prompt, InfillPrompt):
-        assert fim is not None, "else the call was refused"
+        assert fim is not None, "_fill_in_the_middle refuses the call otherwise"
         prompt = TextPrompt(_infill_text(prompt, call, fim), prompt.param)
     elif fim is not None:
         check_text_size(call.request.suffix, running, call.request.names("suffix"))
@@ -381,7 +381,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         token_ids = prompt.token_ids
     else:
         if len(prompt.text) > INLINE_MAX_SIZE and keep is None:
-            # Too long, whatever its tokens are.
+            # Even the longest tokens would be too many.
             least = len(prompt.text) // running.tokenizer.max_token_bytes
             if least > max_model_len:
                 raise _too_long(
@@ -393,14 +393,14 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
             raise wrong(f"'{prompt.param}' has no tokens.", prompt.param)
         check_encoded(token_ids, running, prompt.param)
     if keep is not None:
-        # -1: as many as fit beside the answer.
+        # -1 keeps as many tokens as fit beside the answer.
         max_len = running.admission.max_len(call.adapter)
         token_ids = token_ids[-(keep if keep > 0 else max(1, max_len - (call.max_tokens or _DEFAULT_ROOM))) :]
     return tuple(token_ids)
 
 
 def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens: bool) -> tuple[int, ...]:
-    """Return the tokens of texts and those between them. `adds_special_tokens` concerns a text that comes first."""
+    """Return the tokens of a mixed prompt. `adds_special_tokens` applies only to a text at its start."""
     token_ids: list[int] = []
     for index, part in enumerate(prompt.parts):
         if isinstance(part, int):
@@ -415,7 +415,7 @@ def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens
 
 
 def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
-    """Return the text that requests the filling, after as many of the last files as fit."""
+    """Return the prompt for the hole, after as many of the last files as fit into the context."""
     running, files = call.running, [fim.file_text(name, text) for name, text in prompt.files]
     while any(_exceeded_size(file, running) for file in files):
         del files[0]
@@ -433,7 +433,7 @@ def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
 def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
     """Return the most tokens to generate after this prompt.
 
-    Raises CONTEXT_LENGTH with the numbers and the field that is too large: the prompt if it leaves no room.
+    Raises CONTEXT_LENGTH for `max_tokens`, or for the prompt if it leaves no room at all.
     """
     max_model_len, max_len = call.running.model.max_model_len, call.running.admission.max_len(call.adapter)
     room = max_len - num_prompt_tokens
@@ -461,7 +461,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
 
 
 def _check_scored(num_prompt_tokens: int, call: Call) -> None:
-    """Raise INVALID if the answer would have too many log-probabilities of prompts."""
+    """Raise INVALID if the answer would have too many log-probabilities of prompt tokens."""
     num_top = call.sampling.prompt_logprobs
     if num_top is None:
         return
@@ -476,12 +476,12 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
 
 
 def _each_scores(call: Call) -> bool:
-    """Whether each choice scores the prompt, as in a stream none waits for another. Otherwise the first one does."""
+    """Return whether each choice scores the prompt: in a stream, choices do not wait for the first. Otherwise it alone does."""
     return call.answer.is_streamed and call.sampling.beams is None
 
 
 def _asked_tokens(call: Call) -> int | None:
-    """Return the limit of the client or else of the model's files. None: the rest of the context."""
+    """Return the client's token limit, or that of the model's files. None means the rest of the context."""
     default = call.running.defaults.max_tokens
     if call.max_tokens is not None or default is None:
         return call.max_tokens
@@ -489,12 +489,12 @@ def _asked_tokens(call: Call) -> int | None:
 
 
 def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
-    """Return all token sequences that are banned by the call and by the model's files.
+    """Return all token sequences banned by the call and by the model's files.
 
     A bad word is banned as it is tokenised at the beginning of a text, and after a space.
     """
     running, sampling = call.running, call.sampling
-    is_free = sampling.allowed_token_ids is None  # else the client says which tokens there are
+    is_free = sampling.allowed_token_ids is None  # an allowed list overrides the model's bans
     of_model = running.defaults.banned_token_sequences if is_free else ()
     sequences: dict[tuple[int, ...], None] = dict.fromkeys((*sampling.banned_token_sequences, *of_model))
     for index, word in enumerate(call.request.bad_words):
@@ -507,7 +507,7 @@ def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def check_text_size(text: str, running: RunningModel, param: str) -> None:
-    """Raise CONTEXT_LENGTH for a text larger than `MAX_TEXT_CHARS` and than all texts that the context holds."""
+    """Raise CONTEXT_LENGTH for a text longer than `MAX_TEXT_CHARS` that cannot fit into the context."""
     if (limit := _exceeded_size(text, running)) is not None:
         raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
 
@@ -521,7 +521,7 @@ def _exceeded_size(text: str, running: RunningModel) -> int | None:
 
 
 def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
-    """Raise INVALID for a token of the tokenizer that the model has no row for."""
+    """Raise INVALID for a token of the tokenizer that is outside the model's vocabulary."""
     vocab_size = running.model.vocab_size
     if token_ids and max(token_ids) >= vocab_size:
         token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
@@ -555,7 +555,7 @@ def make_requests(
             sampling = dataclasses.replace(
                 call.sampling,
                 max_tokens=tokenised.max_tokens[prompt_index],
-                seed=(prompt_seed + nth) % 2**64,  # choices differ, and repeat
+                seed=(prompt_seed + nth) % 2**64,  # choices differ, but repeat with the same seed
                 banned_token_sequences=tokenised.banned,
                 stop_token_ids=tuple(sorted({*call.sampling.stop_token_ids, *tokenised.end_token_ids})),
                 prompt_logprobs=call.sampling.prompt_logprobs if nth == 0 or _each_scores(call) else None,

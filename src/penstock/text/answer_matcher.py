@@ -6,8 +6,9 @@ decides:
     <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
     `--- free, counted    `--- free   `--- the grammar
 
-One token may complete a mark and start what follows. So once a mark may have begun, tokens that complete it and continue
-wrongly are masked. After the mark, a new matcher of the grammar reads its tokens again.
+A mark is a text such as `</think>` or a trigger. One token can complete a mark and go on with the text behind it. So while a
+mark is incomplete, tokens that complete it and go on with something the grammar forbids are masked. A new matcher of the
+grammar then reads the mark's tokens again.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """Describes what precedes the grammar in an answer, and where the grammar begins."""
+    """The place in an answer where the grammar begins, and what may precede it."""
 
     reasoning: ReasoningFormat | None = None
-    """None if there is no reasoning block."""
+    """The marks around reasoning, or None if the answer has none."""
     is_reasoning: bool = False
-    """The prompt already ends within the block."""
+    """The prompt itself opens the reasoning block."""
     max_reasoning_tokens: int | None = None
-    """The end of the block is forced after this many tokens. None means unlimited."""
+    """The end of the reasoning is forced after this many tokens. None means unlimited."""
     trigger_of: ToolFormat | None = None
-    """The grammar begins at this format's triggers. None: with the answer, or after the reasoning."""
+    """The grammar begins at a trigger of this format. None: it begins with the answer, or after the reasoning."""
     tool_names: frozenset[str] = frozenset()
-    """Tools that a call without a mark may name."""
+    """Tools of the request. A call without a mark counts only if it names one."""
 
     @property
     def begins_free(self) -> bool:
-        """Whether the grammar begins later than the answer: at a trigger, or after a block that the prompt has begun."""
+        """Whether the answer starts unrestricted: before a trigger, or in reasoning that the prompt opened."""
         return self.trigger_of is not None or (self.reasoning is not None and self.is_reasoning)
 
 
@@ -53,18 +54,18 @@ class _State(Enum):
     WAITING = auto()
     """Free text before a trigger."""
     FOLLOWING = auto()
-    """The grammar decides."""
+    """The grammar restricts every token."""
     FREE = auto()
 
 
 class AnswerMatcher:
     def __init__(self, plan: AnswerPlan, tokens: GrammarTokens, grammar: CompiledGrammar | None) -> None:
-        """`grammar` has a lead for the reasoning block, unless it begins at a trigger. None: only the reasoning is limited."""
+        """Without `grammar`, only the length of the reasoning is limited."""
         self._plan = plan
         self._tokens = tokens
         self._grammar = grammar
         self._is_bound = grammar is not None and plan.trigger_of is None
-        """The answer must follow the grammar before it ends."""
+        """The answer must not end before the grammar is complete."""
         self._inner: GrammarMatcher | None = None
         self._mask: bytes | None = None
         self._num_reasoning = 0
@@ -74,7 +75,7 @@ class AnswerMatcher:
         """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
-        """The answer so far, while it may still become a call without a mark; then None."""
+        """The answer so far, while it can still become a call without a mark. After that, None."""
         if plan.reasoning is None:
             self._begin_answer()
         elif plan.is_reasoning:
@@ -88,19 +89,16 @@ class AnswerMatcher:
         self._mask = self._next_mask()
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept`."""
         for token_id in token_ids:
             self._accept(token_id)
         self._mask = self._next_mask()
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher.forced`."""
         if self._state is _State.FOLLOWING and self._inner is not None:
             return self._inner.forced()
-        return self._forced[:1] if self._state is _State.REASONING else ()  # one may complete the mark before the others
+        return self._forced[:1] if self._state is _State.REASONING else ()  # one by one: the first may complete the mark
 
     def mask(self) -> bytes | None:
-        """See `Matcher.mask`."""
         if self._state is _State.FOLLOWING and self._inner is not None:
             return self._inner.mask()
         return self._mask
@@ -146,7 +144,7 @@ class AnswerMatcher:
         else:
             try:
                 self._follow(ids)
-            except GrammarFailure:  # the mark and a text that no call has came in one token: it is no call
+            except GrammarFailure:  # one token completed the mark and went on with text that no call has
                 self._state, self._inner = _State.FREE, None
 
     def _begin_reasoning(self) -> None:
@@ -156,7 +154,7 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """`read_ids` are tokens that may contain the beginning of the answer; `text` is the answer so far."""
+        """Begin the answer. `read_ids` are tokens read before that may contain its beginning; `text` is that beginning."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -170,12 +168,12 @@ class AnswerMatcher:
                 self._begins_call()
         else:
             self._state = _State.FOLLOWING
-            self._inner = self._inner or self._grammar.matcher()  # it has read what there is
+            self._inner = self._inner or self._grammar.matcher()  # has read everything so far
 
     def _begins_call(self) -> bool:
-        """Follow the grammar if the answer has become a call without a mark.
+        """Return whether the answer has become a call without a mark, and follow the grammar if so.
 
-        Its text is tokenised again, since the first token may have begun before it.
+        The call's text is tokenised again, since its first token may contain text before the call.
         """
         assert self._beginning is not None
         assert self._plan.trigger_of is not None
@@ -188,7 +186,7 @@ class AnswerMatcher:
             return False
         try:
             self._follow(self._tokens.encode(text))
-        except GrammarFailure:  # the name and a text that no call has came in one token: it is no call
+        except GrammarFailure:  # one token completed the name and went on with text that no call has
             self._state, self._inner = _State.FREE, None
         return True
 
@@ -216,7 +214,7 @@ class AnswerMatcher:
         return None
 
     def _barred(self) -> list[bytes]:
-        """Return masks of tokens to forbid because marks may have begun."""
+        """Return masks of the tokens to forbid while a mark may be incomplete."""
         assert self._grammar is not None
         bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
         return [bar for bar in bars if bar is not None]
@@ -226,7 +224,7 @@ class _Watch:
     """Looks for marks in the bytes of tokens."""
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
-        """`is_at_start`: a mark counts only at the beginning, after white space."""
+        """`is_at_start`: a mark counts only at the start of the answer, after optional white space."""
         self._texts = tuple(marks)
         self._marks = tuple(mark.encode() for mark in marks)
         self._firsts = tuple(mark[:1] for mark in self._marks)
@@ -234,7 +232,7 @@ class _Watch:
         self._sizes: list[int] = []
         self._tail = b""
         self.ids: list[int] = []
-        """The tokens since a mark may have begun."""
+        """The last tokens, from the first that may be part of a mark."""
         self.is_over = False
         """No mark can follow any more."""
 
@@ -267,7 +265,7 @@ class _Watch:
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
-        """Return the marks that may have begun, each with the missing part."""
+        """Return each mark that may be incomplete, with its missing part."""
         if not self.ids:
             return []
         if self._is_at_start:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 MAX_UNMARKED_CHARS = 256
-"""A call without a mark must name its tool within this many characters."""
+"""A call without a mark such as `<tool_call>` must name its tool within this many characters."""
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
 
 
@@ -68,7 +68,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything that one choice contains."""
+    """The content, reasoning and calls of one choice."""
 
     content: str = ""
     reasoning: str = ""
@@ -119,12 +119,12 @@ class AnswerForm:
     """How to read the answers of one call."""
 
     tools: ToolFormat | None = None
-    """None if calls are not looked for."""
+    """The format of calls, or None if calls count as text."""
     tool_names: frozenset[str] = frozenset()
-    """Tools that a call without a mark may name."""
+    """Tools of the request. A call without a mark counts only if it names one."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
-    """The prompt already ends within a reasoning block."""
+    """The prompt itself opens the reasoning block."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -138,7 +138,7 @@ class AnswerForm:
 
 
 class MarkReader:
-    """Reads answers with bare content, and with marks around reasoning and calls."""
+    """Reads answers with marks such as `<think>` and `<tool_call>` around reasoning and calls."""
 
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
         self._tools, self._reasoning = form.tools, form.reasoning
@@ -265,7 +265,7 @@ class MarkReader:
         assert self._call is not None
         self._parts += self._call.push(self._held)
         self._held = ""
-        if self._call.is_over:  # what follows is no call: text, as the model wrote it
+        if self._call.is_over:  # the rest is text, as the model wrote it
             self._held, self._call, self._tools = self._call.rest(), None, None
             self._step, self._is_fresh = self._read_content, True
             return True
@@ -332,12 +332,12 @@ class _CallReader:
         return [Content(rest), CallEnd(self._index, False, "")] if rest else []
 
     def rest(self) -> str:
-        """Return the text that belongs to no complete call, without mere white space."""
+        """Return the text behind the last complete call, or an empty text if it is white space."""
         rest = self._text + self._held
         return rest if rest.strip() else ""
 
     def _match(self, literal: str) -> int | None:
-        """Return the length of the literal in the text, or None if more text is needed. Other text ends the calls."""
+        """Return the length of the literal in the text, or None if more text is needed or no call can follow."""
         num = match_literal(self._held, literal)
         if num is not None and num < 0:
             self.is_over = True
@@ -425,7 +425,7 @@ class _CallReader:
 
 
 class ChannelReader:
-    """Reads Harmony: messages with a channel, and perhaps a recipient, before their text."""
+    """Reads Harmony, the format of gpt-oss: messages with a header that names a channel and perhaps a recipient."""
 
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
@@ -561,7 +561,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the way in which the answer calls a tool without a mark, or None, and whether more text may still do so."""
+    """Return how the text calls a tool without a mark, or None, and whether it can become such a call with more text."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
@@ -577,6 +577,6 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
 
 
 def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
-    """Return the length of the longest end of the text that begins one of the marks."""
+    """Return the length of the longest suffix of the text that is an incomplete mark."""
     longest = min(len(text), max(map(len, marks)) - 1)
     return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

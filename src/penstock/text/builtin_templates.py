@@ -17,8 +17,8 @@ _SYSTEM_FIRST = (
     "{% set system = messages[0].content if is_led else '' %}"
     "{% set turns = messages[1:] if is_led else messages %}"
 )
-"""Splits off a leading system message before a user's as `system`, with the rest in `turns`, for families without system turns.
-Other system messages are written as user messages."""
+"""Sets `system` to a leading system message, and `turns` to the rest, for model families without system messages. Other system
+messages, and one that no user message follows, are written as user messages."""
 
 BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {

@@ -31,8 +31,8 @@ def check_charsmap(data: bytes) -> int:
 
 
 def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
-    """Walk every path from the root, many nodes at a time. Units come in blocks of 256, so if a node's base is inside, all its
-    children are."""
+    """Walk every path from the root, many nodes at a time. Units come in blocks of 256, so if a node's base is in the
+    trie, all its children are."""
     seen = np.zeros(len(units), dtype=bool)
     bases = _offsets(units[:1])
     labels = np.arange(1, 256, dtype=np.uint32)
@@ -53,7 +53,7 @@ def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
             raise _damaged("its trie leads outside")
         for at in np.unique(units[leaves] & np.uint32(0x7FFFFFFF)).tolist():
             if at >= len(targets) or not _is_text(targets[at : targets.index(b"\0", at)]):
-                raise _damaged(f"its replacement at byte {at} is no text")
+                raise _damaged(f"its replacement at byte {at} is not UTF-8")
 
 
 def _offsets(units: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -1,7 +1,7 @@
 """Turns chat messages into the prompt text that a model was trained on.
 
 Chat templates are untrusted Jinja2 programs, so they run in a process with limits on time and memory
-(docs/decisions/chat-templates.md). This half starts, asks and replaces the process; `chat_environment` is the other half.
+(docs/decisions/chat-templates.md). This file starts and replaces that process; `chat_environment` runs in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 MAX_NAMES = 20
 """Most names of templates in an error message."""
 _WAIT_FACTOR = 30
-"""The limit of wall-clock time as a multiple of CPU time, so that a busy machine refuses no template."""
+"""Wall-clock limit as a multiple of the CPU limit. It is high because a busy machine may run the process rarely."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Appended to the last message to find its end in the rendered text. The final space shows whether the template trims."""
 _DOUBLED_CALL = r"{{\"name\": <function-name>, \"arguments\": <args-json-object>}}"
@@ -40,7 +40,7 @@ _START = (
 
 
 class ChatTemplate:
-    """A template in its own process, which ends with this object. Thread-safe."""
+    """A chat template in a process of its own, which ends when this object does. Thread-safe."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class ChatTemplate:
     ) -> None:
         """`special_tokens` are variables of the template (`Tokenizer.special_tokens`). `now` is the clock of `strftime_now`.
 
-        A rendering makes at most `max_chars` and takes at most `max_s` of CPU time, as does the compilation. The process has an
-        address space of `max_memory_bytes`, of which Python and Jinja2 take 25 MiB.
+        A rendering makes at most `max_chars`. Compilation and each rendering take at most `max_s` of CPU time. The process has
+        an address space of `max_memory_bytes`; Python and Jinja2 take 25 MiB of it.
 
         Raises `ConfigError` if the template is not valid Jinja2, with the line, or reaches a limit when it is compiled.
         """
@@ -64,7 +64,7 @@ class ChatTemplate:
         self._now = now
         self._special_tokens = dict(special_tokens)
         self._reserved = frozenset([*special_tokens, "messages", "add_generation_prompt"])
-        self._reads_functions = "functions" in source  # few do: the others are spared the work
+        self._reads_functions = "functions" in source  # few do
 
     def render(
         self,
@@ -78,8 +78,8 @@ class ChatTemplate:
         """Return the prompt text, to be encoded with `add_special_tokens=False`.
 
         `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are JSON data
-        for the template (`chat_template_kwargs`, `tools`). Blocks, for up to thirty times `max_s` and the renderings before it.
-        Raises `Rejected` if the template refuses the messages, fails on them or reaches a limit, and if its process is lost.
+        for the template (`chat_template_kwargs`, `tools`). Blocks for at most 30 * `max_s`, and for the renderings before it.
+        Raises `Rejected` if the template refuses the messages, fails on them or reaches a limit, or if its process ends.
         """
         self._check(messages, variables, add_generation_prompt=add_generation_prompt, is_continued=continue_final_message)
         if continue_final_message:
@@ -143,10 +143,10 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
-    """Return the template that `--chat-template` means: the name of one of the model's or of a built-in one, a template, or a
-    path.
+    """Return the source of the chat template, or None. Raises `ConfigError`.
 
-    Without a value, the model's `default`, with its `tool_use` for requests with tools. Raises `ConfigError`.
+    `value` (`--chat-template`) is a name in `named`, the name of a built-in template, a template, or a path. Without a value,
+    `default` in `named` is taken, and `tool_use` for requests with tools.
     """
     named = {name: _with_single_braces(source) for name, source in named.items()}
     if value is None:
@@ -171,7 +171,7 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
 
 
 def _with_single_braces(source: str) -> str:
-    """Fix the example of a call in Qwen2.5-Coder's template, whose doubled braces the model copies."""
+    """Write the example of a call in Qwen2.5-Coder's template in single braces. The model copies doubled ones."""
     if _DOUBLED_CALL not in source:
         return source
     _log.info("The chat template shows calls of tools in doubled braces; the model is shown single ones.")
@@ -179,7 +179,7 @@ def _with_single_braces(source: str) -> str:
 
 
 def _either(with_tools: str, plain: str) -> str:
-    """Return one template that is the first if there are tools, else the second.
+    """Return a template that renders `with_tools` if there are tools, else `plain`.
 
     Jinja2 drops a line break at the end of a template and after a tag, hence the suffix and the empty expressions.
     """
@@ -195,7 +195,7 @@ def _cut_at_mark(text: str, content: str) -> str:
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
         raise _invalid("The chat template does not show the last message, so it cannot be continued.", "messages")
-    # A content of white space is gone entirely, so the white space there is the template's.
+    # A content of white space is trimmed away, so the white space before the mark is the template's.
     return text[:at].rstrip() if content.strip() else text[:at]
 
 
@@ -214,7 +214,7 @@ class TemplateProcess:
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
         """Render JSON data, starting a new process if the last one has ended.
 
-        Raises `Rejected`: INVALID, naming `messages`, for anything the template does, and UNAVAILABLE without a process.
+        Raises `Rejected`: INVALID for `messages` if the template fails or reaches a limit, UNAVAILABLE without a process.
         """
         try:
             question = json.dumps({"variables": variables, "now": now.isoformat()}).encode()
@@ -278,7 +278,7 @@ class _Ended(Exception):
 
 
 class _Child:
-    """A process that runs `chat_environment.serve`. It ends with this object, with the server, or at a limit."""
+    """A process that runs `chat_environment.serve`. It ends at a limit, or when this object or the server does."""
 
     def __init__(self, *, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
         """Raises `ConfigError` if no process can be started."""

@@ -31,13 +31,13 @@ from jinja2.utils import Namespace
 MAX_RANGE_ITEMS = 100_000
 """Most items of all `range` calls of one rendering."""
 MAX_ERROR_CHARS = 1000
-"""A template can put anything into an error message."""
+"""Longest error message. A template can put anything into one."""
 
 
 def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: int) -> None:
     """Answer questions until the pipe is closed.
 
-    Each may take `max_s` of CPU time and `max_wait_s` by the clock. `max_memory_bytes` limits the address space.
+    Each question may take `max_s` of CPU time and `max_wait_s` by the clock. `max_memory_bytes` limits the address space.
     """
     # A service manager sends SIGTERM to every process of a server, which still answers the requests that it has admitted.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -105,7 +105,7 @@ class _Template:
             raise _Refused(f"The chat template cannot be compiled: {error.msg}.") from error
 
     def render(self, question: bytes) -> str:
-        """Raises `_Refused` for any error except of memory."""
+        """Return the rendered text. Raises `_Refused` for every error but `MemoryError`."""
         try:
             fields = json.loads(question)
             return self._collect(fields["variables"], datetime.fromisoformat(fields["now"]))
@@ -218,7 +218,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """Replaces the class, whose attributes templates must not see."""
+    """Replace the class `dict`, since templates must not see its attributes."""
     return dict(*args, **items)
 
 

@@ -25,10 +25,10 @@ SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to write calls. White space in these texts matches any or none."""
+    """One way to write calls of tools. White space in its texts matches any white space or none."""
 
     trigger: str
-    """The text that turns a free answer into a call: a prefix of `begin` and `call`."""
+    """The text that turns a free answer into a call: the first part of `begin` + `call`."""
     call: str
     """One call, with placeholders NAME and ARGUMENTS."""
     begin: str = ""
@@ -38,7 +38,7 @@ class Way:
     end: str = ""
     """Text after the last call."""
     has_no_mark: bool = False
-    """Data may look like such a call. It counts only at the start of an answer, before the name of a given tool."""
+    """JSON data may look like this call. It counts only at the start of an answer, and with the name of a given tool."""
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
@@ -51,9 +51,9 @@ class Way:
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     name: str
-    """vLLM's name for it, if it has one."""
+    """The name that vLLM gives the format, if any."""
     ways: tuple[Way, ...]
-    """The first is used when calls are required."""
+    """The first way is used when a call is required."""
     only_at_start: bool = False
     """Triggers count only at the beginning of an answer."""
     marks: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ _UNMARKED = tuple(
 )
 
 GENERIC = ToolFormat(name="generic", ways=(_HERMES, *_UNMARKED))
-"""For models whose template has no tools. They know the most common format, or learn it from the prompt."""
+"""The most common format, for models without tools in their template. The prompt explains it."""
 
 # Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
@@ -143,7 +143,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     GENERIC,
 )
-"""In the order in which their marks are tried."""
+"""All formats, in the order in which `find_dialect` tries their marks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +152,10 @@ class ReasoningFormat:
     open: str
     close: str
     lead: str = ""
-    """Text that begins the answer itself."""
+    """Text between the reasoning block and the content."""
     marks: tuple[str, ...]
     forced: str
-    """Text that ends a block whose budget is used up."""
+    """Text that the server writes to end the block when its budget is used up."""
 
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
@@ -349,7 +349,7 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
-    """Return a message for a template with tools."""
+    """Return a message as a template with tools wants it."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -373,7 +373,7 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """Return the field that templates read. gpt-oss's takes reasoning or content beside a call, but not both."""
+    """Return the reasoning as templates read it. gpt-oss's takes reasoning or content beside a call, not both."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
     if dialect.reasoning.lead and message.calls:
@@ -383,7 +383,7 @@ def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
 
 
 def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
-    """Return a message for a template without tools."""
+    """Return a message as a template without tools wants it: calls are text."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -441,7 +441,7 @@ def _template_id(call_id: str, dialect: Dialect) -> str:
 
 
 def short_id(text: str, num_chars: int) -> str:
-    """Return letters and digits that stand for a text."""
+    """Return the first characters of the text's hash in hexadecimal."""
     import hashlib
 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()[:num_chars]

@@ -23,7 +23,7 @@ REPOSITORIES = ("<|repo_name|>", "<repo_name>", "<reponame>")
 FILES = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<filename>")
 """Tokens before the name and the text of a file."""
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>")
-"""Tokens that end a middle or begin another file."""
+"""Tokens that end the middle: end of text, padding, and the beginning of another file."""
 
 _REPOSITORY, _FILE = "repository", "file"
 """Names in the prompt for the repository and for the file with the hole."""
@@ -47,7 +47,7 @@ class FillInTheMiddle:
         return f"{self.before}{first}{self.behind}{last}{self.middle}"
 
     def file_text(self, name: str, text: str) -> str:
-        """Return another file in the form in which it precedes the prompt."""
+        """Return another file as text to put before the prompt."""
         return f"{self.file}{name}\n{text}" if self.file else f"{text}\n\n"
 
     def text_after_files(self, files: Sequence[str], first: str, last: str) -> str:
@@ -58,14 +58,14 @@ class FillInTheMiddle:
         return repository + "".join(files) + self.file_text(_FILE, self.text(first, last))
 
     def token_ids(self, first: Sequence[int], last: str, tokenizer: Tokenizer) -> list[int]:
-        """Like `text`, with the first text as tokens."""
+        """Return the tokens of the prompt. Like `text`, but the first text is already tokenised."""
         before = tokenizer.encode(self.before, add_special_tokens=False)
         rest = tokenizer.encode(f"{self.behind}{last}{self.middle}", add_special_tokens=False)
         return [*before, *first, *rest]
 
 
 def find_fim(tokenizer: Tokenizer) -> FillInTheMiddle | None:
-    """Return a tokenizer's tokens for the middle, or None."""
+    """Return the tokens for fill-in-the-middle prompts, or None if the vocabulary lacks them."""
     for names in NAMES:
         if all(_token_id(tokenizer, name) is not None for name in names):
             ends = [token_id for name in ENDS if (token_id := _token_id(tokenizer, name)) is not None]

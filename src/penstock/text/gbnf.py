@@ -24,7 +24,7 @@ from penstock.types.errors import Rejected, RejectReason
 MAX_DEPTH = 60
 """Most nested groups."""
 MAX_REPEATS = 100_000
-"""llguidance's own limits bound the cost of a repetition."""
+"""Largest number in a repetition. llguidance's limits bound the cost."""
 MAX_CHECKS = 12
 """Most calls of llguidance to find terminals."""
 CHECK_FUEL = 100_000
@@ -234,10 +234,10 @@ _Part = tuple[str, str]
 
 
 class _Writer:
-    """Writes rules as Lark, with those terminals that lose no answer.
+    """Writes rules as Lark, as terminals where that loses no answer.
 
-    If a text of one terminal begins a longer text of any terminal, and the next character may also follow the shorter one, the
-    longer terminal is split. Terminals are checked regardless of where they stand, so some are split without need.
+    A terminal is split if it could take characters that belong to what follows: if a terminal matches a shorter text, and the
+    next character may follow that one. Where terminals stand is not checked, so some are split without need.
     """
 
     def __init__(self, rules: dict[str, _Node]) -> None:
@@ -245,12 +245,12 @@ class _Writer:
         self._numbers = {name: nth for nth, name in enumerate(rules)}
         depths = _depths({name: set(_names(node)) for name, node in rules.items()})
         self._terminals = set(depths)
-        """Rules that are terminals: at first all that are not recursive."""
+        """Rules that become terminals: at first all rules that are not recursive."""
         self._texts: set[str] = set()
-        """Texts that are terminals. Others are written character by character outside terminals."""
+        """Texts that become terminals. Outside terminals, other texts are written character by character."""
         self._bits: dict[str, int] = {}
         """Characters and classes as regexes, with a bit for each."""
-        if "root" not in self._terminals:  # else all is one terminal, and nothing comes behind it
+        if "root" not in self._terminals:  # else the whole grammar is one terminal, and nothing follows it
             self._texts = {text for node in rules.values() for text in _texts(node)}
             try:
                 if max(depths.values(), default=0) > MAX_TERMINAL_DEPTH:
@@ -269,7 +269,7 @@ class _Writer:
         return f"{'T' if name in self._terminals else 'r'}{self._numbers[name]}"
 
     def _written(self, node: _Node, *, is_terminal: bool, is_inside: bool = False) -> str:
-        """`is_inside`: choices and sequences need brackets."""
+        """Return a part of a rule as Lark. `is_inside`: choices and sequences need brackets."""
         if node.kind == "char":
             return f"/{node.text}/"
         if node.kind == "text" and node.parts and (is_terminal or node.text in self._texts):
@@ -283,7 +283,7 @@ class _Writer:
         return f"({joined})" if is_inside and joined else joined or '""'
 
     def _take_apart(self) -> None:
-        """Raises `_TooLargeError`."""
+        """Split terminals until none loses an answer. Raises `_TooLargeError`."""
         checker = _Checker()
         begins = self._begins()
         while True:
@@ -419,7 +419,7 @@ def _texts(node: _Node) -> Iterator[str]:
 
 
 def _depths(uses: dict[str, set[str]]) -> dict[str, int]:
-    """Return the rules that lead to no recursive rule, with their nesting depth."""
+    """Return the nesting depth of each rule that reaches no recursive rule. `uses`: the rules that each rule names."""
     waiting = {name: len(names) for name, names in uses.items()}
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, names in uses.items():

@@ -22,13 +22,13 @@ from penstock.types.vocab import GgufVocab
 MODELS = ("gpt2", "llama", "gemma4", "t5", "bert")
 """Values of `tokenizer.ggml.model`."""
 _CUT = ("gpt2", "gemma4")
-"""Kinds whose text is split by a recipe before merging."""
+"""Kinds that split text by a recipe before merging."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 
 
 def build_backend(vocab: GgufVocab) -> Backend:
-    """Raises `ModelError` if the vocabulary is of an unknown kind or inconsistent."""
+    """Build a tokenizer. Raises `ModelError` if the vocabulary is of an unknown kind or inconsistent."""
     check_vocab(vocab)
     recipe = recipe_for(_pre_name(vocab)) if vocab.model in _CUT else None
     encoder = _encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
@@ -109,7 +109,7 @@ def _pre_name(vocab: GgufVocab) -> str:
 
 
 def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
-    """Split text by the recipe, and merge within its parts."""
+    """Return an encoder that splits text by the recipe, and merges within the parts."""
     options = _unknown_options(vocab) if recipe.is_raw else {}
     merges = merges_from_scores(_joinable(vocab)) if _has_ranks(vocab) else _split_merges(vocab.merges)
     model = _bpe(vocab, merges, ignore_merges=recipe.ignore_merges, **options)
@@ -122,7 +122,7 @@ def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Merge across the whole text, with spaces as marks."""
+    """Return an encoder that merges across the whole text, with U+2581 for spaces."""
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
@@ -134,7 +134,7 @@ def _encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Choose the pieces with the largest sum of scores. User-defined pieces are added tokens, which are matched first."""
+    """Return an encoder that maximises the sum of scores."""
     pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
     has_bytes = bool(_unknown_options(vocab)["byte_fallback"])
     try:
@@ -148,7 +148,10 @@ def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Take the longest pieces from the left of each word. GGUF files mark pieces that begin a word, the library the others."""
+    """Return an encoder that takes the longest piece from the left of each word.
+
+    GGUF files mark pieces that begin a word. The library marks all others.
+    """
     added = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab), vocab.unknown_token_id}
     pieces: dict[str, int] = {}
     for token_id, token in enumerate(vocab.tokens):
@@ -162,14 +165,14 @@ def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _expansion(vocab: GgufVocab) -> Expansion | None:
-    """Raises `ModelError` for a damaged charsmap."""
+    """Return how far encoding can expand a text. Raises `ModelError` for a damaged charsmap."""
     if vocab.model == "bert":
         return Expansion(3, 0)
     return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
-    """Characters without a piece become bytes if every byte has a piece; otherwise a run of them becomes one unknown token."""
+    """Return how to spell characters without a piece: as bytes if all bytes have pieces, else as one unknown token."""
     unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
@@ -214,7 +217,7 @@ def _ids_of_type(vocab: GgufVocab, wanted: int) -> list[int]:
 
 
 def _end_ids(vocab: GgufVocab) -> list[int]:
-    """Some files mark these as normal tokens."""
+    """Return the ids of bos and eos, which some files mark as normal tokens."""
     return [token_id for token_id in (vocab.bos_token_id, vocab.eos_token_id) if token_id is not None]
 
 
@@ -223,8 +226,10 @@ def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[Added
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:
-    """Use the encoder's pieces, since 150,000 strings take 25 MB. Our own are needed for duplicate pieces, of which the encoder
-    keeps one, and for WordPiece, which the encoder spells differently."""
+    """Return a function from a token id to its piece.
+
+    The encoder's pieces save 25 MB for 150,000 tokens. It lacks duplicate pieces, and spells WordPiece differently.
+    """
     tokens, num_tokens = vocab.tokens, len(vocab.tokens)
     has_same = vocab.model != "bert" and encoder.get_vocab_size() == num_tokens
     find: Callable[[int], str | None] = encoder.id_to_token if has_same else tokens.__getitem__
@@ -236,7 +241,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the pairs (left, right) in merge order. `scores` has the pieces that merging can produce, by id."""
+    """Return the pairs (left, right) in merge order. `scores` has the pieces that merging can produce, in order of id."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -249,7 +254,7 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How text is split before merging. Each field splits the parts of the previous one."""
+    """How text is split before merging. Each field splits the parts that the previous field made."""
 
     single_digits: bool = False
     """Each digit is a part."""
@@ -279,7 +284,7 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 
 def _cased_words(end: str, digits: str) -> str:
-    """Words end before a capital, as in camelCase. `end` may be included in the word."""
+    """Return a regex for words that end before a capital, as in camelCase. `end` is a regex for the end of a word."""
     capital_first = rf"{_LEAD}{_UPPER}*{_LOWER}+{end}|{_LEAD}{_UPPER}+{_LOWER}*{end}"
     return rf"{capital_first}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _NEWLINES
 
@@ -397,7 +402,7 @@ _RECIPES: Mapping[str, Recipe] = {
     "viking": Recipe(splits=(_BLOOM_SPLIT, r"\p{N}")),
     "falcon": Recipe(splits=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT, r"[0-9][0-9][0-9]")),
 }
-"""Names, separated by spaces -> their common recipe."""
+"""Names separated by spaces -> the recipe of them all."""
 
 RECIPES: Mapping[str, Recipe] = {name: recipe for names, recipe in _RECIPES.items() for name in names.split()}
 

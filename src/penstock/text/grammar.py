@@ -27,7 +27,7 @@ MAX_SOURCE_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
 """The time to compile some regexes grows with the square of their length."""
 MAX_LARK_CHARS = 1 << 14
-"""Time and memory grow with the square of the nested terminals: 0.3 s and 20 MB here, 5 s and 310 MB in 64 KiB."""
+"""Time and memory grow with the square of the nested terminals: 0.3 s and 20 MB at this limit, 5 s and 310 MB at 64 KiB."""
 STACK_BYTES = 1 << 27
 """Stack of the compiling thread. llguidance recurses for each nested rule, and the longest chain needs 8 to 16 MiB, more than a
 thread usually has."""
@@ -104,8 +104,10 @@ class Grammar:
     """An alternative to TOOLS, without a lead or an alternative of its own."""
 
     def before(self, spell: Callable[[str], str]) -> str:
-        """Return Lark for the whole, with `@main` for the source and `@other` for the alternative. Empty if `@main` is
-        everything."""
+        """Return the outer Lark, which has the source as `@main` and the alternative as `@other`.
+
+        Empty if there is neither a lead nor an alternative.
+        """
         if self.lead is None and self.other is None:
             return ""
         block = "" if self.lead is None else "(block LINES?)? "
@@ -125,7 +127,7 @@ class Grammars:
 
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
-        """Guards the next two."""
+        """Guards `_refused` and `_kept`."""
         self._refused: OrderedDict[int, str] = OrderedDict()
         """Hash of a grammar -> why it was refused."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -144,7 +146,7 @@ class Grammars:
         return AnswerMatcher(plan, self._tokens, None)
 
     def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
-        """Compile a grammar for later calls of `known`, which also raise its refusal."""
+        """Compile a grammar, so that `known` returns its matchers, or raises if the grammar is refused."""
         with contextlib.suppress(Rejected):
             self._ready(grammar, num_at_once(plan, number))
 
@@ -246,7 +248,7 @@ class Grammars:
             try:
                 return compiling.result()
             finally:
-                del compiling  # it has what was raised, and that has this frame
+                del compiling  # else the frame, the exception and the future refer to each other
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:

@@ -39,9 +39,9 @@ without the piece of 15; in an e-mail address 16 us, and 100 us without the word
 --pieces`, one core of an AMD EPYC, 2026-11-23).
 """
 MAX_CUTS = 4096
-"""Forced texts whose tokens are remembered, for all grammars together."""
+"""Most forced texts cached with their tokens, for all grammars together."""
 MAX_CUT_BYTES = 64
-"""Longer texts are not remembered."""
+"""Longer texts are not cached."""
 
 
 class GrammarTokens:
@@ -115,7 +115,7 @@ class GrammarTokens:
         return bytes(mask)
 
     def across(self, mark: str) -> Mapping[str, list[int]]:
-        """Return the tokens that complete the mark and continue beyond it, by the part of the mark that they begin with."""
+        """Return, for each end of the mark ("k>" of "<think>"), the tokens that begin with it and are longer."""
         with self._lock:
             if mark not in self._across:
                 rests = [mark[at:] for at in range(1, len(mark))]
@@ -155,7 +155,7 @@ class GrammarTokens:
 
 
 class _Vocabulary:
-    """The tokenizer, as llguidance calls it."""
+    """The tokenizer with the interface that llguidance expects."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -177,7 +177,7 @@ class _Vocabulary:
         """Tokens of short texts: names of fields are forced again and again."""
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return tokens that spell a text after other text. None of them is special."""
+        """Tokenise a text that continues another. No token is special."""
         if (token_ids := self._cuts.get(data)) is None:
             token_ids = self._cut(data)
             if token_ids and len(data) <= MAX_CUT_BYTES:
@@ -198,10 +198,10 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one grammar, in llguidance's units. `benchmarks/grammar_cases.json` mostly needs a tenth of them.
+    """Limits of one grammar, in llguidance's units. Most of `benchmarks/grammar_cases.json` needs a tenth of them.
 
-    25,000 lexer states take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs all of the last
-    two.
+    25,000 lexer states take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs the full
+    `max_items_in_row` and `step_max_items`.
     """
 
     initial_lexer_fuel: int = 1_000_000
@@ -224,11 +224,11 @@ class Mark:
 
     text: str
     before: str = ""
-    """Text of the grammar before the mark."""
+    """Text that the grammar has before the mark."""
 
 
 class CompiledGrammar:
-    """A grammar at the start of an answer. `matcher` is thread-safe."""
+    """A compiled grammar, which makes a matcher for each answer. `matcher` is thread-safe."""
 
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
@@ -245,17 +245,17 @@ class CompiledGrammar:
         return self.mask_of(self._start)
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
-        """Find the tokens that complete a mark and continue with something the grammar forbids."""
+        """Find the tokens that complete a mark and go on with text that the grammar forbids, for `barred`."""
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
-                continue  # spelled so, the mark is not this grammar's
+                continue  # the grammar forbids these tokens
             barred = [token_id for token_id in token_ids if not begun.validate_tokens([token_id])]
             if barred:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
     def barred(self, mark: str, rest: str) -> bytes | None:
-        """Return the mask of tokens to forbid when only `rest` of a mark is missing, or None."""
+        """Return the mask of tokens to forbid when only the end `rest` of a mark is missing, or None."""
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
@@ -290,14 +290,14 @@ def compile_grammar(
 ) -> CompiledGrammar:
     """Compile Lark. `name` is the grammar's name in errors. Raises `Rejected`. Recurses as deeply as the grammar.
 
-    `start` is the whole grammar, in which `@main` stands for `larks["main"]`; empty if that is everything. `is_free`: the
-    grammar begins after one of the marks.
+    `start` is the outer grammar, which refers to `larks` by name (`@main`). Empty if `larks["main"]` is the whole grammar.
+    `is_free`: the grammar begins after one of the marks.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     vocabulary, usable = tokens.ready()
     all_limits = LLParserLimits(verbose_errors=False, **asdict(limits))
-    # A text that begins with a brace would be taken for what it is wrapped in here.
+    # Wrapped, since llguidance would take a Lark text that begins with a brace for this JSON.
     named = [{"name": part, "lark_grammar": lark} for part, lark in larks.items()]
     wrapped = json.dumps({"grammars": [{"lark_grammar": start}, *named] if start else [{"lark_grammar": larks["main"]}]})
     matcher = LLMatcher(vocabulary, wrapped, log_level=0, limits=all_limits)
@@ -309,7 +309,7 @@ def compile_grammar(
         for mark in marks:
             compiled.bar(mark, tokens)
         if not is_free:
-            compiled.first_mask  # noqa: B018  # found here, where it may fail
+            compiled.first_mask  # noqa: B018  # an error becomes a refusal here
         return compiled
     except GrammarFailure as error:
         raise refusal(name, error) from error
@@ -335,11 +335,11 @@ class GrammarMatcher:
         self._compiled = compiled
         self._mask: bytes | None = None
         self._forced: deque[int] | None = None
-        """Forced tokens still to come, or None if they are not known yet. Found once, so that they don't depend on how they are
+        """Forced tokens still to come, or None if not computed yet. Computed once, so that they are the same however they are
         accepted."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept`. Ignores tokens after an end token."""
+        """Advance by sampled tokens. Tokens after an end token are ignored."""
         self._mask, self._is_first = None, False
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
@@ -349,13 +349,12 @@ class GrammarMatcher:
             self._forced = None
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher.forced`. Empty before the first token, because answers share the first mask."""
+        """Return the tokens that must come next. Empty before the first token, because answers share the first mask."""
         if self._forced is None:
             self._forced = deque(() if self._is_first else self._find_forced())
         return tuple(self._forced)
 
     def mask(self) -> bytes:
-        """See `Matcher.mask`."""
         if self._mask is None:
             if self._is_first:
                 self._mask = self._compiled.first_mask

@@ -13,9 +13,9 @@ from penstock.text import gbnf, json_schema
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
 START = "\nstart: "
-"""The beginning of all Lark that is not the client's."""
+"""The beginning of Lark that Penstock writes, as opposed to Lark of the client."""
 _OUR_PLACE = "at 2(8): "
-"""Where llguidance reports errors in what follows `START`."""
+"""The position that llguidance reports for an error right after `START`."""
 _TOO_LARGE = (
     "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 )
@@ -62,7 +62,7 @@ def failure(message: str) -> GrammarFailure:
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
-    """`name` is the client's name for the grammar."""
+    """Return the error for a grammar that can't be followed. `name` is the kind of grammar in the client's words."""
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
@@ -94,7 +94,7 @@ _UNSUPPORTED_LARK = (
 _OF_SETS = re.compile(r"&|~(?!\s*[0-9])")
 """Intersections and complements. Before a number, ~ is a repetition."""
 MAX_SET_OPERATORS = 8
-"""Each more may triple time and memory: 14 take 0.05 s, 18 take 1 s. llguidance's limits do not count them."""
+"""Each further operator may triple time and memory: 14 take 0.05 s, 18 take 1 s. llguidance has no limit for them."""
 
 
 def of_schema(source: str) -> str:
@@ -135,13 +135,13 @@ def of_grammar(source: str) -> str:
 
 
 def how_read(source: str) -> str:
-    """Return a sentence for errors: how `of_grammar` read the grammar, and how to choose otherwise."""
+    """Return a sentence for errors: the notation that `of_grammar` assumed, and how to ask for the other one."""
     as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
     return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
 
 
 def of_lark(source: str) -> str:
-    """Return Lark unchanged. Raises `Rejected` for what is not supported, or too often."""
+    """Return Lark unchanged. Raises `Rejected` if it uses unsupported features or too many set operators."""
     rules = _LITERAL.sub("", source)
     for pattern, what in _UNSUPPORTED_LARK:
         if pattern.search(rules):

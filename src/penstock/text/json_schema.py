@@ -30,16 +30,16 @@ _OPTIONS = {
 }
 
 MAX_SCHEMAS = 2_000
-"""llguidance builds a schema again in every place and for every combination with others, and checks its limits afterwards: 3 KB
-of schema can take a minute, or all memory."""
+"""Most schemas in a grammar. llguidance builds a schema again for every place and combination, and checks its own limits
+afterwards: 3 KB of schema can take a minute, or all memory."""
 MAX_PATTERNS_TOGETHER = 6
 """Patterns that one string must match. Each may double time and memory: 20 take 4 s and 250 MB."""
 MAX_NAME_PATTERNS = 32
 """Different `patternProperties`. llguidance compares every pair: 100 take 0.1 s, 1,000 take minutes."""
 MAX_MULTIPLES = 10_000
-"""A five-digit prime takes half a second and 50 MB to compile, an eight-digit one a thousand times as much."""
+"""Limit of `multipleOf`. A five-digit prime takes 0.5 s and 50 MB to compile, an eight-digit prime a thousand times that."""
 MAX_INTEGER = 2**53
-"""Above this llguidance counts in floating point. Beyond 64 bits, two negative bounds crash the process."""
+"""Above this llguidance uses floating point. Beyond 64 bits, two negative bounds crash the process."""
 LEAST_NUMBER = 1e-15
 """Smaller bounds become regexes with hundreds of brackets."""
 _PATTERN_SCHEMAS = 5
@@ -59,7 +59,7 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "x-guidance"),
     }
 )
-"""llguidance ignores some of these if `$schema` names a draft without them."""
+"""Refused keywords. llguidance would ignore some of them if `$schema` names a draft without them."""
 _ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
@@ -93,11 +93,11 @@ _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"for '(\w+)', got", ()),
     (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
 )
-"""Messages of llguidance and the keywords that they may be about. With no keywords here, the message quotes the keyword itself;
-otherwise it quotes the keyword's value or a name in it."""
+"""Regexes for messages of llguidance, with the keywords that each may be about. The group is the keyword's value or a name in
+it; without keywords here, the group is the keyword itself."""
 
 Place: TypeAlias = "tuple[Place, str] | None"
-"""The enclosing place, and a name or an index; None is the whole schema."""
+"""A place in a schema: the enclosing place, and a name or an index. None is the whole schema."""
 
 
 class SchemaCount:
@@ -107,12 +107,12 @@ class SchemaCount:
         self._num_schemas = 0
 
     def add(self, num_schemas: int) -> None:
-        """Raises `Rejected` beyond `MAX_SCHEMAS`."""
+        """Count more schemas. Raises `Rejected` beyond `MAX_SCHEMAS`."""
         self.check(num_schemas)
         self._num_schemas += num_schemas
 
     def check(self, num_schemas: int) -> None:
-        """Raises `Rejected` if adding these would exceed `MAX_SCHEMAS`."""
+        """Raise `Rejected` if adding so many schemas would exceed `MAX_SCHEMAS`."""
         if self._num_schemas + num_schemas > MAX_SCHEMAS:
             what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
             why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
@@ -181,9 +181,9 @@ def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield every schema once, without neutral keywords.
+    """Yield every schema once, after removing keywords without effect.
 
-    Rewrites each $ref as a JSON pointer with one reading, so that llguidance follows it to the schema that was checked.
+    Rewrites each $ref as an unambiguous JSON pointer, so that llguidance finds the schema that was checked.
     """
     seen_ids: set[int] = set()
     waiting: list[tuple[Any, Place]] = [(schema, None)]
@@ -222,7 +222,7 @@ def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> Non
 
 
 def _check_numbers(node: dict[str, Any], place: Place) -> None:
-    """Also rewrites whole counts such as 2.0 as integers, which llguidance requires."""
+    """Check the numbers of a schema, and rewrite counts such as 2.0 as integers, which llguidance requires."""
     for keyword in ("const", "enum"):
         for value, inside in _walk(node.get(keyword), (place, keyword)):
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
@@ -287,13 +287,13 @@ class _Way:
     """One combination of schemas that apply in the same place."""
 
     waiting: Sequence[Any]
-    """At least one schema that is not counted yet."""
+    """The schemas that are not counted yet, at least one."""
     num_said: int = 0
-    """Counted schemas that have an effect."""
+    """Number of counted schemas with an effect."""
     num_patterns: int = 0
-    """Counted schemas with a pattern or a format."""
+    """Number of counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
-    """Counted schemas that contain others. Each combination counts those again."""
+    """Counted schemas that contain others. The inner schemas are counted again for each combination."""
 
 
 def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
@@ -364,7 +364,7 @@ def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
 
 
 def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
-    """Return the schemas inside one, by place."""
+    """Return the schemas directly inside a schema, by place."""
     parts: dict[tuple[str, Any], Any] = {("rest", name): node[name] for name in _OF_SCHEMA if isinstance(node.get(name), dict)}
     for name in ("properties", "patternProperties"):
         parts |= {("property", (name, key)): part for key, part in _dict(node, name).items()}
@@ -381,7 +381,7 @@ def _num_parts(node: dict[str, Any]) -> int:
 
 
 def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas that apply to other properties and items."""
+    """Return the schemas that apply to properties and items without a schema of their own."""
     properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
     items = [node.get("items"), node.get("additionalItems")]
     return {
@@ -413,7 +413,7 @@ def _names(ref: str) -> list[str] | None:
 
 
 def _fragment(names: Sequence[str]) -> str:
-    """Return the inverse of `_names`."""
+    """Return the URI fragment of a JSON pointer with these names."""
     return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
 
 
@@ -451,7 +451,7 @@ def _place_of(names: Sequence[str], place: Place = None) -> Place:
 
 
 def _sentence(places: Sequence[Place]) -> str:
-    """Return a sentence to append to a message, or an empty text for the whole schema and for no place."""
+    """Return a sentence that names the places, for the end of a message. Empty for the whole schema and for no place."""
     shown = [_pointer(place) for place in places[:3]]
     if shown in ([], ["#"]):
         return ""
@@ -469,5 +469,5 @@ def _pointer(place: Place) -> str:
 
 
 def _refuse(what: str, place: Place = None) -> NoReturn:
-    """`what` completes the sentence "A json_schema ..." and adds the remedy."""
+    """Raise `Rejected`. `what` completes the sentence "A json_schema ..." and ends with the remedy."""
     raise Rejected(RejectReason.INVALID, f"A json_schema {what}{_sentence([place])}")

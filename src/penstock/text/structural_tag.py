@@ -52,14 +52,14 @@ _ONLY_DEFAULT = ("style", "any_order", "excludes", "max_tokens", "max_chars")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a sequence: regular text, JSON, free text up to what follows, or tags, which nothing may follow."""
+    """A part of a sequence: regular text, JSON, free text up to the next part, or tags, which must be last."""
 
     kind: Literal["text", "json", "free", "tags"]
     place: str
     lark: str = ""
     """The terminals of a text, or the name of the rule for tags."""
     constants: tuple[str, ...] = ()
-    """All values of a text; empty for a regex."""
+    """The strings that a text can be. Empty for a regex."""
     schema: Any = None
 
 
@@ -270,7 +270,7 @@ class _Writer:
             else:
                 written.append(self._free(ends))
                 if ends:
-                    waiting.pop()  # the terminal has them
+                    waiting.pop()  # the terminal includes the ends
         return " ".join([*written, self._of_texts(texts, is_lazy=is_lazy)])
 
     def _of_texts(self, texts: Sequence[_Part], *, is_lazy: bool) -> str:
@@ -309,7 +309,7 @@ class _Writer:
         return name
 
     def _whole(self, tag: _Tag, num_read: int, *, is_lazy: bool = True) -> str:
-        """Write a tag without the first characters of its begin."""
+        """Write a tag without the first `num_read` characters of its `begin`."""
         begin = [self._constants((tag.begin[num_read:],), tag.place)] if num_read < len(tag.begin) else []
         return self.row([*begin, *tag.content, self._constants(tag.ends, tag.place)], is_last=False, is_lazy=is_lazy)
 

@@ -66,7 +66,7 @@ class Tokenizer:
         self._named_tokens = special_tokens
         self._bytes_of = partial(
             _bytes_of, backend, piece_decoder(backend.spelling)
-        )  # no method: tables would know their owner
+        )  # not a method, so that tables do not refer to their owner
         self._special_ids = backend.special_ids.union(extra_eos_token_ids)
         self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
         """Tokens that end a text, the tokenizer's own one first."""
@@ -207,7 +207,7 @@ class Tokenizer:
         return self.bytes_with_special[token_id].decode("utf-8", "replace")
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether it is a control token, such as the end of a turn."""
+        """Return whether the token is a control token, such as the end of a turn."""
         return token_id in self._special_ids
 
     def _check_size(self, num_bytes: int) -> None:
@@ -228,7 +228,7 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
-    """Cut texts to `max_tokens` including their ends. Raises `Rejected` if nothing of a text would remain."""
+    """Cut texts to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if nothing of a text would remain."""
     room = max_tokens - num_ends
     if room < len(parts):
         raise Rejected(

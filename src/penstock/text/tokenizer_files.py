@@ -127,7 +127,7 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
 
 
 def _fields(data: bytes, limit: int) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of a message's fields: an int, or the bytes of a field with a length or a fixed size.
+    """Yield the number and value of each field in a message. Fields with a length or a fixed size have bytes, others an int.
 
     Raises ValueError, also for more than `limit` fields.
     """
@@ -175,7 +175,7 @@ def _int(value: int | bytes) -> int:
 
 
 def _special_id(value: int) -> int | None:
-    """-1, written as 64 bits, means None."""
+    """Return None for -1, which is written as 64 bits."""
     return value if value < 1 << 31 else None
 
 

@@ -27,7 +27,7 @@ MAX_ENDS = 1024
 def load_backend(
     path: Path, *, bos_token_id: int | None, eos_token: str | None, ends: tuple[bool, bool] | None = None
 ) -> Backend:
-    """Raises `ModelError`. The caller passes bos and eos tokens, which the file does not name.
+    """Load a tokenizer.json. Raises `ModelError`. The file does not say which tokens are bos and eos.
 
     `ends`: whether to put bos and eos around a text, or None to follow the file. The file's truncation and padding are
     disabled, since they would change prompts silently.
@@ -115,15 +115,17 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """Steps are recognised by their fields, as in the library: `type` may be missing. NFC and NFD count as 1, since the
-    characters of which they make three bytes are very rare."""
+    """Return how far one step can expand a text. NFC and NFD count as 1: characters that they expand are very rare.
+
+    Steps are recognised by their fields, as in the library, since `type` may be missing.
+    """
     if "pattern" in part and "content" in part:  # Replace
         # The library fails where a pattern matches nothing, so a match has a byte at least.
         num_matched = max(1, len(part["pattern"].get("String", "").encode()))
         return Expansion(max(1.0, len(part["content"].encode()) / num_matched), 0)
     if "prepend" in part:
         return Expansion(1, len(part["prepend"].encode()))
-    if "precompiled_charsmap" in part:  # a trie, its size in front, and what it points to, each with a zero byte at its end
+    if "precompiled_charsmap" in part:  # size of the trie, the trie, and targets with a zero byte at each end
         charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
         targets = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         return Expansion(max(1, *map(len, targets.split(b"\0"))), 0)

@@ -154,5 +154,5 @@ def _close(schema: Any) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return a text as part of a regex of Lark."""
+    """Escape a text for a regex in Lark."""
     return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text)

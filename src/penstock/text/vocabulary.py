@@ -20,7 +20,7 @@ from tokenizers import processors
 
 SPACE_MARK = "\u2581"
 MAX_TEXTS = 4096
-"""Tokens whose text is cached: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
+"""Most tokens cached as text: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
 
 
 class Spelling(Enum):
@@ -113,7 +113,7 @@ class Ends(NamedTuple):
 
 
 def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
-    """Return the ends of one text, or of a pair, or None if `Ends` can't describe them."""
+    """Return the special tokens around one text, or around a pair, or None if `Ends` can't describe them."""
     encoding = encoder.encode("a", "a" if num_texts == 2 else None)
     texts, types = encoding.sequence_ids, encoding.type_ids
     found = [at for at in range(len(texts)) if texts[at] is not None]
@@ -202,7 +202,7 @@ def _text_or_none(data: bytes) -> str | None:
 
 
 MAX_EXPANDED_BYTES = 8 << 20
-"""Most bytes of one text before it is tokenised: twice the longest of a request."""
+"""Most bytes of one text before it is tokenised: twice the longest text of a request."""
 
 
 class Expansion(NamedTuple):
@@ -218,14 +218,14 @@ class Backend:
     vocab_size: int
     """Number of ids, including unused ones."""
     piece: Callable[[int], str | None]
-    """Return the piece of an id, or None (models pad their matrices)."""
+    """Returns the piece of an id, or None: models may have more ids than tokens."""
     spelling: Spelling
     literal_ids: frozenset[int]
     """Added tokens: their piece is their text, in any spelling."""
     special_ids: frozenset[int]
     """Control tokens, which are not text."""
     silent_ids: frozenset[int]
-    """Padding of the vocabulary."""
+    """Unused tokens that pad the vocabulary. They have no text."""
     starts_with_space: bool
     """Encoding puts a space before a text; decoding removes it."""
     bos_token_id: int | None

@@ -1,5 +1,4 @@
-"""A `TextsCall`: the texts of one request for an encoder. An API makes it of its body, and `desk.run` answers it. It knows
-neither JSON nor HTTP."""
+"""A `TextsCall`: the texts of one request for an encoder. APIs make it from their bodies, and `desk.run` answers it."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from penstock.serve.shapes import TokenUsage
 from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048
-"""OpenAI's limit of texts in one call."""
+"""Most texts in one call: OpenAI's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A text as token ids. They are used as they are, with the special tokens that they have."""
+    """A text as token ids. No special tokens are added."""
 
     token_ids: tuple[int, ...]
 
@@ -31,7 +30,7 @@ class Truncation:
     """How a text that is too long is cut."""
 
     max_tokens: int
-    """Tokens to keep, including special ones. Never more than the model takes."""
+    """Tokens to keep, including special tokens, at most the model's context."""
     side: TruncationSide = "right"
     """The side that is cut off."""
 
@@ -42,23 +41,23 @@ class TextsCall:
     """The model that answers, an encoder."""
     terms: Terms
     texts: Sequence[TextInput]
-    """1 to `MAX_TEXTS`, prompts included. None is empty."""
+    """1 to `MAX_TEXTS` texts, with the model's prompt before each. No text is empty."""
     name_of: Callable[[int], str]
-    """Where a text stands in the body, for messages. For a pair, where its second text stands."""
+    """Returns the field of text i in the body, for error messages. For a pair, the field of its second text."""
     first_name_of: Callable[[int], str] | None = None
-    """Where a pair's first text stands, if it has a place of its own."""
+    """Returns the field of the first text of pair i, if it differs from the second's."""
     truncation: Truncation | None
-    """None refuses a text that is too long."""
+    """None means that texts beyond the context are refused."""
     claim: bytes
-    """The same for a call that is sent again."""
+    """Hash of the request. Admission recognises a retry by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text or a pair of texts as tokens. It is compared by its name, which is faster than hashing all tokens."""
+    """A text or a pair of texts as tokens. Compared by name, which is faster than hashing all tokens."""
 
     name: bytes
-    """Two texts have the same name only if their tokens are equal."""
+    """A hash of the tokens: texts with equal names have equal tokens."""
     tokens: TextTokens = field(compare=False)
 
     @property
@@ -68,7 +67,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TextResult:
-    """The numbers of one text."""
+    """The numbers that the encoder computed for one text."""
 
     states: bytes
     """float32 in the machine's order of bytes: [width], or [num_tokens, width]."""
@@ -80,11 +79,11 @@ class TextResults:
     results: list[TextResult]
     """In the order of the texts."""
     server_timing: str
-    """The times of the text that ended last, as `Server-Timing` has them."""
+    """Value of the header `Server-Timing`: the times of the text that ended last."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts, each as often as it was sent."""
+        """Tokens of all texts. A text that was sent twice counts twice."""
         return sum([result.num_tokens for result in self.results])
 
     @property

@@ -1,8 +1,8 @@
-"""How the texts of encoders run: the door, the tokens, and the desk of each model, which has each different text computed once.
+"""Runs the texts of encoders: admission, tokens, and a `Desk` for each model, which computes equal texts once.
 
-A list is many small requests, of which the engine has some at a time. Each that ends lets in the next. So the engine's queue
-stays short whatever a client sends, and a client that leaves has cost no more than that. Texts are shared between calls, and
-with a cache (`--embedding-cache`) over time, but only between tenants that may share prefixes: times tell who asked before.
+Each text is one small request. A call submits a few at a time, and the next when one ends, so the engine's queue stays short
+even for long lists. Calls share equal texts, and the results of earlier calls with `--embedding-cache`. Tenants share them only
+if they may share prefixes: a fast answer reveals that the text was computed before.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 ENTRY_BYTES = 256
-"""Memory of an entry's key, place and object, in bytes."""
+"""Memory of an entry in the cache besides its numbers."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""The parameters of every text: nothing is sampled."""
+"""The parameters of every text. Encoders sample nothing."""
 WINDOW_STEPS = 2
-"""Full steps whose tokens a call has with the engine: one runs while the next texts come."""
+"""A call submits texts for this many full steps: one runs while the next is filled."""
 
 _Key = tuple[str, Text]
-"""The tenant, or empty where tenants share texts, and the text."""
+"""The tenant (empty if tenants share texts), and the text."""
 
 
 class Urgency(NamedTuple):
-    """Terms of a call that decide when its texts are computed. Less is stricter, and None is no limit."""
+    """Priority and limits of a call's texts. Smaller is stricter, and None means no limit."""
 
     priority: int = 0
     deadline_ns: int | None = None
@@ -52,20 +52,20 @@ class Urgency(NamedTuple):
     slo_ttft_ns: int | None = None
 
     def is_enough_for(self, other: Urgency) -> bool:
-        """Return whether an earlier text of this urgency runs, and is given up, no later than one of the other urgency."""
+        """Return whether a request with this urgency is strict enough in every field for one with the other urgency."""
         limits = [(mine, its) for mine, its in zip(self, other, strict=True) if its is not None]
         return all(mine is not None and mine <= its for mine, its in limits)
 
 
 async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) -> TextResults:
-    """Return the numbers of all texts. Cancelling this cancels them.
+    """Return the numbers of all texts. Cancelling this coroutine cancels the texts.
 
-    `in_flight`: where the call can be seen and cancelled until it ends. Raises `Rejected` if the door is closed or a text does
-    not fit, and `ApiError` if the call ends early.
+    `in_flight` lists the call until it ends. Raises `Rejected` if the call is not admitted or a text does not fit, and
+    `ApiError` if the call ends early.
     """
     running = call.running
     ask = _ask(call)
-    with running.engine.held():  # while the server drains, its later texts still come
+    with running.engine.held():  # a draining server still takes the call's later texts
         with at_the_door(running, ask) as place:
             found = await running.off_loop.run(work_size(call), partial(tokenise, call))
             if not ask.num_token_ids:
@@ -86,7 +86,7 @@ async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) ->
 
 
 class RunningTexts:
-    """The texts of one call on their way through the desk. `InFlight` has it as a call."""
+    """A call with texts at the desk. Implements `CallInFlight`."""
 
     def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], place: Place) -> None:
         self.running: RunningModel = call.running
@@ -96,20 +96,20 @@ class RunningTexts:
         self._place = place
         self._engine_id = desk.new_engine_id(call.terms.request_id)
         self._waiting = deque(dict.fromkeys(texts))
-        """Texts that the desk does not have yet, each once."""
+        """Different texts that are not at the desk yet."""
         self._found: dict[Text, bytes] = {}
         self._asked: dict[Text, Request | None] = {}
-        """Texts at the desk, each with its request if that is this call's own."""
+        """Texts at the desk. Each has its request, or None if another call's request computes it."""
         self._num_asked_tokens = 0
         self._num_requests = 0
         self._window_tokens = WINDOW_STEPS * self.running.model.max_step_tokens
         self._error: ApiError | None = None
         self._waker: asyncio.Future[None] | None = None
         self._last: OutputChunk | None = None
-        """The last chunk that brought numbers."""
+        """The last chunk with numbers."""
 
     def fill(self) -> None:
-        """Hand in as many texts as the window has room for."""
+        """Give the desk texts until `WINDOW_STEPS` are filled."""
         texts = []
         while self._waiting and self._num_asked_tokens < self._window_tokens:
             text = self._waiting.popleft()
@@ -120,7 +120,7 @@ class RunningTexts:
             self._desk.ask(texts, self, self.terms.owner.tenant)
 
     async def finish(self) -> TextResults:
-        """Hand in the rest of the texts and wait for all of them. Raises `ApiError` if the call ends early."""
+        """Give the desk the remaining texts and wait for all. Raises `ApiError` if the call ends early."""
         while self._error is None and (self._waiting or self._asked):
             if self._asked:
                 self._waker = asyncio.get_running_loop().create_future()
@@ -141,7 +141,7 @@ class RunningTexts:
         return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
 
     def close(self, in_flight: InFlight | None) -> None:
-        """Give up texts that are not computed yet."""
+        """Cancel texts that are not computed yet."""
         if self._asked:
             self._desk.leave(self, "the client left")
         if in_flight is not None:
@@ -151,7 +151,7 @@ class RunningTexts:
 
     @property
     def urgency(self) -> Urgency:
-        """The urgency of the texts that remain. Limits of waiting end with the first numbers, as a long list takes its time."""
+        """The urgency of the remaining texts. After the first numbers, limits of waiting no longer apply."""
         terms, has_begun = self.terms, self._last is not None
         return Urgency(
             priority=terms.priority,
@@ -182,11 +182,11 @@ class RunningTexts:
         return request
 
     def enter(self, requests: Sequence[Request]) -> None:
-        """Count requests at the door before they are submitted."""
+        """Report requests to admission before they are submitted."""
         self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns())
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
-        """Take the numbers of a text. `chunk` is None if they were in the cache."""
+        """Store the numbers of a text. `chunk` is None if they were cached."""
         self._found[text] = states
         self._num_asked_tokens -= text.num_tokens
         del self._asked[text]
@@ -197,7 +197,7 @@ class RunningTexts:
         self._error = self._error or error_of(self.terms, chunk)
 
     def ask_again(self, text: Text) -> None:
-        """Hand in a text once more: it shared another call's request, and that call was cancelled."""
+        """Queue a text again. Another call's request was computing it, and that call was cancelled."""
         del self._asked[text]
         self._num_asked_tokens -= text.num_tokens
         self._waiting.appendleft(text)
@@ -214,7 +214,7 @@ class RunningTexts:
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """The call's own id. The journal follows one text at a time: a long list would push out other calls."""
+        """One id for the whole call, since a long list of texts would evict other calls from the journal."""
         return (self._engine_id,)
 
     def abort(self, detail: str) -> None:
@@ -228,7 +228,7 @@ def _size(text: TextInput) -> int:
 
 
 def _ask(call: TextsCall) -> Ask:
-    """Return the size and urgency of a call without its tokens: of as many texts as fill its window."""
+    """Return the question to admission for the first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
     model = call.running.model
     texts: list[TextInput] = []
     num_tokens = 0
@@ -258,12 +258,12 @@ class _Work:
         self.request_id = request_id
         self.urgency = owner.urgency
         self.owner = owner
-        """The call whose request it is. It may have left."""
+        """The call that made the request. It may have ended."""
         self.askers: dict[RunningTexts, None] = {owner: None}
 
 
 class Desk:
-    """The texts of one model that are with the engine, each different one once. It reads the chunks of all its requests."""
+    """The texts that one model's engine is computing, shared between calls. Receives the chunks of their requests."""
 
     def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
         self._bridge = bridge
@@ -272,19 +272,19 @@ class Desk:
         self._isolates_tenants = isolates_tenants
         self._cache = _Cache(max_cache_bytes)
         self._at_work: dict[_Key, _Work] = {}
-        """If a second call was in a greater hurry, the engine has a text twice, and the second is here."""
+        """Key -> its latest request. A text is computed twice if a second call is more urgent than the first."""
         self._by_id: dict[str, _Work] = {}
-        """By the engine's request ids."""
+        """Engine's request id -> text."""
         self._touched: dict[RunningTexts, None] = {}
         self._num_calls = 0
 
     def new_engine_id(self, request_id: str) -> str:
-        """Return a prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
+        """Return a unique prefix for the engine's ids of a call, since clients may use an id more than once."""
         self._num_calls += 1
         return f"{request_id}/{self._num_calls}"
 
     def ask(self, texts: Sequence[Text], asker: RunningTexts, tenant: str) -> None:
-        """Compute different texts for a call, or take them from the cache. Raises what the engine's `submit` raises."""
+        """Compute different texts for a call, or take their numbers from the cache. Raises like `Bridge.submit`."""
         requests = []
         urgency = asker.urgency
         for text in texts:
@@ -306,7 +306,7 @@ class Desk:
             self._bridge.submit(requests, self)
 
     def leave(self, asker: RunningTexts, detail: str) -> None:
-        """Abort the texts of a call that no other call waits for."""
+        """Remove a call, and abort texts that no other call needs."""
         self._touched.pop(asker, None)
         for work in [work for work in self._by_id.values() if asker in work.askers]:
             del work.askers[asker]
@@ -315,7 +315,7 @@ class Desk:
                 self._bridge.abort(work.request_id, detail)
 
     def put(self, chunk: OutputChunk) -> None:
-        """Called by the bridge."""
+        """Give a chunk of the engine to the calls that need its text. The bridge calls this."""
         work = self._by_id.get(chunk.request_id)
         if work is None or chunk.finish_reason is None:
             return
@@ -327,7 +327,7 @@ class Desk:
             for asker in work.askers:
                 asker.take(text, chunk.states, chunk)
             return
-        is_owners_own = chunk.finish_reason is FinishReason.ABORT  # its deadline has passed, or it was cancelled
+        is_owners_own = chunk.finish_reason is FinishReason.ABORT  # the owner's deadline passed, or it was cancelled
         for asker in work.askers:
             if is_owners_own and asker is not work.owner:
                 asker.ask_again(text)
@@ -335,7 +335,7 @@ class Desk:
                 asker.fail(chunk)
 
     def flush(self) -> None:
-        """Called by the bridge."""
+        """Wake the calls that got chunks. The bridge calls this after each step."""
         touched, self._touched = self._touched, {}
         for asker in touched:
             asker.wake()
@@ -351,13 +351,13 @@ class Desk:
 
 
 class _Cache:
-    """The numbers of the texts that were used last, within a number of bytes."""
+    """The numbers of recently used texts, up to a number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
-        """Name of the key -> numbers, the last used one at the end."""
+        """Name of the key -> numbers, most recently used last."""
 
     def find(self, key: _Key) -> bytes | None:
         if not self._entries:
@@ -369,7 +369,7 @@ class _Cache:
         return states
 
     def put(self, key: _Key, states: bytes) -> None:
-        """Keep the numbers of a text, unless they are there already: the engine may have had the text twice."""
+        """Cache the numbers of a text, unless they are cached already."""
         size = len(states) + ENTRY_BYTES
         if size > self._max_bytes or self.find(key) is not None:
             return

@@ -1,6 +1,6 @@
-"""Endpoints of encoders: read a body, have its texts run, and write their numbers.
+"""Makes endpoints of encoders, which read a body, run its texts and write the numbers.
 
-An API gives a function from its body to an `Answer`: the call, and a function from the results to JSON.
+An API provides a function from its body to an `Answer`: the call, and a function from the results to JSON.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from penstock.serve.texts.write import write_json
 class Answer:
     call: TextsCall
     write: Callable[[TextResults], Any]
-    """Makes the answer: JSON data that may contain NumPy's arrays. Can run on any thread."""
+    """Returns the answer as JSON data, perhaps with NumPy arrays. May run on any thread."""
 
 
 _Body = TypeVar("_Body", bound=Body)
 _Read = Callable[[_Body, Asked], Answer]
 """Reads the body of an API. Raises `ApiError`."""
 _Check = Callable[[Any, type[_Body], IgnoredParameters | None], _Body]
-"""Makes a body of its JSON value. Raises `ApiError`."""
+"""Validates a JSON value as a body. Raises `ApiError`."""
 
 
 class TextsEndpoint:
-    """Answers the bodies of all APIs of encoders. Has the desk of each model."""
+    """Makes endpoints for all APIs of encoders. They share one `Desk` per model."""
 
     def __init__(self, reader: Reader, in_flight: InFlight) -> None:
         self._reader = reader
         self._in_flight = in_flight
         self._desks: WeakKeyDictionary[RunningModel, Desk] = WeakKeyDictionary()
-        """The desk of each loaded encoder, without a reference to the encoder."""
+        """Desks of loaded encoders. Weak keys let an encoder be unloaded."""
         for running in reader.deployment.running:
             if running.model.encoder is not None:
                 self._desk(running)
 
     def answers(self, body_type: type[_Body], read: _Read[_Body], check: _Check[_Body] = check_body) -> JsonEndpoint:
-        """Return the endpoint of a route whose body `read` makes a call of."""
+        """Return the endpoint of a route. `read` makes a call from its body."""
 
         @wraps(read)
         async def answer(data: bytes, http: HttpRequest) -> Response:
@@ -86,9 +86,9 @@ class TextsEndpoint:
         if entry is not None:
             num_tokens = results.num_tokens
             entry.count_tokens = lambda: (num_tokens, 0)
-        if _size(call, results) <= 1 << 16:  # 25 vectors of 384: the event loop writes them within a millisecond
+        if _size(call, results) <= 1 << 16:  # 25 vectors of 384 numbers: a millisecond on the event loop
             content = write_json(answer.write(results))
-        else:  # its time is no memory: others' long texts are refused for the bytes that are in flight
+        else:  # the size counts only numbers here: it limits what other calls may send
             num_bytes = max(results.num_bytes, LARGE_SIZE + 1)
             content = await call.running.off_loop.finish(num_bytes, lambda: write_json(answer.write(results)))
         headers = {"Server-Timing": results.server_timing} if results.server_timing else None
@@ -96,7 +96,7 @@ class TextsEndpoint:
 
 
 def _size(call: TextsCall, results: TextResults) -> int:
-    """Return the work of writing an answer, in bytes: its numbers, its items, and the texts, which some APIs return."""
+    """Return the work of writing an answer, in bytes: of its numbers, labels and texts, which some APIs return."""
     encoder = call.running.model.encoder
     num_labels = 1 if encoder is None else max(1, len(encoder.labels))
     # A vector, or a label with its score, takes as long as 1,024 bytes of numbers beside its own.

@@ -40,7 +40,7 @@ def unit(vector: Vector) -> Vector:
 
 
 def scaled(vector: Vector, norm: int) -> Vector:
-    """Return the vector divided by its `norm`-norm, or for 0 scaled to a largest number of 32760. Zeros stay zeros."""
+    """Return the vector divided by its `norm`-norm. 0 scales the largest number to 32760. Zeros stay zeros."""
     import numpy as np
 
     size = np.abs(vector).max() / 32760 if norm == 0 else np.linalg.norm(vector, ord=norm)
@@ -48,7 +48,7 @@ def scaled(vector: Vector, norm: int) -> Vector:
 
 
 def as_base64(vector: Vector) -> str:
-    """Return float32 numbers in little-endian order, as OpenAI and Cohere do."""
+    """Return base64 of little-endian float32 numbers, as OpenAI and Cohere do."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Scores pairs of texts: a reranker reads both at once, vectors of an embedding model are compared by their cosine.
+"""Scores pairs of texts: with a reranker, or by the cosine of an embedding model's vectors.
 
 Used by all APIs that rank or score, and by `LLM`.
 """
@@ -16,16 +16,16 @@ from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of texts. Pair i is `firsts[i]`, or the only first, and `seconds[i]`."""
+    """Pairs of texts. Pair i is `firsts[i]` and `seconds[i]`. A single first is used for all pairs."""
 
     firsts: Sequence[str]
     seconds: Sequence[str]
     first_name: Callable[[int], str]
-    """Where a text stands in the body, for messages."""
+    """Returns the field of a text in the body, for error messages."""
     second_name: Callable[[int], str]
 
     def call(self, opened: Opened, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
-        """Return the call that computes the scores. `is_search`: as for `texts`. Raises 400 if the model has no scores."""
+        """Return the call that computes the scores. `is_search` is that of `texts`. Raises 400 if the model has no scores."""
         require_scores(opened)
         texts = self.texts(opened.encoder, is_search=is_search)
         if opened.encoder.task is Task.RERANK:
@@ -35,7 +35,7 @@ class Pairs:
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs, or the firsts followed by the seconds.
 
-        `is_search`: the firsts are questions and the seconds documents, which get the model's prompts for these.
+        `is_search` adds the model's prompts for questions to the firsts, and those for documents to the seconds.
         """
         if encoder.task is Task.RERANK:
             return [(self._first(index), second) for index, second in enumerate(self.seconds)]
@@ -44,9 +44,9 @@ class Pairs:
         return [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
 
     def scores(self, encoder: EncoderInfo, results: Sequence[TextResult], *, is_raw: bool = False) -> list[float]:
-        """Return a score for each pair from the results of `texts`, by the model's own function.
+        """Return a score for each pair from the results of `texts`.
 
-        `is_raw` returns the head's number instead. Cosines are the same either way.
+        A reranker's score is its output after the model's activation function, or before it with `is_raw`.
         """
         if encoder.task is Task.RERANK:
             function = ScoreFunction.NONE if is_raw else encoder.scores

@@ -1,6 +1,6 @@
-"""From an API's fields to a `TextsCall`: what all APIs of encoders share. Every rule that needs no tokenizer is here.
+"""Checks fields common to the APIs of encoders, and makes a `TextsCall` of them. Nothing here needs a tokenizer.
 
-May run on any thread, and waits for nothing. Raises `ApiError`, with words for the cause and the remedy.
+These functions may run on any thread and never wait. Errors are `ApiError` with status 400.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_TEXTS)
 Texts = Annotated[Any, _described(_Text | Annotated[list[_Text], _Several])]
-"""A text or several. `read_texts` checks them, so that messages can name the element."""
+"""Type of a field with one or several texts. `read_texts` checks it, so that errors can name the element."""
 TextsOrIds = Annotated[Any, _described(_Text | _Ids | Annotated[list[_Text | _Ids], _Several])]
 Documents = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_TEXTS, "items": _DOCUMENT})]
 Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 
 
 class TextsBody(Body):
-    """Fields that several APIs share, with vLLM's names. Null is the same as absent."""
+    """Fields of several APIs, with vLLM's names. Null means absent."""
 
     model: str | None = None
     user: Annotated[str | None, NoEffect()] = None
     """The name of the user (docs/ab.md)."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep this many tokens of a text, or of a pair together; -1: as many as the model takes."""
+    """Number of tokens to keep of a text or a pair. -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None
-    """The side to cut off, by default the right one."""
+    """The side to cut off, by default the right side."""
     priority: Priority | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
@@ -62,14 +62,14 @@ _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLAS
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The model and the terms of a request."""
+    """A request with its model and its terms."""
 
     running: RunningModel
     encoder: EncoderInfo
     terms: Terms
     claim: bytes
     model_name: str
-    """The model, as the client calls it."""
+    """The client's name of the model."""
 
     def call(
         self,
@@ -91,7 +91,7 @@ class Opened:
 
 
 def open_body(asked: Asked, body: TextsBody) -> Opened:
-    """As `open_model`, with the fields of a body."""
+    """Return the model and the terms of a body. Raises 400 unless the model is an encoder."""
     return open_model(asked, model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
 
 
@@ -105,7 +105,7 @@ def open_model(
 ) -> Opened:
     """Return the model and the terms. Raises 400 unless the model is an encoder."""
     if request_id is not None:
-        identity_of(asked.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
+        identity_of(asked.scope).adopt(request_id)  # first, so that any later refusal has this id
     running = asked.find(model, user or "")[0].answerer()
     encoder = running.model.encoder
     if encoder is None:
@@ -131,10 +131,9 @@ def open_model(
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
-    """Return the texts of a field: a text, texts or, with a vocabulary, token ids, or a list of texts and lists of ids. Raises
-    400.
+    """Return the texts of a field: a text or a list of texts. Raises 400.
 
-    `prefix` is put before each text.
+    With `vocab_size`, a text may be a list of token ids. `prefix` is put before each other text.
     """
     if isinstance(value, str):
         return [_text(value, param, prefix)]
@@ -158,7 +157,7 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
 
 
 def read_prompted(value: Any, param: str, opened: Opened, prompt_name: str | None) -> list[TextInput]:
-    """As `read_texts`, with a prompt of the model before each text. Raises 400."""
+    """Return the texts of a field with the model's prompt before each. Raises 400."""
     prompt = prompt_text(opened.encoder, prompt_name)
     if isinstance(value, list):
         if any(type(item) is int for item in value):
@@ -172,7 +171,7 @@ def read_prompted(value: Any, param: str, opened: Opened, prompt_name: str | Non
 
 
 def _spelled(value: Any, param: str, running: RunningModel) -> Any:
-    """Return a list of token ids and texts as ids, and any other value as it is. Raises 400."""
+    """Tokenise the texts in a list of token ids and texts. Return other values unchanged. Raises 400."""
     if not isinstance(value, list) or not any(type(part) is int for part in value):
         return value
     num_texts = sum([isinstance(part, str) for part in value])
@@ -202,14 +201,14 @@ def read_documents(value: Any, param: str) -> list[str]:
 
 
 def read_text(value: Any, param: str) -> str:
-    """Return a text. Raises 400 if it is empty or no string."""
+    """Return a text. Raises 400 if the value is empty or not a string."""
     if not isinstance(value, str):
         raise invalid(f"'{param}' must be a string.", param)
     return _text(value, param, "")
 
 
 def name_in(param: str, value: object) -> Callable[[int], str]:
-    """Return where the texts of a field stand: the field is a list of them, or the only one."""
+    """Return a function from the index of a text to its place in the body. `value` is the text, or a list of texts."""
     is_list = isinstance(value, list) and not (value and type(value[0]) is int)
     return (lambda index: f"{param}[{index}]") if is_list else (lambda _: param)
 
@@ -223,8 +222,10 @@ def check_length(value: Sequence[Any], param: str) -> None:
 
 
 def read_truncation(kept_tokens: int | None, side: TruncationSide | None, running: RunningModel) -> Truncation | None:
-    """Return how texts are cut, by vLLM's `truncate_prompt_tokens`: -1 keeps what the model takes, None cuts nothing. Raises
-    400."""
+    """Return how to cut texts, or None. Raises 400.
+
+    `kept_tokens` is vLLM's `truncate_prompt_tokens`: -1 keeps as many as the model takes, None cuts nothing.
+    """
     limit = running.model.max_model_len
     if kept_tokens is None:
         if side == "left":
@@ -261,7 +262,7 @@ def require_scores(opened: Opened) -> None:
 
 
 def require_labels(opened: Opened) -> None:
-    """Raise 400 unless the model's head scores whole texts."""
+    """Raise 400 unless the model has labels for whole texts."""
     if opened.encoder.task is Task.EMBED:
         _refuse_task(opened, "has no labels")
     if opened.encoder.is_per_token:

@@ -1,7 +1,7 @@
 """Tokenises a call's texts within limits.
 
-A body of a megabyte can name one long text 2,048 times, for example as the question of each document. So each different text
-is tokenised once, and their total is limited. Runs on any thread.
+A small body can name one long text 2,048 times, for example as the question of each document. So equal texts are tokenised
+once, and the total number of tokens is limited. These functions may run on any thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.types.encoder import TextTokens
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_TOKENS = 1 << 22
-"""Tokens of one call, counting repeated texts: minutes of work for a small model, and 32 MiB as ids."""
+"""Most tokens of a call, counting repeated texts: minutes of work for a small model, and 32 MiB as ids."""
 MAX_ANSWER_BYTES = 1 << 25
-"""Bytes of numbers in one answer: 2,048 vectors of 4,096. As JSON they are three times as long."""
+"""Most bytes of numbers in one answer: 2,048 vectors of 4,096. JSON triples them."""
 PIECE_TEXTS = 64
-"""Texts that are tokenised at once: Python's part of that takes half a millisecond."""
+"""Most texts to tokenise at once: Python's share takes half a millisecond."""
 MAX_TOLD_TOKENS = 1 << 16
-"""Tokens of one answer of `/tokenize`: 4 MB of JSON."""
+"""Most tokens in an answer of `/tokenize`: 4 MB of JSON."""
 
 
 def parts_of(text: TextInput) -> tuple[str, ...]:
@@ -35,17 +35,17 @@ def parts_of(text: TextInput) -> tuple[str, ...]:
 
 
 def work_size(call: TextsCall) -> int:
-    """Return the work of `tokenise` in characters: each different text once, and a share for each text that was sent."""
+    """Return the work of `tokenise` in characters: equal texts count once, plus a constant for each text."""
     different = {part for text in call.texts for part in parts_of(text)}
     num_ids = sum([len(text.token_ids) for text in call.texts if isinstance(text, TokenIds)])
-    # A text costs as much as 64 characters, however short it is.
+    # Each text costs as much as 64 characters more.
     return sum(map(len, different)) + num_ids + 64 * len(call.texts)
 
 
 def tokenise(call: TextsCall) -> list[Text]:
     """Return the tokens of all texts.
 
-    Raises `Rejected` if a text is too long and is not to be cut, if there are too many tokens, or if the tokenizer fails.
+    Raises `Rejected` for a text beyond the context without truncation, for too many tokens, or if the tokenizer fails.
     """
     running, cut = call.running, call.truncation
     ids_of = _encoded(call)
@@ -72,14 +72,13 @@ def tokenise(call: TextsCall) -> list[Text]:
 
 
 def named(tokens: TextTokens) -> Text:
-    """Return tokens with a name. Equal tokens have equal names."""
+    """Return the tokens with their hash as the name."""
     digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=16)
     return Text(digest.digest(), tokens)
 
 
 def _encoded(call: TextsCall) -> dict[str, list[int]]:
-    """Return the ids of each different text without special tokens. Raises `Rejected` if a text is too long and is not to be
-    cut."""
+    """Return text -> token ids, without special tokens. Raises `Rejected` for a text beyond the context without truncation."""
     running = call.running
     first_index: dict[str, int] = {}
     for index, text in enumerate(call.texts):
@@ -98,7 +97,7 @@ def _encoded(call: TextsCall) -> dict[str, list[int]]:
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the texts for one call of the tokenizer at a time: few texts with few characters, or one long text."""
+    """Yield batches of texts for the tokenizer: several short texts, or one long text."""
     piece: list[str] = []
     num_chars = 0
     for text in texts:
@@ -142,7 +141,7 @@ def _too_long(subject: str, param: str, num_tokens: int, running: RunningModel) 
 
 def _check_answer(call: TextsCall, num_tokens: int) -> None:
     encoder = call.running.model.encoder
-    assert encoder is not None, "texts are asked of encoders alone"
+    assert encoder is not None, "only encoders compute texts"
     num_rows = num_tokens if encoder.is_per_token else len(call.texts)
     num_bytes = 4 * encoder.width * num_rows
     if num_bytes > MAX_ANSWER_BYTES:

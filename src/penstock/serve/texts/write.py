@@ -1,4 +1,4 @@
-"""Writes large answers as JSON in pieces: one call for all of it would block every other thread."""
+"""Writes large answers as JSON in pieces, since one call would block all other threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import orjson
 from penstock.deploy.off_loop import give_way
 
 PIECE_SIZE = 1 << 14
-"""Numbers to write at once, which takes a third of a millisecond."""
+"""Most numbers to write at once: a third of a millisecond."""
 
 
 def write_json(value: Any) -> bytes:
-    """Return the JSON of data that may contain NumPy's arrays."""
+    """Return data as JSON. It may contain NumPy arrays."""
     return b"".join(_pieces(value))
 
 
@@ -41,7 +41,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield runs of items in order, up to a piece's size. A larger item is a run by itself."""
+    """Yield runs of consecutive items, up to `PIECE_SIZE`. A larger item is a run by itself."""
     run: list[Any] = []
     size = 0
     for item in items:
@@ -56,14 +56,14 @@ def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """Return the time that writing takes, counted in numbers."""
+    """Return the work of writing a value, in numbers."""
     if isinstance(value, str):
         return 1 + len(value) // 16
     if isinstance(value, dict):
         return 1 + sum(map(_size, value.values()))
     if isinstance(value, list):
         return 1 + sum(map(_size, value))
-    return int(getattr(value, "size", 1))  # an array's numbers
+    return int(getattr(value, "size", 1))  # of an array
 
 
 def _dumps(value: Any) -> bytes:
