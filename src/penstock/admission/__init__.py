@@ -1,1 +1,1 @@
-"""Admission: which calls may come in. Decides over integers: no clock, no randomness, no I/O."""
+"""Admission control: which calls are accepted. No clock, no randomness, no I/O."""

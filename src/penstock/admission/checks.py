@@ -8,9 +8,9 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason, counted
 
 LEAST_SHARE = 0.75
-"""A first token sooner than this share of the expected time is luck."""
+"""No first token is assumed to come sooner than this share of its expected time."""
 NEW_SHARE = 0.8
-"""Share of the target for new calls. Calls that return as told may use all of it, since they come in bunches."""
+"""Share of the target that a new call may wait. A call that returns at its `Retry-After` time may wait all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,44 +22,44 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A call at the door: what is known before its prompt is tokenised."""
+    """A call that asks for admission, before its prompt is tokenised."""
 
     num_requests: int = 1
     num_chars: int = 0
     num_token_ids: int = 0
     max_new_tokens: int | None = None
-    """Per choice; None: the rest of the context."""
+    """Limit of each choice. None: the rest of the context."""
     min_new_tokens: int = 1
     tenant: str = ""
     limits: TenantLimits | None = None
-    """Its tenant's own limits; None: the defaults."""
+    """Limits of the call's tenant. None: the defaults."""
     priority: int = 0
-    """Lower is served first, if the order reads it."""
+    """Lower is served first, if the scheduling order reads priorities."""
     deadline_ns: int | None = None
     queue_deadline_ns: int | None = None
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
     claim: bytes | None = None
-    """Equal for repetitions of the same call; None if unknown."""
+    """Equal for all retries of the same call. None if unknown."""
     is_retry: bool = False
     adapter: AdapterRef | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class DoorView:
-    """One call and what to expect of it, without relying on `max_tokens`. Treat as frozen."""
+    """A call and the estimates that decide its admission. Treat as frozen."""
 
     ask: Ask
     now_ns: int
     is_expected: bool
-    """It comes back as told, and may use room that others must leave."""
+    """The call returns at its `Retry-After` time, so it may use room kept for such calls."""
     is_idle: bool
     starts_at_once: bool
-    """A row is free, nobody waits for a row or a first token, and its adapter is loaded."""
+    """A row is free, no request waits for a row or a first token, and the call's adapter is loaded."""
     num_waiting: int
-    """Requests that wait beyond the free rows, and places kept for calls told to come back."""
+    """Waiting requests and places kept for returning calls, less the free rows."""
     target_ttft_ns: int | None
-    """The stricter of the call's and the server's targets; None: it may wait."""
+    """The smaller of the call's and the server's targets. None: no target."""
     num_prompt_tokens: int
     num_new_tokens: int
     ttft_ns: int
@@ -69,10 +69,9 @@ class DoorView:
     ns_per_request: int | None
     """Expected time between two ends while others wait; None before any measurement."""
     num_blocks_demanded: int
-    """KV blocks of all running requests and this call at their predicted lengths (or those held already, if more), and those
-    kept for other calls."""
+    """Predicted KV blocks of running requests (at least those held now) and of this call, plus blocks kept for other calls."""
     num_blocks_own: int
-    """Those of this call, and of its adapter if no other request has it."""
+    """Predicted KV blocks of this call, plus its adapter's if no other request uses it."""
     num_blocks_freed: int
     """Mean blocks freed by the end of one running request, >= 1."""
     num_blocks_total: int
@@ -87,9 +86,9 @@ class Refusal:
 
 
 def check_deadlines(view: DoorView) -> Refusal | None:
-    """Refuse a call whose answer would come too late to be of use.
+    """Refuse a call that can't meet one of its deadlines.
 
-    Only a call without a chance is refused. An idle server refuses nothing before its deadline.
+    The estimates are optimistic. An idle server refuses a call only once its deadline has passed.
     """
     ask = view.ask
     ttft_ns = int(LEAST_SHARE * view.ttft_ns)
@@ -111,7 +110,7 @@ def check_deadlines(view: DoorView) -> Refusal | None:
 
 def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
     num_excess = view.num_waiting + 1 - max_queue
-    if num_excess <= 0 or view.is_idle:  # places may be kept, but nobody is there
+    if num_excess <= 0 or view.is_idle:  # places may be kept, but no request is here
         return None
     wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
     waiting = counted(view.num_waiting, "request is", "requests are")
@@ -120,10 +119,10 @@ def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
 
 
 def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
-    """Refuse a call that would wait longer than the target for its first token.
+    """Refuse a call if its first token is expected later than the target.
 
-    The expected time is multiplied by the worst recent error (`Margin`). A prompt that alone takes most of the target is
-    judged by its wait.
+    `margin` is the worst recent error of that expectation. Half of the allowed time is for waiting, however long the prompt
+    takes.
     """
     target_ns = view.target_ttft_ns
     if target_ns is None or view.is_idle or view.starts_at_once:
@@ -140,10 +139,9 @@ def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
 
 
 def check_kv_headroom(view: DoorView, headroom: float) -> Refusal | None:
-    """Keep a share of the KV blocks free for growth, (0, 1): running requests must fit at their predicted lengths.
+    """Refuse a call if less than `headroom`, a share in (0, 1), of the KV blocks would stay free at predicted lengths.
 
-    Only a call with a target is refused. Freed blocks are kept for the call told to come back for them: otherwise small
-    calls would take each of them from a large one.
+    Only a call with a target is refused. Freed blocks are kept for its return: otherwise small calls would keep taking them.
     """
     num_excess = view.num_blocks_demanded - (1 - (headroom / 2 if view.is_expected else headroom)) * view.num_blocks_total
     if view.target_ttft_ns is None or view.is_idle or num_excess <= 0:

@@ -1,7 +1,7 @@
-"""The door: decides whether a call may come in, before any costly work, by estimates (`estimates`) and checks (`checks`).
+"""Admission control: accepts or refuses a call before any costly work, by estimates (`estimates`) and checks.
 
-The expected time to first token is max(turn of the requests ahead, their prompts, loads of adapters), since these overlap,
-plus the call's own prompt.
+The expected time to first token is the call's own prompt plus the longest of three waits that overlap: for the requests ahead,
+for their prompts, for the adapter.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ DEFAULT_KV_HEADROOM = 0.2
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 DEFAULT_RETRY_AFTER_S = 10.0
-"""Announced before anything was measured."""
+"""`Retry-After` before anything was measured."""
 RESTART_RETRY_AFTER_S = 5.0
-"""While starting, draining or failed: about as long as a restart takes."""
+"""`Retry-After` while the engine does not run: about as long as a restart takes."""
 
 _UNAVAILABLE_DETAILS = {
     RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
     RejectReason.UNAVAILABLE: "the engine is not running",
 }
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
-"""Reasons that pass by themselves, for everyone alike."""
+"""Refusals after which a place is kept for the call's return."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
-"""Only the end of a running request ends such a wait."""
+"""Reasons to wait that last until a running request ends."""
 _NO_OUTLOOK = AdapterOutlook()
 
 
@@ -69,7 +69,7 @@ class Place:
 
 
 class Admission:
-    """The door of one engine. As an observer it is called on the engine's thread."""
+    """Admission control of one engine. It is also an observer, called on the engine's thread."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class Admission:
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
     ) -> None:
-        """`reads_priority`: requests wait by priority. `tenants`: their use of an earlier engine of the same model. At most
-        `max_adapters` different adapters run at once."""
+        """`reads_priority`: requests are queued by priority. `tenants`: usage counted by an earlier engine of the same model.
+        `max_adapters`: adapters that can run at once."""
         self.limits = limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
-        """Called with the time of each call that does not come back as told."""
+        """Called with the time of each call, except returns of refused calls."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -108,9 +108,9 @@ class Admission:
     # For the event loop.
 
     def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
-        """Admit a call, which holds places until `leave`. Raises `Rejected`.
+        """Admit a call, and keep places for its requests until `leave`. Raises `Rejected`.
 
-        A call is admitted if its first request may be. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no
+        The queue needs room for only one of its requests. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no
         requests.
         """
         if refuses_with is not None:
@@ -143,7 +143,7 @@ class Admission:
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count some of the call's requests. The lengths of its texts go to `lengths.on_prompt`."""
+        """Count some of the call's requests as admitted. The caller reports text lengths to `lengths.on_prompt`."""
         view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
@@ -172,7 +172,7 @@ class Admission:
             self._tenants.forget(request_id)
 
     def max_len(self, adapter: AdapterRef | None) -> int:
-        """Return the most prompt and output tokens of a request, beside its adapter."""
+        """Return how many prompt and output tokens a request may have beside its adapter."""
         if adapter is None:
             return self._max_model_len
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
@@ -208,7 +208,7 @@ class Admission:
             self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
     def _is_telling(self, entry: Entry) -> bool:
-        """Return whether the expectation was long enough to compare."""
+        """Return whether the expected time was long enough for its error to matter."""
         target_ns = self.limits.slo_ttft_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 
@@ -259,8 +259,7 @@ class Admission:
         return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:
-        """Return the expected time until a call that comes now, after `num_kept` others, begins to be computed, and one
-        step."""
+        """Return the expected time until a call that comes now starts, behind `num_kept` others, plus one step."""
         num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
         if self._reads_priority:
             num_before, num_tokens_before = self._backlog.ahead_of(ask.priority)
@@ -281,7 +280,7 @@ class Admission:
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
-        """Return the time between two ends, measured and from the usual length of answers."""
+        """Return the expected time between two requests' ends, from measurements and the usual length of answers."""
         num_running = max(1, load.num_running)
         forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
         return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
@@ -291,7 +290,7 @@ class Admission:
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
-        """Return the blocks of running requests, and of waiting ones that find a row, at predicted lengths."""
+        """Return the predicted blocks of running requests, and of waiting ones for which rows are free."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
@@ -306,7 +305,7 @@ class Admission:
         return _NO_OUTLOOK if self._adapters is None else self._adapters.outlook(adapter.number)
 
     def _num_blocks(self, num_tokens: int, num_requests: int = 1) -> int:
-        """Return the most blocks held by `num_requests` alike requests with `num_tokens` tokens together."""
+        """Return the most blocks that `num_requests` equal requests hold, with `num_tokens` tokens in all."""
         each = self._capacity.most_blocks(-(-num_tokens // num_requests))
         return min(-(-num_tokens // self._capacity.block_size), num_requests * each)
 
@@ -323,7 +322,7 @@ class Admission:
         return Rejected(reason, refusal.detail, retry_after_s=min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
 
     def _promised_wait_ns(self, refusal: Refusal, view: DoorView, promise: Promise | None) -> int:
-        """Return the time that the call was already told, or a new one."""
+        """Return the wait that the call was promised before, or promise a new one."""
         if promise is not None and promise.due_ns > view.now_ns:
             return promise.due_ns - view.now_ns
         seconds = DEFAULT_RETRY_AFTER_S if refusal.wait_ns is None else refusal.wait_ns / 1e9

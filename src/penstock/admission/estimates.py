@@ -1,4 +1,4 @@
-"""Estimates for admission: steps, lengths, admitted requests, and calls told to come back.
+"""Estimates for admission: durations of steps, lengths of answers, admitted requests, and returns of refused calls.
 
 Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; `Lengths`
 and `Backlog` have both.
@@ -15,31 +15,31 @@ from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 STEP_WEIGHT = 0.05
-"""Weight of the newest step, or of the newest promise, in a mean."""
+"""Weight of the newest observation in a running mean."""
 PREFILL_DECAY = 1 - STEP_WEIGHT
-"""Factor on what is remembered, per step full of prefill."""
+"""Factor on older measurements after each step full of prefill tokens."""
 
 LENGTH_DECAY = 0.98
-"""Factor on what is remembered, per observation: about the last fifty count."""
+"""Factor on older observations after each new one: about the last fifty count."""
 
 NUM_ERRORS = 99
-"""The next error is the largest of a hundred with a chance of 1 %."""
+"""Errors remembered. The next one exceeds them all with a chance of 1 %."""
 FIRST_FACTOR = 1.25
 MAX_FACTOR = 4.0
-"""A larger error is an accident, and must not lock out calls that could correct it."""
+"""Larger errors count as this. Otherwise no call that could correct them would be admitted."""
 
 _BUCKET_NS = 1_000_000_000
 
 GRACE_NS = 2_500_000_000
 """Added to promised times: `Retry-After` is in whole seconds, and the network takes time."""
 SPREAD = 1.2
-"""Factor between the spacing of promised places and the rate at which they become free."""
+"""Promised places are spaced at this many times the mean time between two ends."""
 MAX_PROMISES = 8192
-"""Beyond it no places are kept."""
+"""Most refused calls for which places are kept."""
 MAX_PER_CLAIM = 8
-"""Places for calls that look the same, so that one impatient client does not put off everyone else."""
+"""Most places kept for equal calls, so that one impatient client does not delay everyone else."""
 MIN_SHARE = 0.1
-"""Least share of promised calls that are counted on to return."""
+"""Least share of refused calls that are assumed to return."""
 
 
 class Pace:
@@ -126,10 +126,10 @@ class Margin:
 
 
 class DrainMeter:
-    """Measures how fast places become free.
+    """Measures how often requests end while others wait.
 
     The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
-    were refused. The engine thread writes; `note_refusal` belongs to the event loop.
+    were refused. Only `note_refusal` is for the event loop, all else for the engine thread.
     """
 
     def __init__(self, window_s: int = 30) -> None:
@@ -148,9 +148,9 @@ class DrainMeter:
         return num_ended / busy_s if busy_s >= 1 else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
-        """Return the mean time between ends while others wait; None if unknown.
+        """Return the mean time between two requests' ends while others wait, or None.
 
-        `forecast_ns`, by other signs, or 0, counts like `weight` observed ends: rows filled together end together.
+        `forecast_ns` is an estimate from other measurements, or 0. It counts like `weight` observed ends.
         """
         num_ended, busy_s = self._totals(now_ns)
         if not forecast_ns:
@@ -164,7 +164,7 @@ class DrainMeter:
         return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
 
     def note_refusal(self, now_ns: int) -> None:
-        self._refused_until_ns = now_ns + _BUCKET_NS  # it counts as demand for so long
+        self._refused_until_ns = now_ns + _BUCKET_NS  # a refusal counts as demand for this long
 
     def on_step(self, stats: StepStats) -> None:
         """Count the time since the last step as busy if requests were waiting then."""
@@ -179,7 +179,7 @@ class DrainMeter:
         self._was_busy = stats.num_waiting > 0 or end_ns < self._refused_until_ns
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Count a request that held a place; a refused one never did."""
+        """Count the end of a request, unless the engine rejected it."""
         if self._was_busy and stats.finish_reason is not FinishReason.REJECTED:
             self._bucket(stats.ended_ns)[0] += 1
 
@@ -199,13 +199,14 @@ class Entry:
     has_started: bool = False
     adapter: int = BASE
     num_adapter_blocks: int = 0
-    """KV blocks of its adapter, shared by all its requests; 0 if unknown."""
+    """KV blocks of the request's adapter, shared by all requests with it. 0 if unknown."""
 
 
 class Backlog:
     """Sums over admitted requests that have not ended.
 
-    `enter` runs on the event loop, the others on the engine thread: each sum is two numbers with one writer each.
+    `enter` runs on the event loop, the rest on the engine thread. So each sum is the difference of two counters with one writer
+    each.
     """
 
     def __init__(self) -> None:
@@ -218,7 +219,7 @@ class Backlog:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a first token. A half computed prompt counts in full."""
+        """Prompt tokens of requests without a first token. A partly computed prompt counts in full."""
         return max(0, self._prefill_added - self._prefill_taken)
 
     @property
@@ -231,7 +232,7 @@ class Backlog:
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 
     def adapter_blocks(self, num_requests: int) -> dict[int, int]:
-        """Return adapter -> KV blocks over the first `num_requests` unfinished requests."""
+        """Return adapter -> its KV blocks, for the first `num_requests` unfinished requests."""
         first = list(self._entries.values())[:num_requests]
         return {entry.adapter: entry.num_adapter_blocks for entry in first if entry.adapter != BASE}
 
@@ -266,20 +267,20 @@ class Promise:
     expires_ns: int
     num_blocks: int = 0
     has_come: bool = False
-    """It came back once as told, and is counted on in full."""
+    """The client returned in time before, so its next return is taken as certain."""
     is_over: bool = False
 
     def __lt__(self, other: Promise) -> bool:
-        """Compare by expiry, which is not the order of due times: longer waits have a longer grace."""
+        """Order by expiry. Due times have another order, since longer waits have a longer grace."""
         return self.expires_ns < other.expires_ns
 
 
 class Promises:
-    """Calls that were told when to come back: a queue of absent clients. Runs on the event loop.
+    """Refused calls, and the times at which they should return (`Retry-After`). Runs on the event loop.
 
-    Each refused call gets a time of its own, at least one place's time after the previous one, and its place is kept for
-    `GRACE_NS` and a tenth of its wait. A returning call is recognised by its claim, derived from the body. The arithmetic is
-    GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
+    Each refused call gets its own time, after the previous one's. Its place is kept for `GRACE_NS` plus a tenth of its wait. A
+    returning call is recognised by its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum,
+    Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
@@ -299,7 +300,7 @@ class Promises:
         *,
         num_blocks: int = 0,
     ) -> int:
-        """Return the nanoseconds after which to come back. A place is kept for then."""
+        """Keep a place for a refused call. Return the nanoseconds after which it should return."""
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
@@ -315,7 +316,7 @@ class Promises:
         return due_ns - now_ns
 
     def find(self, claim: bytes | None, *, is_retry: bool, now_ns: int) -> Promise | None:
-        """Return the promise that this call may come for. One not due yet counts only for a declared retry."""
+        """Return the promise made to this call before, or None. One that is not due yet needs a declared retry."""
         self._advance(now_ns)
         promises = self._by_claim.get(claim) if claim is not None else None
         if not promises:
@@ -323,11 +324,11 @@ class Promises:
         return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
 
     def settle(self, promise: Promise) -> None:
-        """End the promise: the client came."""
+        """End a promise, since the client returned."""
         self._end(promise, came_back=True)
 
     def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
-        """Keep the blocks until the client has come once more: it came on time, and they are not free yet."""
+        """Keep the place for another return: the client came in time, and its blocks are not free yet."""
         self._end(promise, came_back=True)
         renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
         heappush(self._due, renewed)
@@ -335,13 +336,13 @@ class Promises:
             self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
 
     def num_blocks_due(self, now_ns: int) -> int:
-        """Return the KV blocks kept now, weighted by how many calls are counted on to come."""
+        """Return the KV blocks kept now, weighted by the share of calls that return."""
         self._advance(now_ns)
         kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
         return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
 
     def num_due(self, now_ns: int) -> int:
-        """Return the places kept now, weighted likewise."""
+        """Return the places kept now, weighted by the share of calls that return."""
         self._advance(now_ns)
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
 

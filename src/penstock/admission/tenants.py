@@ -1,7 +1,8 @@
-"""Limits per tenant: concurrent requests, calls and tokens per minute; the defaults or the tenant's own (`Ask.limits`).
+"""Limits per tenant: concurrent requests, calls per minute and tokens per minute.
 
-A request takes its predicted tokens from the bucket when it comes in, and the difference is settled when it ends. A request
-larger than the bucket comes in when the bucket is full. `on_finish` runs on the engine thread, all else on the event loop.
+A request takes its predicted tokens from its tenant's token bucket on admission, and the difference to its real tokens when it
+ends. A request larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, all else on
+the event loop.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from penstock.admission.checks import DoorView, Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
-"""Beyond it the tenant idle for longest is forgotten; if none is idle, newcomers share an account."""
+"""Most accounts. Beyond it the longest idle tenant is forgotten. If none is idle, new tenants share an account."""
 OTHERS = ""
-"""The shared account, also for calls without a tenant."""
+"""The account of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
 
 
@@ -33,9 +34,9 @@ class Account:
     level_requests: float = 0.0
     looked_ns: int = 0
     num_settled_tokens: int = 0
-    """The part of the correction already in `level_tokens`."""
+    """The part of `num_correction_tokens` already taken from `level_tokens`."""
     announced_ns: int = 0
-    """The last time told to a call refused for concurrency."""
+    """The latest time at which a call refused for concurrency should return."""
 
     @property
     def num_running(self) -> int:
@@ -56,7 +57,7 @@ class Tenants:
         return self._too_many(account, view) or self._too_often(account) or self._too_fast(account, view)
 
     def hold(self, view: DoorView) -> Account:
-        """Admit a call, which is on its way until `release`."""
+        """Count a call's requests together until `release`, after which each counts by itself (`enter`)."""
         account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
         account.level_requests -= 1
         self._move(account, view, 1)
@@ -76,7 +77,7 @@ class Tenants:
         self.entered[request_id] = account, num_tokens
 
     def on_finish(self, request_id: str, num_tokens: int, duration_ns: int) -> None:
-        """Settle a request that ended after `num_tokens` tokens, prompt and output. Unknown ones are ignored."""
+        """Settle an ended request of `num_tokens` prompt and output tokens. Unknown ids are ignored."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             account, num_predicted = entered
@@ -85,7 +86,7 @@ class Tenants:
             self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
-        """Count a request with unknown end as having used its prediction."""
+        """Settle a request with an unknown end as if it had used its predicted tokens."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             entered[0].num_left += 1
@@ -94,8 +95,8 @@ class Tenants:
         num_running, most = account.num_running, account.limits.max_concurrent
         num_after = num_running + view.ask.num_requests
         if most is None or num_after <= most or num_running == 0:
-            return None  # a call with more choices than the limit comes in alone
-        # One end apart. Within the mean duration all that run now have ended, however many ask.
+            return None  # a call of more requests than the limit is admitted alone
+        # Returns are spaced by the mean time between ends. After a mean duration, all requests that run now have ended.
         next_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / most)
         wait_ns = min(next_ns - view.now_ns, int(self._duration_ns))
         account.announced_ns = view.now_ns + wait_ns

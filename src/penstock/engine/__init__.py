@@ -1,1 +1,2 @@
-"""The step without a loop (`core`), one turn of it (`stepper`), the thread that does turns (`thread`), and their ports."""
+"""The engine: its state (`core`), one turn with an executor (`stepper`), the thread that does turns (`thread`), and their
+ports."""

@@ -1,7 +1,6 @@
-"""The books: the right to touch the core, and the executor that the engine thread calls without that right.
+"""The lock on the core, called the books. The engine thread releases it inside the executor.
 
-The engine thread has the books during a turn, but not inside the executor. Then another thread may read more than the core's
-snapshot.
+Meanwhile another thread may read more of the core than its snapshot.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ READ_TIMEOUT_S = 2.0
 
 
 class Abandoned(Exception):
-    """The executor came back after the engine's requests had been ended."""
+    """The executor returned after the engine had ended all requests."""
 
 
 class Books:
-    """One thread at a time has the books. Entered by the engine thread for each turn."""
+    """The lock on the core. The engine thread enters it for each turn."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -52,7 +51,7 @@ class Books:
         self._lock.release()
 
     def take_back(self) -> None:
-        """Take the books again. Raises `Abandoned` if the engine's requests have been ended meanwhile."""
+        """Take the lock again. Raises `Abandoned` if the engine's requests have been ended meanwhile."""
         self.__enter__()
         self._inside_since_ns = None
         if self._is_abandoned:
@@ -66,7 +65,7 @@ class Books:
         return 0 if since_ns is None else self._clock.now_ns() - since_ns
 
     def read(self, look: Callable[[], T]) -> T:
-        """Call `look` while the core stands still. Raises TimeoutError. Never call it from a sink or an observer."""
+        """Call `look` with the core locked. Raises TimeoutError. Never call this from a sink or an observer."""
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
             raise TimeoutError("other readers keep the books of the engine")
         try:
@@ -84,8 +83,8 @@ class Books:
 
     @contextmanager
     def abandon(self) -> Iterator[bool]:
-        """Take the books for good from an engine thread that does not come back. Yields False, and takes nothing, if it just
-        did."""
+        """Take the lock from an engine thread that hangs in the executor: there `Abandoned` is raised, if ever. Yields False if
+        the thread has just come out."""
         since_ns = self._inside_since_ns
         if since_ns is None:
             yield False
@@ -96,7 +95,7 @@ class Books:
 
 
 class WatchedExecutor:
-    """The executor as the engine thread calls it: without the books, but for `drop_adapter` and `close`."""
+    """An executor that releases the lock during every call except `drop_adapter` and `close`."""
 
     def __init__(self, executor: Executor, books: Books) -> None:
         self._executor = executor

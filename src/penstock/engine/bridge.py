@@ -1,7 +1,7 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
 
-An `EventWaker` wakes the event loop without giving up the interpreter's lock: else its thread would work off the step's
-tokens before the engine thread starts the next step.
+An `EventWaker` wakes the event loop without releasing the GIL. Otherwise the loop would handle a step's tokens before the
+engine thread starts the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types.request import Request
 _log = logging.getLogger(__name__)
 
 _MERGE_ABOVE_CHUNKS = 64
-"""A reader that lags further behind gets its chunks merged, so that it costs no more than its own output."""
+"""A reader that lags further behind gets its chunks merged, so that it needs little more memory than its output."""
 
 
 class EnginePort(Protocol):
@@ -38,14 +38,14 @@ class EnginePort(Protocol):
 
 class ChunkReader(Protocol):
     def put(self, chunk: OutputChunk) -> None:
-        """Take a chunk; `flush` follows once all that came at once are put."""
+        """Take a chunk. `flush` is called after the last chunk of a batch."""
         ...
 
     def flush(self) -> None: ...
 
 
 class _Hop:
-    """The way from the engine's thread to one event loop."""
+    """The wake-up of one event loop by the engine's thread. `is_due` while one is pending."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
         self.is_due = False
@@ -58,7 +58,7 @@ class _Hop:
 
 
 class Bridge:
-    """Request ids and their readers, usually streams. One event loop at a time."""
+    """Passes requests to the engine, and chunks to their readers, usually streams. For one event loop at a time."""
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
@@ -72,7 +72,7 @@ class Bridge:
         self._engine = engine
 
     def detach(self) -> None:
-        """Forget the engine and the loop: a cycle of references would be freed late or never. For any thread."""
+        """Drop the references to engine and loop, so that both are freed at once. Thread-safe."""
         self._is_detached, self._engine = True, None
         hop, self._hop = self._hop, None
         if hop is not None:
@@ -80,7 +80,7 @@ class Bridge:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests whose answer is still read."""
+        """Requests that have a reader."""
         return len(self._readers)
 
     def open(self, requests: Sequence[Request]) -> Stream:
@@ -101,7 +101,7 @@ class Bridge:
         for request in requests:
             assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
         engine.submit(*requests)
-        # Not too late: their chunks come through this event loop, which is here.
+        # Not too late: this event loop dispatches their chunks, and it is busy here.
         self._readers.update({request.request_id: reader for request in requests})
 
     def abort(self, request_id: str, detail: str) -> None:
@@ -109,7 +109,7 @@ class Bridge:
             engine.abort(request_id, detail)
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
-        """The engine's sink, called by its thread. Wakes the event loop at most once per pending batch."""
+        """Queue chunks and wake the event loop, unless a wake-up is pending. The engine's thread calls this as its sink."""
         self._deliveries.append(chunks)
         hop = self._hop
         if hop is None or hop.is_due:
@@ -121,7 +121,7 @@ class Bridge:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
     def forget(self, request_id: str) -> None:
-        """Note that a reader no longer wants a request's chunks."""
+        """Drop the reader of a request. Later chunks are ignored."""
         self._readers.pop(request_id, None)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -150,7 +150,7 @@ class Bridge:
 
 
 class Stream:
-    """The chunks of one call's requests, in the engine's order. Leaving the context aborts requests that run."""
+    """The chunks of one call's requests, in the engine's order. Leaving the context aborts requests that have not ended."""
 
     def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
         self._bridge = bridge
@@ -169,7 +169,7 @@ class Stream:
         return not self._unfinished and not self._chunks
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """Return all chunks that are there, or wait for the next ones; at most one per request. One reader at a time."""
+        """Return all chunks that have come, or wait for the next ones. At most one per request. For one reader at a time."""
         if self._unfinished and not self._chunks:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -242,30 +242,30 @@ def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 class EventWaker:
-    """Wakes the loop by an `eventfd`, through ctypes' `PyDLL`, whose calls keep the lock."""
+    """Wakes the loop through an `eventfd`, written with ctypes' `PyDLL`, which keeps the GIL."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-        """Raises AttributeError, ImportError, NotImplementedError or OSError where that is not possible."""
+        """Raises AttributeError, ImportError, NotImplementedError or OSError if the platform lacks `eventfd`."""
         import ctypes
 
         self._write = ctypes.PyDLL(None).eventfd_write
         self._write.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._function: Callable[[], object] = function
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Closed with the last reference and no sooner: a late wake must not write to what gets the number next.
+        # Closed with the last reference: a late wake must not write to another file that got its number.
         weakref.finalize(self, os.close, self._event).atexit = False
         self._loop = loop
         loop.add_reader(self._event, self._on_event)
 
     def close(self) -> None:
-        """Call the function a last time, and have the loop forget it. For any thread."""
+        """Stop waking the loop, after a last call of the function. Thread-safe."""
         try:
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed, and has forgotten it
             self._function = tuple
 
     def _end(self) -> None:
-        """Call the function a last time: a wake with an engine's last chunks may not have reached it."""
+        """Call the function a last time, since the wake-up for an engine's last chunks may be pending."""
         self._loop.remove_reader(self._event)
         function, self._function = self._function, tuple
         function()

@@ -1,7 +1,7 @@
 """The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops or waits.
 
-Every request that was added ends in exactly one event with a `finish_reason`, and its blocks are free from then on, or once
-no step in flight has a row of it.
+Every request that was added ends in exactly one event with a `finish_reason`. Its blocks are freed then, or once no step in
+flight has a row of it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class EngineCore:
         if journal is None:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
-        """Those that have not ended."""
+        """Requests that have not ended, by id."""
         self.following = Following()
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
-        """By the next time at which each may be overdue."""
+        """Requests with deadlines, by the earliest time at which one may have passed."""
         self._deadline_numbers: dict[str, int] = {}
         self._closed: Rejected | None = None
-        """Why nothing is accepted any more, or None."""
+        """Why new requests are rejected, or None."""
         self._told_wait = WaitReason.NOTHING
         self._last_finish_ns = 0
         self._last_step_ns = 0
@@ -64,7 +64,7 @@ class EngineCore:
         self.followed_ns = 0
         """Time that grammars took in the last `finish`."""
         self.snapshot = self._take_snapshot()
-        """Replaced as a whole in every turn. Any thread may read it, and nothing else here."""
+        """Replaced in every turn. Other threads may read only this attribute."""
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +79,7 @@ class EngineCore:
         return self.scheduler.num_waiting
 
     def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
-        """Obey commands, then end what can't follow its grammar, is past its deadline, or waits for an adapter in vain.
+        """Apply commands, then end requests with a failed grammar, a missed deadline or an adapter that can't be loaded.
 
         Returns the finish events. Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
         """
@@ -128,13 +128,14 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Commit a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take. `read_end` makes the text of an answer that ends by its length.
+        `clock` measures how long grammars take. `read_end` looks for a stop string in the last text of an answer that reached
+        its length limit.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         outcome = self.scheduler.commit(plan, result, now_ns)
         self.followed_ns = self._follow(outcome, clock) if self.following else 0
-        if outcome.ended:  # else the next `begin` tells soon enough
+        if outcome.ended:  # otherwise the next `begin` updates it soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
         self._last_finish_ns = now_ns
@@ -155,14 +156,14 @@ class EngineCore:
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Tell grammars what was sampled, and append what they force. Return how long that took."""
+        """Give grammars the sampled tokens, and append forced ones. Return the nanoseconds it took."""
         scheduler, following = self.scheduler, self.following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return 0 if clock is None else clock.now_ns() - began_ns
 
     def settle_grammars(self, *, is_beside: bool) -> None:
-        """Choose who sits out the next step, after each `finish`. `is_beside`: a step is in flight."""
+        """Choose the requests that sit out the next step. Call this after each `finish`. `is_beside`: a step is in flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
         self.following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
@@ -184,7 +185,7 @@ class EngineCore:
             self.scheduler.abandon_flights()
         events: list[TokenEvent] = []
         for request in list(self._requests.values()):
-            with suppress(Exception):  # the books may be what broke, and everybody has to be told all the same
+            with suppress(Exception):  # the scheduler's state may be broken, but every request must get its event
                 if request.status is not RequestStatus.FINISHED:  # in a commit that was not completed
                     self.scheduler.end(request, FinishReason.ERROR)
             progress.end(request, FinishReason.ERROR)
@@ -195,7 +196,7 @@ class EngineCore:
         return events
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken. O(blocks + requests). For between steps."""
+        """Raise AssertionError if an invariant is broken. Call it between steps. O(blocks + requests)."""
         self.scheduler.check()
         assert not self.scheduler.kv.pending_copies, "a copy of a block was not made in its step"
         assert not self.scheduler.kv.adapters.has_orders, "an adapter was not placed, or not dropped, in its step"
@@ -251,7 +252,7 @@ class EngineCore:
         while (first := self._deadlines.peek()) is not None and first[0][0] <= now_ns:
             request = first[2]
             limit = _next_limit(request)
-            if limit is None:  # what was limited has happened in time
+            if limit is None:  # every deadline was met
                 self._deadlines.discard(self._deadline_numbers.pop(request.request_id))
             elif limit[0] > now_ns:
                 self._deadlines.rekey_first((limit[0],))
@@ -312,19 +313,19 @@ class EngineCore:
 
 
 class Following:
-    """The answers that follow a grammar: their matchers by request id."""
+    """The grammar matchers of requests, by request id."""
 
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._new: dict[str, str] = {}
         """Request id -> tenant, for requests that have not sampled yet."""
         self._put_off: dict[str, Sequence[int]] = {}
-        """Request id -> tokens not yet given to its matcher, as it may be cancelled before its turn."""
+        """Request id -> tokens that its matcher gets once the request no longer sits out."""
         self._failed: dict[str, tuple[str, str]] = {}
         self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
-        """True while answers follow a grammar, or the last masks are not settled."""
+        """True while requests follow a grammar, or masks of the last step are not charged."""
         return bool(self._matchers or self.turns.made)
 
     def add(self, request: Request) -> None:
@@ -369,9 +370,9 @@ class Following:
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
     ) -> None:
-        """Give matchers what a step sampled; later, if a new request sits out.
+        """Give matchers the sampled tokens. A new request that sits out gets its tokens later.
 
-        Tokens that have to follow are appended by `force`, whose event replaces the one before.
+        `force` appends tokens that the grammar forces. It returns the event that replaces the sampled one.
         """
         began_ns = _busy_ns(clock)
         for idx, event in enumerate(events):
@@ -394,7 +395,7 @@ class Following:
         return failed
 
     def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
-        """Accept the answer's next tokens. Return those that have to follow, accepted too."""
+        """Give tokens to a matcher. Return the forced tokens that follow, which the matcher has taken too."""
         matcher, forced = self._matchers[request_id], list[int]()
         try:
             matcher.accept(token_ids)
@@ -417,7 +418,7 @@ class Following:
             self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        """Note a matcher's failure, which ends its request. A panic in Rust is not an Exception."""
+        """Record a matcher's failure, which ends its request. A panic in Rust is not an `Exception`."""
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if isinstance(error, GrammarFailure):

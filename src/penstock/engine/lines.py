@@ -1,4 +1,4 @@
-"""Ends an answer by its lines: before one that is indented less, or when its time is over. Called by the output stage."""
+"""Ends an answer at a line: before one that is indented too little, or when time is over. Called by the output stage."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class Lines:
         return held
 
     def is_late(self, elapsed_ns: int) -> bool:
-        """Return whether the answer ends, so long after its first token."""
+        """Return whether time is over `elapsed_ns` after the first token, and the answer has a whole line."""
         return self._has_line and self._max_ns is not None and elapsed_ns > self._max_ns

@@ -32,9 +32,9 @@ class OutputStage:
         self._observer: TokenObserver = observer or NullObserver()
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, _Stream] = {}
-        """Streams of requests that had an event."""
+        """Request id -> its stream, from its first event on."""
         self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
-        """The choices of one call share theirs."""
+        """Stop strings -> their automaton, shared by the choices of a call."""
 
     def add(self, request: Request) -> None:
         """Expect events of a request. Raises ValueError if its id is in flight."""
@@ -45,7 +45,7 @@ class OutputStage:
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Return the chunks of one step's events.
 
-        A stop string, or a limit of lines, ends the request here and becomes a `Stop`. So does a failure to make its text.
+        A stop string, a line limit or undecodable tokens end a request here. The core learns of it by a `Stop`.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -80,7 +80,7 @@ class OutputStage:
         return output
 
     def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
-        """Return the reason and the stop reason with which an answer ends by its last event, which is pushed later."""
+        """Return the finish reason and the stop reason of an answer from its last event. Push the event later."""
         assert event.finish_reason is not None, "it is the last"
         request = self._requests.get(event.request_id)
         if request is None:
@@ -96,7 +96,7 @@ class OutputStage:
         return stream.last.finish_reason, stream.last.stop_reason
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
-        """End every request in flight with ERROR, whatever the core knows about it."""
+        """End every request in flight with ERROR, without the core."""
         requests, self._requests = self._requests, {}
         streams, self._streams = self._streams, {}
         return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
@@ -127,7 +127,7 @@ class _Stream:
     _trees: MutableMapping[tuple[str, ...], StopTree]
     _slo_itl_ns: int | None
     is_under_way: bool = False
-    """It has had its first tokens, and nothing is searched for in its text."""
+    """The first tokens have come, and the text is not searched for stop strings or lines."""
     last: OutputChunk | None = None
     _detokenizer: Detokenizer | None = None
     _stops: StopStrings | None = None
@@ -136,7 +136,7 @@ class _Stream:
     _first_token_ns: int = 0
     _last_token_ns: int | None = None
     _num_gaps: int = 0
-    """Counted only if there is a target, as the next."""
+    """Gaps between tokens. This and the next are counted only with a target."""
     _num_late: int = 0
 
     def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
@@ -158,7 +158,7 @@ class _Stream:
             observer.on_itl(self._num_gaps, self._num_late)
 
     def go_on(self, event: TokenEvent, gaps_ns: list[int]) -> OutputChunk:
-        """Return the chunk of an event that does not end a request which is under way."""
+        """Return the chunk of an event in the middle of an answer (`is_under_way`)."""
         assert self._last_token_ns is not None, "under way"
         assert self._detokenizer is not None, "under way"
         token_ids, at_ns = event.token_ids, event.at_ns
@@ -233,7 +233,7 @@ class _Stream:
         chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
 
     def _read(self, event: TokenEvent) -> tuple[str, int, _End]:
-        """Return (new text, how many of the event's tokens count, how the text ended it)."""
+        """Return (new text, how many of the event's tokens count, how the text ended the request)."""
         if self._stops is not None or self._lines is not None:
             return self._read_watched(event)
         assert self._detokenizer is not None
@@ -244,7 +244,7 @@ class _Stream:
         return text, len(event.token_ids), None
 
     def _read_watched(self, event: TokenEvent) -> tuple[str, int, _End]:
-        """Read token by token, since what follows a stop string or the last line must not count."""
+        """Read token by token, since tokens after a stop string or the last line must not count."""
         assert self._detokenizer is not None
         before = self._num_generated
         text = ""

@@ -13,14 +13,14 @@ from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 Ready = Callable[[], None]
-"""Waits until what was begun is there. Any thread may call it, and again. Raises whatever went wrong."""
+"""Waits until a copy is complete, or raises its error. Any thread may call it, more than once."""
 
 
 class BlockMover(Protocol):
     """Copies the content of an executor's blocks to the host's memory and back. Raises `ExecutorFailure`.
 
-    These two and `Executor.copy_blocks` take effect in the order of the calls, before steps that are submitted later, and
-    only on blocks that no row of a step in flight has.
+    Copies here and by `Executor.copy_blocks` take effect in the order of the calls, before steps submitted later. No row of a
+    step in flight may have their blocks.
     """
 
     @property
@@ -29,8 +29,8 @@ class BlockMover(Protocol):
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """Copy the content of full blocks, each to its own writable `out` of `block_bytes`.
 
-        Returns None if it is there, else what waits for it. The format is the executor's own, and the same for one of the
-        same model, weights, kernels and KV type.
+        Returns None if the copy is complete, else a function that waits for it. Executors of the same model, weights, kernels
+        and KV type have the same format.
         """
         ...
 
@@ -61,18 +61,18 @@ class Executor(BlockMover, Protocol):
 
     @property
     def max_adapter_rank(self) -> int:
-        """Greatest rank of an adapter that it computes; 0: none, and rows with one are refused."""
+        """Greatest rank of an adapter. 0: rows with an adapter are refused."""
         ...
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Put an adapter into as many blocks as it has pages, which no row holds: its own until it is dropped.
+        """Copy an adapter into blocks, one for each page. No row may have these blocks until the adapter is dropped.
 
         Rows admitted from now on may name it. Raises `ExecutorFailure`, and ValueError if it is placed already.
         """
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter. Rows that name it are released with the next step. One that is not placed is ignored."""
+        """Forget an adapter. The next step releases rows that use it. An adapter that is not placed is ignored."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -84,13 +84,13 @@ class Executor(BlockMover, Protocol):
         ...
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Restrict what rows that follow a grammar may sample in a step: request id -> mask (`types.sampling`).
+        """Set the tokens that rows with a grammar may sample in a step: request id -> mask (`types.sampling`).
 
         Called once for each step with such a row, after its `submit`, and before it is collected and the next one is
         submitted. Rows that are not named are not restricted.
 
-        Raises `ExecutorFailure`; ValueError for a step that waits for no masks, a row that does not sample or follows no
-        grammar, and for a mask of another size.
+        Raises `ExecutorFailure`. Raises ValueError if the step waits for no masks, a named row does not sample or has no
+        grammar, or a mask has the wrong size.
         """
         ...
 
@@ -104,30 +104,30 @@ class Executor(BlockMover, Protocol):
 
 
 class BlockStore(Protocol):
-    """Memory for contents of blocks outside the executor's, in numbered slots. One thread at a time. Raises `OSError`."""
+    """Storage for contents of blocks outside the executor, in numbered slots. For one thread at a time. Raises `OSError`."""
 
     @property
     def num_slots(self) -> int: ...
 
     @property
     def outlives_process(self) -> bool:
-        """True if the next process can use what is in it."""
+        """True if the next process can use the contents."""
         ...
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Return (slot, hash) of what is there from an earlier time, the oldest first."""
+        """Return (slot, hash) of contents from an earlier process, the oldest first."""
         ...
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
-        """Put content into a slot under its name. The old content is lost, even if this fails."""
+        """Write content into a slot under its hash. The old content is lost, even if this fails."""
         ...
 
     def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:
-        """Copy a slot's content. Raises `CorruptBlock` if it is not exactly what was written under this name."""
+        """Copy a slot's content. Raises `CorruptBlock` if it is not exactly what was written under this hash."""
         ...
 
     def emptied(self) -> BlockStore:
-        """Return the same memory with nothing in it. This object is closed."""
+        """Return an empty store with the same memory, and close this one."""
         ...
 
     def close(self) -> None: ...
@@ -137,7 +137,7 @@ class Detokenizer(Protocol):
     """Text of one request's output, token by token. Never emits part of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that became certain with these tokens. Incomplete UTF-8 is held back."""
+        """Return the text that these tokens complete. Incomplete UTF-8 is held back."""
         ...
 
     def flush(self) -> str:
@@ -157,22 +157,21 @@ class OutputChunk:
     at_ns: int
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
-    """Generated so far, this chunk included."""
+    """Tokens generated so far, this chunk included."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     detail: str = ""
     reject_reason: str = ""
-    """For REJECTED, for a missed deadline, and if the engine failed or was closed."""
+    """Set for REJECTED, for a missed deadline, and if the engine failed or was closed."""
     first_scheduled_ns: int | None = None
-    """On the first chunk and the finish chunk."""
+    """Set on the first chunk and the finish chunk."""
     first_token_ns: int | None = None
     states: bytes = b""
     """The answer to a text, as in `StepResult.states`."""
 
 
 OutputSink = Callable[[list[OutputChunk]], None]
-"""Called by the engine thread; for a request that comes after the engine has ended, by the thread that submits it. Must not
-block."""
+"""Takes chunks. Called by the engine thread or, after its end, by a thread that submits a request. Must not block."""
 
 
 class Observer(Protocol):
@@ -187,30 +186,29 @@ class RequestJournal(Observer, Protocol):
     def on_queued(self, request: Request, now_ns: int) -> None: ...
 
     def on_news(self, news: PlanNews) -> None:
-        """Note who was admitted, preempted or set aside, or that waiting requests lack something else."""
+        """Record admissions, preemptions, requests set aside, and a new reason to wait."""
         ...
 
 
 class TokenObserver(Protocol):
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        """Note requests whose first token this step brought, and of every other request with new tokens the time since its
-        last."""
+        """Record requests with their first token, and for every other request with new tokens the time since its last one."""
         ...
 
     def on_itl(self, num_gaps: int, num_late: int) -> None:
-        """Note the end of a request with a target for its inter-token latency: so many of its gaps were longer."""
+        """Record the end of a request with a target for inter-token latency, and how many of its gaps exceeded the target."""
         ...
 
 
 class TurnObserver(Protocol):
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """Note what a step cost outside the executor: `schedule`, `commit`, `grammar` (masks) and `output` (text and the
-        sink)."""
+        """Record the time of a step outside the executor, by part: `schedule`, `commit`, `grammar` (masks) and `output` (text
+        and the sink)."""
         ...
 
 
 class ObserverGroup:
-    """Calls each of its observers, in order. They need only the methods of the protocol for which it stands."""
+    """Calls each of its observers in order. Observers need only the methods of the protocol that the group replaces."""
 
     def __init__(self, observers: Sequence[Any]) -> None:
         self._observers = tuple(observers)

@@ -1,6 +1,6 @@
-"""The stepper: does one turn after another with a core and an executor, and owns the steps in flight.
+"""Plans steps with a core, computes them with an executor, and owns the steps in flight.
 
-A turn begins a step if it can, and finishes the oldest if as many are in flight as the executor takes, or if none began.
+A turn begins a step if possible. It finishes the oldest step if the executor takes no more, or if none began.
 docs/architecture.md, "The step", shows the order of a turn.
 """
 
@@ -20,7 +20,7 @@ from penstock.types.plan import StepPlan, Ticket
 from penstock.types.result import StepResult
 
 Tell = Callable[[list[TokenEvent], int], None]
-"""Takes events, and the time at which they were known. It may apply commands to the core."""
+"""Reports events, and the time at which they were known. May apply commands to the core."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,10 @@ class StepInFlight:
     plan: StepPlan
     schedule_ns: int
     awaits_masks: bool
-    """The executor has not been given the masks of its rows that follow a grammar."""
+    """The executor still needs the masks of rows that follow a grammar."""
     ticket: Ticket | None = None
     masks_ns: int = 0
-    """Time of its masks, if nothing was in flight before it."""
+    """Time to make its masks, if that was part of `begin`."""
 
 
 class Stepper:
@@ -52,8 +52,8 @@ class Stepper:
     ) -> None:
         """Raises ValueError for an executor whose depth is neither 1 nor 2.
 
-        `poll_aborts` returns the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
-        move a virtual clock.
+        `poll_aborts` returns the aborts that came while a step ran. `collect` replaces the executor's in drivers with a virtual
+        clock.
         """
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
@@ -81,7 +81,7 @@ class Stepper:
 
     @property
     def ready_ns(self) -> int | None:
-        """When the oldest step in flight will be done; for drivers that move a virtual clock."""
+        """When the oldest step in flight will be done, for drivers with a virtual clock."""
         ticket = self._flights[0].ticket if self._flights else None
         return None if ticket is None else ticket.ready_ns
 
@@ -96,7 +96,7 @@ class Stepper:
         return begun, self.finish() if self.must_finish(begun) else None
 
     def must_finish(self, begun: StepPlan | None) -> bool:
-        """Return whether the turn that began this step has to finish the oldest in flight too."""
+        """Return whether a turn that began this step, or none, must also finish the oldest one."""
         return bool(self._flights) and (begun is None or len(self._flights) == self._depth)
 
     def begin(self, commands: Sequence[Command] = ()) -> StepPlan | None:
@@ -112,7 +112,7 @@ class Stepper:
             transfers.arrive()
         now_ns, output_ns = self._clock.now_ns(), self._output_ns
         if events := core.apply(commands, now_ns):
-            # Together, and as of now: what ends by its text then has no row in the plan.
+            # Reported before planning, so that a request which ends by its text gets no row.
             self._untold = self._untold[0] + events, now_ns
             self.tell_untold()
         plan = core.begin(now_ns)
@@ -155,9 +155,9 @@ class Stepper:
         self._untold = events, now_ns
         if core.following or self._awaits_masks:
             try:
-                self._restrict()  # before there is text: a device at the end of its layers waits for masks
+                self._restrict()  # before making text, since the device may already wait for masks
             except ExecutorFailure:
-                self.tell_untold()  # it is of the step before, which went well
+                self.tell_untold()  # these events are of the step before, which succeeded
                 raise
             core.settle_grammars(is_beside=bool(self._flights))
             parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns

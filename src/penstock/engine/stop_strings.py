@@ -1,6 +1,6 @@
 """Finds stop strings in text that arrives in pieces. Called by the output stage.
 
-The first stop string to be complete wins, and of several the longest. The search is an Aho-Corasick automaton (CACM 18(6),
+The stop string that is complete first wins; among several, the longest. The search is an Aho-Corasick automaton (CACM 18(6),
 1975).
 """
 

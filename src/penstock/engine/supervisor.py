@@ -1,4 +1,4 @@
-"""Keeps an engine running: watches it, and replaces one that died or hangs. Made by the composition root.
+"""Keeps an engine running: replaces one that failed or hangs.
 
 An engine is never repaired: KV that was being written when a step failed can't be trusted. After more than MAX_RESTARTS
 within WINDOW_S the state is FAILED.
@@ -35,10 +35,10 @@ class Supervisor:
         on_restart: Callable[[], None] | None = None,
         first_delay_s: float = 1.0,
     ) -> None:
-        """`make_engine` makes an engine that is not started, with the `on_failed` that it is given.
+        """`make_engine` takes a callback `on_failed`, and returns an engine that is not started.
 
-        `step_timeout_s`: a step that takes longer will never end; None: steps may take any time.
-        `first_delay_s`: the wait before the second attempt within the window; the first is made at once.
+        `step_timeout_s`: a step that takes longer counts as hung. None: no limit. `first_delay_s`: the wait before the second
+        attempt within the window; the first is made at once.
         """
         self._make_engine = make_engine
         self._clock = clock
@@ -115,14 +115,14 @@ class Supervisor:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
     def _free(self, engine: Engine) -> None:
-        """Close an engine, since its memory is needed. A fault that broke a step may break this too."""
+        """Close an engine to free its memory. The fault that broke a step may break this too."""
         try:
             engine.close(0.0)
         except Exception:
             _logger.exception("the executor of the engine that failed could not be closed; its memory may be lost")
 
     def _restart(self, reason: str) -> bool:
-        """Return False if there will be no other engine."""
+        """Replace the engine. Return False if no other will be made."""
         while not self._is_closing and self._may_restart():
             if self._news.wait(self._delay_s()):  # closing
                 self._news.clear()

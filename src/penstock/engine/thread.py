@@ -50,7 +50,7 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """The engine for other threads, and the loop of its own."""
+    """The engine's thread, with methods for other threads."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Engine:
         on_failed: Callable[[], None] | None = None,
         make_transfers: Callable[[BlockMover, Callable[[], None]], Transfers | None] = lambda *_: None,
     ) -> None:
-        """`observer` hears of requests that the core never saw; pass the core's. Raises ValueError for a depth that is
+        """`observer` is the core's, for requests that end before they reach the core. Raises ValueError for a depth that is
         neither 1 nor 2.
 
         After `idle_check_s` without work the core verifies its invariants once; None: never. `on_failed` is called by the
@@ -99,7 +99,7 @@ class Engine:
         self._state = EngineState.STARTING
         self._num_holds = 0
         self._has_waited = False
-        """The timeout of `close` has passed: a drain waits for nobody any more."""
+        """The timeout of `close` has passed, so a drain no longer waits for `held` calls."""
         self._was_cut_short = False
         self._is_verified = True
         """The core has not worked since its last check."""
@@ -119,8 +119,8 @@ class Engine:
         self._move_to(EngineState.READY)
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, which come to the same step; never blocks. When draining, failed or stopped each ends in one
-        REJECTED chunk.
+        """Queue requests for the same step. Never blocks. When draining, failed or stopped, each request ends in one REJECTED
+        chunk.
 
         Raises `Rejected` (INVALID), and queues none, if a request with the same id is in flight.
         """
@@ -134,7 +134,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let a drain wait until the block ends: a call that was admitted has more requests."""
+        """Make a drain wait until the `with` block ends, since an admitted call has more requests."""
         with self._state_lock:
             self._num_holds += 1
         try:
@@ -189,11 +189,11 @@ class Engine:
         return self._thread.is_alive()
 
     def step_age_ns(self) -> int:
-        """Return how long the engine has waited for the executor; 0 if it does not."""
+        """Return how long the engine has been waiting for the executor, or 0."""
         return self._books.waiting_ns()
 
     def abandon(self) -> bool:
-        """End every request with ERROR although the executor does not come back. Return False if it just did."""
+        """End every request with ERROR, since the executor hangs. Return False if it has just returned."""
         with self._books.abandon() as is_abandoned:
             if is_abandoned:
                 _logger.critical("step %s does not come back; plans in flight: %s", self._step_ids(), self._plans())
@@ -213,7 +213,7 @@ class Engine:
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Return the share of the held KV positions that have no token, or the last one after a timeout. O(requests)."""
+        """Return the share of held KV positions without a token. After a timeout, return the last known share. O(requests)."""
         scheduler = self._core.scheduler
         with suppress(TimeoutError):
             self._last_waste = self._books.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
@@ -263,12 +263,12 @@ class Engine:
             self._is_verified = True
 
     def _tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """Make text of events, end the requests whose text has ended, and deliver the chunks."""
+        """Turn events into text, end requests at stop strings, and deliver the chunks."""
         output = self._output.push(events)
         ended: Sequence[TokenEvent] = ()
         try:
             if output.commands:
-                # The books first: a client that has its whole answer finds it counted, and its place free.
+                # Before delivery: a client with its whole answer must find it counted, and its place free.
                 ended = self._core.apply(output.commands, now_ns)
         finally:
             self._outbox.deliver(output.chunks)
@@ -363,7 +363,7 @@ class Inbox:
         return True
 
     def nudge(self) -> None:
-        """End the present sleep, or the next one."""
+        """Wake the engine from its sleep or, if it is awake, from the next one."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
@@ -375,7 +375,7 @@ class Inbox:
             return self._take_all()
 
     def poll_aborts(self) -> list[Command]:
-        """Return only the aborts of requests that were handed out before."""
+        """Return only the aborts, and only of requests that were handed out before."""
         if not self._num_aborts:
             return []
         with self._changed:
@@ -442,7 +442,7 @@ class Outbox:
             return len(self._prompt_lens), self._num_prompt_tokens
 
     def cut_short(self) -> list[str]:
-        """Return the ids of all requests in flight. If aborted, their clients hear that the server shuts down."""
+        """Return the ids of all requests in flight. If aborted, they end with DRAINING as the reject reason."""
         with self._lock:
             request_ids = list(self._prompt_lens)
             self._cut_short_ids |= frozenset(request_ids)
@@ -460,7 +460,7 @@ class Outbox:
             self._sink(chunks)
 
     def refuse(self, requests: Sequence[Request], reason: RejectReason, now_ns: int) -> None:
-        """End requests that the core never saw, since the engine takes no more."""
+        """End requests that the engine no longer takes."""
         chunks: list[OutputChunk] = []
         for request in requests:
             progress.end(request, FinishReason.REJECTED)

@@ -1,7 +1,7 @@
 """Transfers: carries contents of blocks between the executor and the store of the tier below, on the engine's thread.
 
-It moves only blocks that were free when they were named, so no row of a step in flight has them. When staging memory is
-full, spills are dropped and loads cut short, so no step waits for the store.
+It moves only free blocks, which no row of a step in flight has. When staging memory is full, spills are dropped and loads cut
+short, so no step waits for the store.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _logger = logging.getLogger(__name__)
 MAX_FAILURES = 16
 """After this many failures in a row the tier is closed."""
 RETRY_NS = 60_000_000_000
-"""How often a closed tier is tried with one block: it opens again if that can be written and read."""
+"""How often one block is written to a closed tier and read back. If that works, the tier opens again."""
 STAGING_BYTES = 64 << 20
 MAX_STAGED_BLOCKS = 256
 BLOCKS_PER_JOB = 8
-"""Blocks written by one job, for which a load may have to wait."""
+"""Blocks written by one job. A load may have to wait for one such job."""
 CLOSE_TIMEOUT_S = 5.0
-"""Longest time that the end of an engine waits for a store that does not answer."""
+"""Longest time that an engine's end waits for a store that hangs."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -50,7 +50,7 @@ class FailureReason(StrEnum):
 
 Job = Callable[[], None]
 Worker = Callable[[Job, bool], object]
-"""Runs jobs one at a time, in any thread. Jobs with True go first, since somebody waits for them."""
+"""Runs jobs one at a time, in any thread. Jobs with True go first, since a request waits for them."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Move:
 
 
 class WorkerThread:
-    """A `Worker` with a daemon thread: a store that does not answer must not keep the process."""
+    """A `Worker` with a daemon thread: a store that hangs must not keep the process alive."""
 
     def __init__(self) -> None:
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
@@ -102,7 +102,7 @@ class Transfers:
         worker: Worker | None = None,
         num_staged_blocks: int | None = None,
     ) -> None:
-        """`wake` is called by the worker when something has arrived. Raises ValueError if the manager has no tier, or
+        """`wake` is called by the worker when a move has ended. Raises ValueError if the manager has no tier, or
         MemoryError."""
         if kv.tier is None or kv.swapping is None:
             raise ValueError("transfers need a manager with a tier")
@@ -141,15 +141,15 @@ class Transfers:
             self._free += [move.buffer for move in moves]
 
     def depart(self) -> None:
-        """Begin what was ordered, before a step or a copy may write to the spilled blocks."""
+        """Begin the ordered spills and loads. Call this before a step or a copy can write to the spilled blocks."""
         self._spill(self._tier.take_spills())
         for loads in self._tier.take_loads():
             self._load(loads)
 
     def keep(self, timeout_s: float) -> None:
-        """Spill what the free blocks of the pool contain, the last used first, while there is time.
+        """Spill the contents of free blocks, the last used first, for at most `timeout_s`.
 
-        Does nothing if the store ends with the process.
+        Does nothing if the store does not outlive the process.
         """
         if not self._store.outlives_process:
             return
@@ -174,7 +174,7 @@ class Transfers:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let what is on its way to the store get there, and the thread end. Idempotent."""
+        """Finish the moves to the store, and end the thread. Idempotent."""
         if self._thread is not None and not self._thread.close(timeout_s):
             _logger.error("the store of the KV tier does not answer; what was on its way to it is lost")
 
@@ -184,7 +184,7 @@ class Transfers:
 
     def _spill(self, spills: Sequence[Spill]) -> None:
         is_probe = not self._tier.is_open
-        # A probe that hangs is not followed by others, until staging is full of them.
+        # One probe at a time: probes that hang would fill the staging memory.
         num_staged = min(len(spills), int(not self.num_moving_blocks) if is_probe else self._num_spillable)
         for spill in spills[num_staged:]:
             self._tier.spilled(spill.block_hash, is_sound=False)
@@ -205,7 +205,7 @@ class Transfers:
             self._start(partial(self._run, moves, self._read), True)
 
     def _record(self, move: _Move) -> bool:
-        """Record the end of a move. Return whether it brought content that somebody may use."""
+        """Record the end of a move. Return whether it loaded usable content."""
         is_useful = False
         order, is_sound = move.order, move.failure is None
         if isinstance(order, Spill):

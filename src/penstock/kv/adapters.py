@@ -1,7 +1,7 @@
 """Adapters in the KV pool, paged like KV. Part of `KVManager`.
 
-While running requests use an adapter, its blocks are held (it is pinned). After that they lie in the free list, and taking
-one block evicts the whole adapter. Before a step the executor drops adapters, then copies blocks, then places adapters.
+An adapter of a running request is pinned: its blocks are held. Later they lie in the free list, and taking one block evicts the
+whole adapter. Before a step the executor drops adapters, then copies blocks, then places adapters.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class AdapterPages:
         return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
     def is_pinned(self, number: int) -> bool:
-        """Return whether requests with blocks use the adapter."""
+        """Return whether a running request uses the adapter."""
         resident = self.residents.get(number)
         return resident is not None and resident.num_pins > 0
 
     def num_blocks(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Return its number of blocks; outside the pool, as many as `packed` needs, or 0 if unknown."""
+        """Return how many blocks the adapter has in the pool or, outside it, `packed` needs. 0 if unknown."""
         resident = self.residents.get(number)
         if resident is not None:
             return len(resident.block_ids)
@@ -57,9 +57,9 @@ class AdapterPages:
         return 0 if self.is_pinned(number) else self.num_blocks(number, packed)
 
     def pin(self, number: int, packed: PackedAdapter | None = None) -> None:
-        """Add a block table that uses the adapter. Allocates and orders a placement if it is not in the pool.
+        """Count a block table that uses the adapter. Allocate blocks and order a placement if the adapter is not in the pool.
 
-        Raises ValueError if then `packed` is missing or too few blocks are available.
+        Raises ValueError if `packed` is needed and missing, or too few blocks are available.
         """
         resident = self.residents.get(number)
         if resident is None:
@@ -79,7 +79,7 @@ class AdapterPages:
         resident.num_pins += 1
 
     def unpin(self, number: int, group: Hashable) -> None:
-        """Remove a block table. After the last one the blocks are cached in that table's `group`."""
+        """Count one block table less. After the last one the adapter's blocks are cached in `group`."""
         resident = self.residents[number]
         resident.num_pins -= 1
         if not resident.num_pins:
@@ -94,7 +94,7 @@ class AdapterPages:
         return sum(len(residents[number].block_ids) for number, count in pins.items() if residents[number].num_pins == count)
 
     def evict(self, block_ids: Iterable[int]) -> None:
-        """Forget the adapters in these blocks, which now belong to somebody else."""
+        """Forget the adapters in these blocks, which were allocated for something else."""
         number_of = self._number_of
         if not number_of:
             return
@@ -106,7 +106,7 @@ class AdapterPages:
                     self._pool.hold(block_id)
                     self._pool.release(block_id, keep=False)
             placements = [placement for placement in self._placements if placement.number != number]
-            if len(placements) == len(self._placements):  # else the executor does not know it yet
+            if len(placements) == len(self._placements):  # otherwise the executor does not know it yet
                 self._drops.append(number)
             self._placements = placements
             self.num_evictions += 1

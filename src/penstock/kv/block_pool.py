@@ -1,8 +1,8 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the list, one without the head. A group has a list of its own; when the first
-list is empty, the eviction policy names the group that loses its head. Blocks that were found again, and those of
-conversations, rest: they count as freed `rest_ns` later.
+A freed block with content joins the tail of the list, others the head. A group has a list of its own. When the ungrouped list
+is empty, the eviction policy names the group that loses its oldest block. Reused blocks and blocks of conversations rest: they
+count as freed `rest_ns` later.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.types.errors import PolicyError
 
 NULL_BLOCK_ID = 0
-"""Never allocated; padding writes to it."""
+"""The null block: never allocated. Padding rows write to it."""
 MAX_RESTING_SHARE = 0.75
-"""Share of a group's cached blocks that may rest. With all of them new prompts are lost before they can be found again
+"""Largest share of a group's cached blocks that rest. If all did, new prompts would be evicted before they are found again
 (`benchmarks/resting.py`)."""
 
 
@@ -121,9 +121,9 @@ class BlockPool:
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
-        """Drop a reference. With the last one the block joins the free list, and keeps its content in `group` if `keep`.
+        """Drop a reference. After the last one the block joins the free list, in `group` and with its content if `keep`.
 
-        `rests`: the block rests whenever it is cached, until its content is lost. Raises ValueError if nobody holds it.
+        `rests`: the block rests while cached, until its content is lost. Raises ValueError if the block has no reference.
         """
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
@@ -162,14 +162,14 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take a cached block without a group, or else one of the group that the policy chooses."""
+        """Take a cached block without a group or, if none is left, one of the group that the policy chooses."""
         num_ungrouped = self.num_cached - len(self._group_of)
         if num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
         else:
             name = self._eviction.choose()
             if name not in self._groups:
-                # Never a prompt, which would show in the log.
+                # Only simple values: the repr of a request would put its prompt into the log.
                 shown = repr(name)[:200] if isinstance(name, int | str | None) else f"something of type {type(name).__name__}"
                 what = f"answered {shown} in choose, and must answer a group that has blocks"
                 raise PolicyError("eviction", self._eviction, what)
@@ -190,7 +190,7 @@ class BlockPool:
         return plain if self._freed_ns[plain] <= self._freed_ns[resting] + rest_ns else resting
 
     def _join(self, name: Hashable, block_id: int) -> int:
-        """Record that a block is about to be cached in a group. Return the list to append it to."""
+        """Count a block as cached in a group. Return the end of the list to append it to."""
         self._freed_ns[block_id] = self.now_ns
         group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:

@@ -76,7 +76,7 @@ class BlockTable:
         return self.block_ids[self.num_released :]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
-        """Return how many first blocks no layer reads once so many tokens are computed."""
+        """Return how many leading blocks no layer reads once `num_computed_tokens` are computed."""
         return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:

@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.types.request import Request
 
 REST_NS = 10_000_000_000
-"""Default rest: nearly all of an agent's tools have run by then, and other workloads lose nothing (docs/memory.md)."""
+"""Default of `rest_ns`: long enough for nearly all tools of an agent to run (docs/memory.md)."""
 
 
 class EvictionPolicy(Protocol):
@@ -24,7 +24,7 @@ class EvictionPolicy(Protocol):
 
     @abstractmethod
     def group_of(self, request: Request) -> Hashable:
-        """Return the group of the request's blocks once it frees them. None: the ungrouped list."""
+        """Return the group that caches the request's blocks once freed. None: the ungrouped list."""
         ...
 
     def resized(self, group: Hashable, num_blocks: int) -> None:
@@ -33,7 +33,7 @@ class EvictionPolicy(Protocol):
 
     @abstractmethod
     def choose(self) -> Hashable:
-        """Return the group that loses a block: one that has any."""
+        """Return the group that loses a block. It must have one."""
         ...
 
 
@@ -50,8 +50,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class LowestPriorityFirst(EvictionPolicy):
-    """Blocks of the lowest class first, least recently used within a class. A class loses nothing while a lower one has
-    blocks."""
+    """Evicts blocks of the lowest priority class that has any, the least recently used first."""
 
     MAX_CLASS = 20
 
@@ -75,16 +74,16 @@ class LowestPriorityFirst(EvictionPolicy):
 
 
 class TenantFair(EvictionPolicy):
-    """The least recently used block of the tenant with the most cached blocks.
+    """Evicts the least recently used block of the tenant with the most cached blocks.
 
-    A tenant that wants no more than an equal share loses nothing to others.
+    A tenant within its equal share loses nothing to others.
     """
 
     def __init__(self, *, rest_ns: int = REST_NS) -> None:
         self.rest_ns = rest_ns
         self._sizes: dict[Hashable, int] = {}
         self._of_size: dict[int, dict[Hashable, None]] = {}
-        """Number of blocks -> tenants with that many, so that the largest is never searched for."""
+        """Number of cached blocks -> tenants with that many. The largest is found without a search."""
         self._largest = 0
 
     def group_of(self, request: Request) -> Hashable:

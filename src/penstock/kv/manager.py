@@ -1,7 +1,7 @@
 """The KV manager: every request's block table. Only the scheduler calls it.
 
-Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. A request
-writes only to blocks of its own, and first gets a copy after a fork or a hit that ends inside a block.
+Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. A request writes
+only to blocks that it does not share. After a fork, or a hit that ends inside a block, it gets a copy first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVManager:
         """Blocks that requests can hold: all but the null block."""
         self.tables: dict[str, BlockTable] = {}
         self.num_slots: dict[str, int] = {}
-        """Request id -> positions that it may write without asking; 0 if a block may be shared."""
+        """Request id -> positions writable without a call of `extend`. 0 if a block may be shared."""
         self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
         self.tier = tier
         self.swapping: Swapping | None = None
@@ -57,7 +57,7 @@ class KVManager:
 
     @property
     def load_ns_per_token(self) -> float | None:
-        """For a full block from the tier; 0: not measured yet; None: no working tier."""
+        """Time to load a token of a full block from the tier. 0: not measured yet. None: no working tier."""
         tier = self.tier
         return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
@@ -78,7 +78,7 @@ class KVManager:
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
-        """Return the number of blocks freed by suspending all these requests, without those in `kept`. O(their blocks)."""
+        """Return how many blocks outside `kept` are freed if all these requests are suspended. O(blocks)."""
         holds: Counter[int] = Counter()
         for request_id in request_ids:
             if request_id in self.tables:
@@ -95,7 +95,7 @@ class KVManager:
         return self.adapters.num_freed(pins)
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix, at least one token short of the whole."""
+        """Return the longest cached prefix of a request, without its last token."""
         if not self._names_content:
             return NO_HIT
         table = self._table(request)
@@ -128,9 +128,9 @@ class KVManager:
             return tuple(table.block_ids)
         # A preempted request that finds its own blocks is no sign that others will.
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
-        for block_id in hit.held:  # first, or the allocations below could take them
+        for block_id in hit.held:  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
-        self._pin(table, number, packed)  # likewise before the fresh blocks
+        self._pin(table, number, packed)  # also before the fresh blocks
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
@@ -144,7 +144,7 @@ class KVManager:
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
 
-        Shared blocks among them are replaced by copies. Then the row must be sent in full.
+        Replaces shared blocks there by copies. The row must then be sent in full.
         """
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
@@ -162,7 +162,7 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable."""
+        """Make the request's full computed blocks findable by prefix lookups."""
         table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
@@ -197,9 +197,9 @@ class KVManager:
             self.prefix.note_answer(request, table, table.num_full, table.num_full + 1)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Let a new request share the blocks of positions [0, num_tokens); either gets a copy before it writes.
+        """Share the parent's blocks of positions [0, num_tokens) with a new request. Either gets a copy before it writes.
 
-        Raises ValueError if the child is known or the parent does not hold all of them.
+        Raises ValueError if the child is known, or the parent does not hold all these blocks.
         """
         parent = self.tables[parent_id]
         num_blocks = self.num_blocks_for(num_tokens)
@@ -219,14 +219,14 @@ class KVManager:
             rests=parent.rests,
         )
         self._pin(self.tables[child_id], parent.adapter)
-        self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must ask
+        self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must call `extend`
 
     def look_again(self, request_id: str) -> None:
-        """Make the request's next write ask `extend`."""
+        """Require a call of `extend` before the request's next write."""
         self.num_slots[request_id] = 0
 
     def suspend(self, request_id: str) -> None:
-        """Take back the request's blocks. Its hashes stay, because it will come again."""
+        """Release the blocks of a preempted request. Its hashes stay for when it resumes."""
         table = self.tables.get(request_id)
         if table is None:
             return
@@ -292,8 +292,8 @@ class KVManager:
             table.adapter = number
 
     def _unpin(self, table: BlockTable) -> None:
-        """Call this before freeing the table's blocks. Freed blocks are evicted first, and the adapter is cheap to copy
-        again."""
+        """Unpin the table's adapter before freeing its blocks: blocks freed first are evicted first, and adapters are cheap to
+        copy."""
         if table.adapter != BASE:
             self.adapters.unpin(table.adapter, table.group)
             table.adapter = BASE
@@ -326,7 +326,7 @@ class KVManager:
         return taken
 
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
-        """Like `_take`, with the first block a copy of `source`, which stays cached if enough others are available."""
+        """Take blocks, the first as a copy of `source`, which stays cached if other blocks suffice."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:

@@ -1,6 +1,6 @@
-"""A picture of the pool: each block's state and owner.
+"""A map of the KV pool: each block's state and owner.
 
-The calling thread must hold the engine's books (`engine/books.py`), so that the pool does not change meanwhile.
+The caller must hold the engine's lock (`engine/books.py`), so that the pool does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types.request import Request
 class BlockState(StrEnum):
     FREE = "free"
     CACHED = "cached"
-    """No holder, but content that a prefix hit or a request with the adapter may revive."""
+    """In the free list, with content that a prefix hit or a request with the adapter can reuse."""
     HELD = "held"
     SHARED = "shared"
     ADAPTER = "adapter"
@@ -84,10 +84,11 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """Return the share of positions in held blocks without a token, counting the running step's as there. O(requests)."""
+    """Return the share of positions without a token in held blocks. Tokens of the running step count as present.
+    O(requests)."""
     size = manager.block_size
     filled: dict[int, int] = {}
-    """Block id -> tokens, as seen by the holder with the most."""
+    """Block id -> tokens, by the holder that has filled it most."""
     for request in running:
         num_tokens = request.num_computed_tokens + request.num_inflight_tokens
         block_ids = manager.block_table(request.request_id)

@@ -22,9 +22,9 @@ KEY_END = START + TOKEN_BYTES
 TAIL = bytes(HASH_BYTES)
 """Takes the place of the hash for a partly filled block."""
 MAX_CHILDREN = 8
-"""Blocks with the same parent and first token that are compared with a prompt, the newest."""
+"""Blocks compared with a prompt: the newest with the same parent and first token."""
 MAX_REMEMBERED = 1024
-"""First blocks, and conversations, that are remembered; evicted blocks are eight times as many."""
+"""First blocks and conversations remembered. Evicted blocks: eight times as many."""
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MIN_AWAITED_TOKENS = 8
@@ -63,20 +63,20 @@ class PrefixCache:
     def __init__(
         self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
     ) -> None:
-        """`is_shared`: requests find each other's prefixes, else only their own, which a tier brings back. With `has_state`
-        (see `Capacity`), no hit ends inside a block."""
+        """`is_shared`: requests find each other's prefixes. Otherwise each finds only its own, loaded back from a tier. With
+        `has_state` (see `Capacity`), no hit ends inside a block."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
         self.in_flight: Collection[str] = ()
-        """While a step is planned ahead: requests of which the step in flight computes several tokens."""
+        """While a step is planned ahead: ids of requests with several tokens in the step in flight."""
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(8 * MAX_REMEMBERED)
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_REMEMBERED)
-        """(tenant, tokens of the first block) -> root hash. Per tenant, since a salt must not let others learn anything."""
+        """(tenant, tokens of the first block) -> root hash. Per tenant, so that no tenant learns of another's prompts."""
         self._answers: dict[int, int] = {}
-        """Block id -> position where the answer began that reaches into the block or up to it."""
+        """Block id -> position where its request's answer began, for blocks from the prompt's end on."""
         self._longest: Recent[bytes, int] = Recent(MAX_REMEMBERED)
         """Named conversation -> tokens of its longest prompt."""
 
@@ -128,17 +128,17 @@ class PrefixCache:
     # Turns of conversations.
 
     def note_answer(self, request: Request, table: BlockTable, first: int, end: int) -> None:
-        """Note which of the just published blocks [first, end) reach up to the request's answer."""
+        """Record where the request's answer begins, for the published blocks [first, end) that reach it."""
         begins = request.num_prompt_tokens
         first = max(first, (begins - MARK_TOKENS - 1) // self._block_size)
         for block_id in table.block_ids[first:end]:
             self._answers[block_id] = begins
 
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a request continues a conversation, or is likely to be continued.
+        """Return whether a request is a turn of a conversation: it continues one, or will probably be continued.
 
-        It continues one if the hit reaches the answer of a request with a shorter prompt. It is likely to be continued if
-        its conversation is named and had no longer prompt.
+        It continues one if its hit reaches the answer to a shorter prompt. It will probably be continued if it names a
+        conversation without a longer prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -165,7 +165,7 @@ class PrefixCache:
         # Hashes are chained: if two are equal, so are all before them.
         return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
 
-    # Why a hit is no longer.
+    # Why a hit ends.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
         """Return why a lookup found no more. Call once per request, before `allocate`."""
@@ -215,7 +215,7 @@ class PrefixCache:
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
         """Return the block that `request` needs next, if a running request computes it now or in its next step.
 
-        Only a whole block, or where hits may end inside a block the rest of the prompt but its last token.
+        The block must be whole, or hold the rest of the prompt if hits may end inside a block.
         """
         if not self.leaders or not request.is_scored:
             return None
@@ -240,7 +240,8 @@ class PrefixCache:
         return self.leaders.get(awaited.key) is awaited.leader
 
     def lead(self, table: BlockTable, request: Request) -> None:
-        """Record which block the request computes next, if that is part of a prefill. The first leader of a block stays."""
+        """Record the block that a prefill computes next, for others to wait for. The first request recorded for a block
+        stays."""
         if not self.is_shared:
             return
         key, start = b"", table.num_full * self._block_size
@@ -259,7 +260,7 @@ class PrefixCache:
 
 
 class PrefixIndex:
-    """One block per hash and one content per block; blocks may be held or free."""
+    """Finds blocks by hash, or by parent and content. One block per hash. Blocks may be held or free."""
 
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}

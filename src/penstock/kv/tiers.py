@@ -1,7 +1,7 @@
 """The tier below the pool: block contents in a file or in host memory. The engine's `Transfers` moves the bytes.
 
-Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier continues the prefix of
-the first waiting request, that is loaded, verified, and placed into free blocks like any cached prefix. No plan depends on
+Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier has more of the first
+waiting request's prefix, that is loaded, verified, and placed into free blocks like any cached prefix. No plan depends on
 content that has not arrived.
 """
 
@@ -42,12 +42,13 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class _Wait:
     num_hit_blocks: int
-    """Blocks of its prefix in the pool when its last load began; -1: none has begun."""
+    """Blocks of the request's prefix in the pool when its last load began. -1: none has begun."""
     until_ns: int
 
 
 class Tier:
-    """Slots and the moves under way. Moves are ordered here, fetched by `take_spills` and `take_loads`, and reported back."""
+    """Slots, and moves between them and the pool. The engine takes ordered moves (`take_spills`, `take_loads`) and reports
+    their ends."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
         """`entries`: (slot, hash) of content from an earlier process, oldest first."""
@@ -92,7 +93,7 @@ class Tier:
     ) -> bool:
         """Return whether the request should wait for blocks of its prefix. Begins a load if that pays.
 
-        `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has.
+        `chain`: hashes of the request's blocks after the first `num_hit_blocks`, which the pool has.
         """
         if not self.is_open:
             return False
@@ -117,7 +118,7 @@ class Tier:
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
-        """Return the loadable hashes at the chain's beginning; if none, whether the first is being moved now."""
+        """Return the loadable hashes at the chain's beginning, and whether the one after them is being moved now."""
         found: list[bytes] = []
         for block_hash in chain:
             if block_hash in index:
@@ -168,7 +169,7 @@ class Tier:
                 self._waits[load.request_id] = _Wait(-1, wait.until_ns)
 
     def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> bool:
-        """Report the end of one block's load. Return whether the content is of use."""
+        """Report the end of one block's load. Return whether the content may be used."""
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
@@ -222,7 +223,7 @@ class Swapping:
         return waits
 
     def _touch(self, block_ids: Sequence[int]) -> None:
-        """Mark free blocks among these as just used, later ones before earlier ones."""
+        """Mark the free blocks among these as just used, so that later ones are evicted first."""
         pool = self._pool
         for block_id in reversed(block_ids):
             if pool.ref_count(block_id) == 0:
@@ -233,8 +234,8 @@ class Swapping:
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
         """Allocate blocks for content that arrived for one request, and publish it. Return (load, block id).
 
-        The caller must write the content before anything else, after the spills that made room. Content that is already
-        here, or finds no free block, is skipped. The last blocks are released first, so that they are evicted first.
+        The caller must write the content before anything else, after the spills that made room. Content that is already in the
+        pool, or finds no free block, is skipped. The last blocks are released first, so that they are evicted first.
         """
         if not loads:
             return []

@@ -76,7 +76,7 @@ class Residence:
     load_ns: int
     """Total time of successful loads."""
     num_unloads: Mapping[str, int]
-    """By reason."""
+    """Unloads by reason."""
     memory_bytes: Mapping[str, int]
     """Memory that the model may use, by part. Empty if it is not loaded."""
     machine_ns: int
@@ -154,7 +154,7 @@ class Metrics:
         signals: Callable[[], SustainedLoad],
         waste: Callable[[], float] = float,
     ) -> None:
-        """Set where the gauges are read: the current load, the recent load, and the share of KV memory wasted."""
+        """Set the sources of the gauges: the current load, the recent load, and the share of KV memory wasted."""
         self.read_load = load
         self.read_signals = signals
         self.read_waste = waste

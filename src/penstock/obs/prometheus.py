@@ -159,7 +159,8 @@ class _Snapshot:
         yield self._counter(f"{name}_failures", "Failed transfers of KV blocks, by reason.", failures, "reason")
 
     def _adapters(self, pool: AdapterCounts, beside: AdapterStats | None) -> Iterator[Metric]:
-        """Yield nothing for a model without adapters. Names are not labels, as clients can make any number of them."""
+        """Yield the adapters' metrics, if the model has any. Adapter names are no labels: clients can make any number of
+        them."""
         if beside is None:
             return
         places = {"running": pool.num_running, "idle": pool.num_resident - pool.num_running, "memory": beside.num_in_memory}

@@ -191,7 +191,7 @@ class Recorder:
         self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        """Recorded with the step's rows."""
+        """Do nothing: the rows of a step show its news."""
 
     def on_step(self, stats: StepStats) -> None:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
@@ -528,7 +528,7 @@ class _Parts:
         self.size_bytes += len(data)
 
     def turn_over(self) -> None:
-        """Rename the parts, dropping the oldest, and open a new one. Raises as opening does."""
+        """Rename the parts, dropping the oldest, and open a new one. Raises OSError or ConfigError."""
         self.close()
         check_path(self._path)
         self._fd = self._open()

@@ -1,4 +1,4 @@
-"""The sustained load, for autoscalers. Reported by the engine thread and the door, read by `/load` and `/metrics`.
+"""The sustained load, for autoscalers. Reported by the engine thread and admission, read by `/load` and `/metrics`.
 
 Values are means over the last `WINDOW_S` seconds. The load in servers is
 
@@ -27,9 +27,8 @@ TOLERANCE = 0.1
 class Replicas:
     """The number of servers that the load needs, steadied over time.
 
-    It goes up when every one of the last `UP_S` seconds needed more, to the least that one needed, and down when none of the
-    last `DOWN_S` seconds needed as many, to the most that one needed. Windows and tolerance are those of Kubernetes'
-    HorizontalPodAutoscaler (KEP-853).
+    It rises to the least number that any of the last `UP_S` seconds needed, and falls to the most that any of the last `DOWN_S`
+    seconds needed. Windows and tolerance are those of Kubernetes' HorizontalPodAutoscaler (KEP-853).
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Replicas:
             self.desired = max(self.desired, self._least_of_late(second))
 
     def _least_of_late(self, second: int) -> int:
-        """Return the least of the last `UP_S` seconds, or 1 before there are as many."""
+        """Return the least number needed in the last `UP_S` seconds, or 1 before as many have passed."""
         least: int | None = None
         for at, num in reversed(self._asked):
             least = num if least is None else min(least, num)
@@ -64,7 +63,7 @@ WINDOW_S = 30
 MIN_WINDOW_S = 5
 """Least time over which calls are averaged, so that one call at the start does not look like several per second."""
 REPLICA_WINDOW_S = 5
-"""Shorter for `desired_replicas`, which `Replicas` steadies."""
+"""Window of `desired_replicas`. It is shorter, since `Replicas` steadies the number."""
 TARGET_UTILISATION = 0.8
 CLEAR_S = 30.0
 """A queue that takes this long to drain needs one more server."""
@@ -137,7 +136,7 @@ class Signals:
                 self._set(0, 0, 0, 1)
 
     def on_call(self, now_ns: int) -> None:
-        """Count a call that is not a retry at the given time."""
+        """Count a call. Callers leave out retries at the time that `Retry-After` gave."""
         with self._lock:
             self._advance(now_ns)
             self._second(now_ns // _SECOND_NS).num_calls += 1

@@ -1,7 +1,7 @@
-"""Adapters of requests whose turn has come: loading, the limit of running adapters, and refusals. Part of `Joining`.
+"""Adapters of waiting requests: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-A request whose adapter is not in memory stands aside. It is refused if the adapter can't be loaded, takes longer than
-`LOAD_TIMEOUT_NS`, or does not fit. During a plan an adapter keeps the state in which it was first seen.
+A request lets others pass while its adapter is loaded into memory. It is refused if the adapter can't be loaded, takes longer
+than `LOAD_TIMEOUT_NS`, or does not fit. A plan reads an adapter's state once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
-"""A hanging disk must not block all rows; a working one loads their adapters in this time."""
+"""How long a row and blocks are kept for a request that waits for its adapter."""
 DEFAULT_MAX_ADAPTERS = 32
 NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
 
@@ -34,7 +34,7 @@ class Adapters:
         self._source = source
         self._max_adapters = max_adapters
         self.seen: dict[int, AdapterState] = {}
-        """States seen during the present plan or check."""
+        """Adapter number -> its state, as read during this plan or check."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         if self._source is not None:
@@ -96,7 +96,7 @@ class Adapters:
         return not self._is_usable(request, self.packed(request))
 
     def are_late(self, now_ns: int) -> bool:
-        """Return whether places are no longer kept for adapters."""
+        """Return whether rows and blocks are no longer kept for waiting requests."""
         first = next(self._waiting.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 
@@ -131,7 +131,7 @@ class Adapters:
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         is_in_vain = any(self._in_vain(now_ns))
-        self.seen.clear()  # the next look may be much later
+        self.seen.clear()  # the next reading may be much later
         if is_in_vain:
             return now_ns
         times = (

@@ -28,7 +28,7 @@ class StepDraft:
     """For prefills. Decodes are planned before these are known."""
     gate: GateDecision
     is_ahead: bool = False
-    """A step is in flight, so nobody is preempted."""
+    """A step is in flight, so no request may be preempted."""
     num_scored_left: int = 0
     """Prompt positions whose log-probabilities the step can still return."""
     takes_whole_texts: bool = False
@@ -41,15 +41,15 @@ class StepDraft:
     long_prefills: list[Request] = field(default_factory=list)
     """Long prefills that run, including those that this step admits."""
     late: list[Request] = field(default_factory=list)
-    """Running long prefills that let others pass, which leave them a share of the tokens."""
+    """Running long prefills that others pass, leaving them a share of the tokens."""
     num_kept_tokens: int = 0
     num_let_in: int = 0
     """Requests that the gate lets in and that were admitted, held back or set aside."""
     num_promised_blocks: int = 0
-    """Free blocks that running prefills, and requests that stand aside, need for the tokens they have."""
+    """Free blocks reserved for the present tokens of running prefills and of requests that stand aside."""
     num_promised_rows: int = 0
     lacks_memory: bool = False
-    """A running request was preempted for another, so nobody joins."""
+    """A running request was preempted for another's blocks, so no request is admitted."""
     puts_off_pause: bool = False
     """A request should be paused for another, but the step is planned ahead."""
     admissions: list[Admission] = field(default_factory=list)
@@ -80,7 +80,7 @@ class StepDraft:
         return min(num_behind, room)
 
     def chunk_of(self, request: Request, num_computed_tokens: int) -> int:
-        """Return the same for a request, within the positions that can be scored."""
+        """Return how many tokens of a request to compute, also limited by `num_scored_left`."""
         query_len = self.chunk(request.num_tokens - num_computed_tokens)
         scored = request.positions_to_score(num_computed_tokens, query_len)
         if len(scored) > self.num_scored_left:

@@ -1,7 +1,7 @@
 """Steps in flight: what the scheduler remembers of each from plan to commit, and planning the next step ahead.
 
-A request that ends leaves void rows, whose results are ignored. To plan ahead, `Ahead` moves the progress of running
-requests to what the commit will make it. A step that might preempt is never planned ahead.
+A request that ends leaves void rows, whose results are ignored. To plan ahead, `Ahead` counts the step in flight as committed
+meanwhile. A step that might preempt is never planned ahead.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Ahead:
         num_missing_blocks = self._num_missing_blocks()
         for request in ending:
             self._kv.look_again(request.request_id)  # so that `Extending` sees that it has nothing to compute
-            self._order.left(request)  # it gets no more rows
+            self._order.left(request)  # the request gets no more rows
         if num_missing_blocks > self._kv.pool.num_available:
             self.end()
             return False
@@ -108,7 +108,7 @@ class Ahead:
         num_missing = 0
         for request in self._running:
             num_missing_tokens = request.num_tokens - num_slots[request.request_id]
-            if num_missing_tokens > 0 and request.num_behind:  # otherwise it ends with the step in flight
+            if num_missing_tokens > 0 and request.num_behind:  # otherwise the request ends with the step in flight
                 num_missing += num_blocks_for(num_missing_tokens)
         return num_missing
 

@@ -1,7 +1,7 @@
 """Joining: decides which waiting requests run from this step on, and whether running ones are paused for them.
 
-A request whose next block is being computed by a running prefill (its leader), or whose adapter is being loaded, stands
-aside. Others may pass.
+A request stands aside while a running prefill (its leader) computes its next block, or while its adapter is loaded. Others may
+pass.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Joining:
         return not self._has_room_for(candidate, draft) and bool(self._whom_to_pause(candidate, draft))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
-        """Return how many requests may join. If the gate calls a batch, only called requests join."""
+        """Ask the gate how many requests may join. If it calls a batch, only the called requests join."""
         if not self._waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
@@ -100,7 +100,7 @@ class Joining:
         return CLOSED
 
     def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
-        """Return running prefills in the order in which they get tokens. `late` ones come after their equals."""
+        """Return running prefills in the order in which they get tokens. Requests in `late` come after others of equal rank."""
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
         if len(prefills) < 2:
@@ -118,7 +118,7 @@ class Joining:
         return ranked
 
     def keep_tokens(self, draft: StepDraft, request: Request) -> None:
-        """Keep the long prefills' share of tokens from a request that passes them without outranking them."""
+        """Reserve the long prefills' share of tokens, if `request` passes one that it does not outrank."""
         draft.num_kept_tokens = 0
         if draft.late and request not in draft.late:
             assert draft.limits.long_prefill_share is not None, "else none is late"
@@ -126,7 +126,7 @@ class Joining:
                 draft.num_kept_tokens = draft.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, before: Request | None = None) -> None:
-        """Admit requests that join anyway, and as many as the gate lets in; with `before`, only those that go before it."""
+        """Admit requests that need no gate, and as many others as it allows. With `before`, only those that go before it."""
         counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
@@ -174,7 +174,7 @@ class Joining:
             if not self._has_room_for(candidate, draft):
                 if not may_pause or not self._pause_one(candidate, draft):
                     return
-                pauser = request  # goes on before its victim; its prefix hit may have changed
+                pauser = request  # admitted before its victim; its prefix hit may have changed
                 continue
             if self._waits_for_load(request, hit, draft):
                 return
@@ -278,7 +278,7 @@ class Joining:
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
-        """Return the first preempted request that this one does not outrank."""
+        """Return the first preempted request that `request` does not outrank, or None."""
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
@@ -302,7 +302,7 @@ class Joining:
         return False
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft) -> bool:
-        """Return whether the tier brings more of the request's prefix, as far as others leave room for it."""
+        """Return whether the request waits for the tier to load more of its prefix into spare blocks."""
         swapping = self._kv.swapping
         if swapping is None or not request.is_scored:
             return False
@@ -318,7 +318,7 @@ class Joining:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
-        """Return the requests that the first waiting one may pause; none if all of them would not be enough."""
+        """Return the requests that the first waiting one may pause, or none if all of them free too little."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other
@@ -334,9 +334,9 @@ class Joining:
         return lower if is_enough else ()
 
     def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
-        """Preempt a running request for the first waiting one. Return False if none may be, or not now."""
+        """Preempt a running request for the first waiting one. Return False if none may be preempted now."""
         lower = self._whom_to_pause(candidate, draft)
-        # They continue meanwhile: a load needs free blocks now, and the request that waits for it needs none.
+        # During a load nothing is paused: the load needs free blocks now, and the waiting request needs none.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
             return False
         if draft.is_ahead:

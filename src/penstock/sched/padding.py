@@ -36,11 +36,11 @@ class Padding:
         self._release = release
         self._numbers = count()
         self._heads: dict[str, PaddingRow] = {}
-        """Request id -> the row before its prompt, until that is computed."""
+        """Request id -> the padding before its prompt, until it is computed."""
         self._done: list[PaddingRow] = []
         """Heads completed by the last step."""
         self._tails: dict[str, PaddingRow] = {}
-        """Rows after requests' ends, by their own ids."""
+        """Padding row id -> the row, after its request's end."""
 
     def start(self, batch: Iterable[Request], pad_to_tokens: int) -> None:
         """Begin a batch: pad its prompts to the longest, and to `pad_to_tokens` if the executor can hold as many."""
@@ -82,7 +82,7 @@ class Padding:
         return draft.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """Note that a request of the batch ended. Its row goes on, unless it is a text."""
+        """Note that a request of the batch ended. Padding takes its row, unless it was a text."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)

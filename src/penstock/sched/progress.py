@@ -70,7 +70,7 @@ def fork(child: Request, num_tokens: int) -> None:
 
 
 def fold(request: Request) -> None:
-    """Drop the request's KV and let it carry no beam for now."""
+    """Mark a request of a preempted beam search as waiting, without KV."""
     request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
 
 
@@ -92,7 +92,7 @@ def plan_decodes(
 ) -> tuple[list[Request], int]:
     """Plan a row for each request that is one token behind. Return the others, and the number of rows added.
 
-    `num_slots`: positions that each may write without a new block. `extend` plans a row otherwise.
+    `num_slots`: positions that each request may write without a new block. `extend` plans the rows of all others.
     """
     prefills: list[Request] = []
     add_row, num_rows = rows.append, 0

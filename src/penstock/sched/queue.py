@@ -85,7 +85,7 @@ class Lanes:
         self._put(request, now_ns)
 
     def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
-        """Move a request to another queue without telling the order. Return False if it is not here."""
+        """Move a request to another queue without `Order.unqueued` and `queued`. Return False if it is not here."""
         if not self._take(request):
             return False
         other._put(request, now_ns)
@@ -174,7 +174,7 @@ class Bucket(Lanes):
 class AwaitedAdapter:
     number: int
     kept_until_ns: int
-    """Until then it keeps its row and blocks."""
+    """Until then a row and blocks are kept for the request."""
     until_ns: int
     """The request is refused if the adapter has not come by then."""
 
@@ -184,7 +184,7 @@ class Follower:
     request: Request
     awaited: Awaited | AwaitedAdapter
     num_blocks: int
-    """Blocks beyond those shared with its leader. Requests that pass leave it these and a row."""
+    """Blocks kept for the request, with a row: all that it does not share with its leader."""
 
 
 class WaitingQueue:
@@ -196,7 +196,7 @@ class WaitingQueue:
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
         self.num_held_back = 0
-        """Counted, so that an empty queue costs a step no calls."""
+        """A count, so that an empty queue costs a step no calls."""
         self._aside: dict[str, Follower] = {}
         self._preempted: list[tuple[OrderKey, Request]] = []
 
@@ -275,7 +275,7 @@ class WaitingQueue:
         self._aside[follower.request.request_id] = follower
 
     def call_back(self, followers: Sequence[Follower]) -> None:
-        """Bring requests back, before all that they let pass."""
+        """Queue requests that stood aside again, before all that passed them."""
         for follower in reversed(followers):
             request = follower.request
             del self._aside[request.request_id]

@@ -70,7 +70,7 @@ class Running:
             self._releases.append(request.request_id)
 
     def may_lose(self) -> Sequence[Request]:
-        """Return the requests that may be preempted for a running one: all but the most senior, unless it is alone."""
+        """Return the requests that may be preempted to extend a running one: all but the most senior, unless it is alone."""
         running = list(self)
         if len(running) > 1:
             reads_priority = self._order.reads_priority
@@ -154,11 +154,11 @@ class Running:
         return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """Return the same until its limit. The last token is never computed."""
+        """Return the most blocks that a request holds until its limit. The last token is never computed."""
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def final_blocks_alone(self, request: Request) -> int:
-        """Return the same for a request with all its beams, which share the prompt's full blocks."""
+        """Return the most blocks that a request holds with all its beams, which share the prompt's full blocks."""
         num_blocks = self._final_blocks(request)
         if request.sampling.beams is None:
             return num_blocks
@@ -166,7 +166,7 @@ class Running:
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
-        """Return whether the candidate could join once the requests of `without`, with their beams, had left."""
+        """Return whether the candidate could join if the requests in `without` had left."""
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number

@@ -50,7 +50,7 @@ class Scheduler:
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit."""
+        """`most_step_ns` returns how long a step should take, since other models want the machine. 0: no limit."""
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
         self.capacity = capacity
@@ -102,7 +102,7 @@ class Scheduler:
         return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
-        """Stop recording why prefix hits stopped: nobody reads it."""
+        """Stop recording why prefix hits ended: nothing reads it."""
         self._joining.tells_stops = False
 
     @property
@@ -176,7 +176,7 @@ class Scheduler:
     ) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute, or the step in flight must be committed first.
 
-        `sitting_out` get no row if others do; `sitting_out_alone` get none either if no others do.
+        Requests in `sitting_out` get no row if others have one. Those in `sitting_out_alone` get one only if no request has.
         """
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self.adapters.seen:

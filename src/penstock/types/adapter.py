@@ -15,7 +15,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"  # file names in an adapter's folder,
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AdapterRef:
-    """An adapter that a request names, one object per adapter. While anyone holds it, others are evicted first."""
+    """An adapter that requests name, one object per adapter. Adapters without references are evicted from memory first."""
 
     number: int  # greater than `BASE`, and never reused in this process
     fingerprint: bytes = b""
@@ -62,11 +62,11 @@ class AdapterSource(Protocol):
     """Loads adapters into host memory, which holds a limited number. Any thread may call."""
 
     def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
-        """Start loading, unless it is there or on its way, and return. Urgent loads go before all others."""
+        """Start loading an adapter, unless it is loaded or queued. Urgent loads go before all others."""
         ...
 
     def state(self, number: int) -> AdapterState:
-        """Return the load state, and mark the adapter as most recently used."""
+        """Return the adapter's load state, and mark it as most recently used."""
         ...
 
     def outlook(self, number: int) -> AdapterOutlook: ...

@@ -107,7 +107,7 @@ class Rejected(PenstockError):
 
 
 def wrong(detail: str, param: str) -> Rejected:
-    """Return the error of a field that breaks a rule."""
+    """Return the error for an invalid field of a request."""
     return Rejected(RejectReason.INVALID, detail, param=param)
 
 
@@ -134,7 +134,7 @@ def shorten(text: str) -> str:
 
 
 class ModelAway(Exception):
-    """A request names a model that is not loaded or is leaving. `serve` has it loaded."""
+    """A request names a model that is not loaded, or is being unloaded. `serve` then loads it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {name} is not loaded")
@@ -142,7 +142,7 @@ class ModelAway(Exception):
 
 
 class NameUnknown(Exception):
-    """A request names what may be an adapter. `serve` looks on the disk, off the event loop."""
+    """A request names an unknown model. `serve` looks on the disk for such an adapter, off the event loop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"nobody has asked yet where {name!r} lies")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
-"""`models.program` has the formulas."""
+"""Activation functions. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
 Mask = Literal["causal", "all"]
 """The tokens of its text that a token sees: itself and earlier ones, or all."""
@@ -37,7 +37,7 @@ class AttentionSpec:
     """Last positions that a token sees, its own included; 0 is all. With mask `all`, on both sides."""
     mask: Mask = "causal"
     num_distances: int = 0
-    """Scores get a bias by the distance of key and query, constant from here on; 0: no bias."""
+    """Scores get a bias by the distance of key and query. Greater distances have the bias of this one. 0: no bias."""
     softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     has_qkv_bias: bool = False
     has_o_bias: bool = False

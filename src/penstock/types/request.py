@@ -71,7 +71,7 @@ class Request:
     max_computed_tokens: int = 0
     """The most that `num_computed_tokens` was at a preemption. Tokens up to there are recomputed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Those of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
+    """Log-probabilities of the prompt's tokens after the first, if `sampling.prompt_logprobs` asks for them."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None
@@ -87,8 +87,7 @@ class Request:
 
     @property
     def is_jumping(self) -> bool:
-        """Whether all but one of the tokens it is behind were forced by its grammar. Only asked when it is more than one
-        behind."""
+        """Whether the grammar forced all tokens to compute but one. Valid only if `num_behind` > 1."""
         return 0 < self.forced_from <= self.num_computed_tokens + 1
 
     @property

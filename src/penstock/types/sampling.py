@@ -31,7 +31,7 @@ class Matcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> None: ...
 
     def forced(self) -> Sequence[int]:
-        """Return tokens that are each the only one allowed next, as the mask would say. More may follow.
+        """Return the next tokens that the grammar leaves no choice about, as the mask would say. More may follow.
 
         The answer is the same whether they are sampled one by one or appended at once.
         """
@@ -79,10 +79,11 @@ class Parameter:
 
     kind: type[int] | type[float]
     neutral: float | None
-    """Changes nothing, and holds if neither the request nor the model's files name a value. None: only absence is neutral."""
+    """The value that changes nothing: the default, unless the model's files name another. None: only an unset value changes
+    nothing."""
     also_neutral: tuple[float, ...]
     spellings: Mapping[str, Spelling]
-    """By API, of which `python` and `cli` are two. An API that is not listed does not have the parameter."""
+    """Name and bounds by API, including `python` and `cli`. APIs not listed lack the parameter."""
     text: str
     """One sentence for the docs and the OpenAPI document."""
     sampler: str
@@ -103,9 +104,9 @@ def _number(
     also_neutral: tuple[float, ...] = (),
     **others: tuple[float, float] | tuple[float, float, bool],
 ) -> Parameter:
-    """Make a parameter. `names`: its name, and the APIs that have it, with another name after `=`. `others`: their bounds.
+    """Return a parameter. `names`: its name, then the APIs that have it, as `api` or `api=name`. `others`: bounds by API.
 
-    The third of the bounds: the least value is excluded.
+    Bounds are (least, most), and True if the least value is excluded.
     """
     name, *apis = names.split()
     spelled = [(api, own or name) for api, _, own in (word.partition("=") for word in apis)]
@@ -251,7 +252,7 @@ class SamplingDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
-    """For requests without a limit, where the API has no default either."""
+    """Limit of requests without one, where the API has no default either."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """Tokens that no answer contains, unless the request lists the allowed ones."""
 

@@ -99,11 +99,11 @@ class StepCounts:
     num_prefix_query_tokens: int = 0  # tokens that this step's admissions looked up in the prefix cache
     num_prefix_hit_tokens: int = 0
     most_ns: int = 0
-    """How long the step should take at most, since others want the machine; 0: no limit."""
+    """How long the step should take at most, since other models want the machine. 0: no limit."""
     max_prefill_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
     num_blocks_held: int = 0
-    """By requests and adapters while the step is computed, including requests that end with it."""
+    """Blocks held by requests and adapters while the step is computed, including requests that end with it."""
     num_adapters: int = 0
     num_adapter_rows: int = 0
     sat_out: Sequence[str] = ()
@@ -128,7 +128,7 @@ class StepStats:
     num_blocks_cached: int  # free blocks with content that a prefix hit may revive
     counts: StepCounts = field(default_factory=StepCounts)
     parts_ns: Mapping[str, int] = field(default_factory=dict)
-    """Named shares: schedule, execute, commit, and the executor's own parts."""
+    """Nanoseconds by part: schedule, execute, commit, and the executor's own parts."""
     void: Collection[str] = ()
     """Ids of rows whose requests had ended before. A new request may have taken the id since."""
     planned_ns: int = 0

@@ -21,9 +21,9 @@ GRAMMAR = "grammar"
 PROMPT = "prompt"
 """Waiting for its prompt to be built and tokenised. Counted as INTAKE afterwards."""
 INTAKE = "intake"
-"""Waiting before it was queued, for its tokens and the end of the running step."""
+"""Waiting to be queued: for tokenisation and the end of the running step."""
 ORDER = "order"
-"""Waiting after its turn in order of arrival."""
+"""Waiting past its turn in order of arrival."""
 STEP = "step"
 """Waiting for the next step only."""
 
@@ -33,14 +33,14 @@ class PauseTold:
     """A preemption."""
 
     began_ns: int
-    """Since the arrival."""
+    """Time from the request's arrival."""
     reason: PreemptReason
     is_swap: bool
     """The KV was moved to a tier below the pool."""
     num_lost_tokens: int
     """Tokens whose KV was lost."""
     waited_ns: int
-    """Until it ran again, or until now."""
+    """Time until the request ran again, or until now."""
     waited_for_ns: Mapping[str, int]
     is_over: bool
 
@@ -76,13 +76,13 @@ class Explanation:
     num_hit_tokens: int
     """Prompt tokens found in the prefix cache when it first ran."""
     stop: PrefixStop | None
-    """Why it found no more. None while it waits, and if the history is not kept."""
+    """Why the prefix cache had no more. None while it waits, or if no history is kept."""
     evicted_ago_ns: int | None
     """Time from the eviction of the next block it needed to its first step."""
     num_prefill_steps: int
     """Prefill steps before its first token."""
     num_prefill_tokens: int
-    """Tokens computed in them, including repeated ones."""
+    """Tokens computed in those steps, including repeated ones."""
     num_resume_steps: int
     """Prefill steps after preemptions."""
     num_resume_tokens: int
@@ -99,7 +99,7 @@ class Explanation:
     num_sat_out_steps: int
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int
-    """The part of `decode_ns` in those steps."""
+    """The part of `decode_ns` in steps that the request sat out."""
     longest_gap: Gap | None
     pauses: Sequence[PauseTold]
 
@@ -174,7 +174,7 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     if life.queued is None:
         return _some(before)
     due, why_later = until, ORDER
-    if life.aside is not None:  # requests pass it from then on for that reason
+    if life.aside is not None:  # from then on requests pass it for that reason
         due, why_later = life.aside, life.aside_for.value
     if turn.due is not None and turn.due.at_ns < due.at_ns:
         due = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued
@@ -278,7 +278,7 @@ def _parts(parts_ns: Mapping[str, int]) -> str:
 
 
 def _line(told: Explanation) -> str:
-    """Return a sentence about the requests before it, or an empty text."""
+    """Return a sentence about the requests ahead in the queue, or an empty text."""
     if told.queue_ns < 1_000_000 or not (told.num_before or told.num_passed_by):
         return ""
     before = f"{told.num_before} waited already when it came" if told.num_before else ""

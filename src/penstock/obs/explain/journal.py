@@ -1,7 +1,7 @@
-"""Remembers the requests in flight and the last that ended. The engine thread reports, the HTTP thread asks for explanations.
+"""Remembers what happened to requests in flight and to the last that ended. The engine thread reports, the HTTP thread reads.
 
-Reports are queued, and worked through in batches or when someone asks. The engine thread never waits for a reader: while the
-journal is being read, it leaves the work to the reader.
+Reports are queued, and worked through in batches or when the journal is read. The engine thread never waits for a reader:
+during a read it leaves the work to the reader.
 
 A list of 2,048 texts is one call with as many requests. The journal watches one of them at a time, the last that was queued, so
 that a list is cheap and pushes no other request out.
@@ -36,7 +36,7 @@ from penstock.types.request import Request
 from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
 
 MAX_NOTED = 64
-"""Reports that wait at most, unless the journal is being read."""
+"""Most reports queued, unless the journal is being read."""
 
 
 class Journal:
@@ -48,13 +48,14 @@ class Journal:
         self.speaks_for_calls = speaks_for_calls
         """Set before the engine starts."""
         self._coming: dict[str, tuple[Request, int]] = {}
-        """Call -> its last request queued since the last news, and when. For the engine thread, like the next three."""
+        """Call id -> its last request queued since the last news, and when. For the engine thread, like the next three
+        fields."""
         self._watched: set[str] = set()
         """Calls with a watched request."""
         self._calls: dict[str, str] = {}
         """Id of a watched request -> its call."""
         self._unwatched: set[str] = set()
-        """Ids of requests in flight that another request of their call stands for."""
+        """Ids of requests in flight that are not watched, since another of their call is."""
         self._lock = threading.Lock()
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
@@ -134,7 +135,7 @@ class Journal:
         return next(iter(self.explain_all((request_id,), read_clock)), None)
 
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Return the explanations of those requests that are remembered, all at one instant."""
+        """Return the explanations of all remembered requests among these, as of one instant."""
         with self._lock:
             self._settle()
             now_ns = read_clock()
@@ -153,7 +154,7 @@ class Journal:
     # With the lock held, on either thread.
 
     def _turn(self, life: Life, ticket: Ticket) -> Turn:
-        """Return the turn of a request. It is unknown for one that stands for a call, whose others are not counted."""
+        """Return the request's turn. Unknown if it stands for a call, whose other requests are not counted."""
         return Turn() if life.call_id else self._turns.turn_of(ticket)
 
     def _settle(self) -> None:

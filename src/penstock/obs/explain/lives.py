@@ -2,8 +2,8 @@
 
 A decoding request is in every step from its first token to its end, so two step numbers describe its decoding. Nothing is
 stored per request and step, except where a request sits out. All waiting requests wait for what the first of them lacks, so
-waiting time is counted once per step: a request's waiting time is the difference of two totals. Counting also tells how much
-of it is due to the scheduling order:
+waiting time is counted once per step: a request's waiting time is the difference of two totals. The counts also show how much
+waiting is due to the scheduling order:
 
     came       a  b  c  d       admitted   a  d  b  c
     In order of arrival, c's turn was the third admission, which was b's. From then on c waited because of the order.
@@ -36,7 +36,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """The parts of a step that make other requests wait."""
+    """The parts of a step that delay other requests."""
 
     duration_ns: int
     num_rows: int
@@ -337,7 +337,7 @@ class Life:
     num_forced_tokens: int = 0
     """Tokens that its grammar forced without a step."""
     last_token_ns: int | None = None
-    """The last token before it was preempted or sat out; None while it decodes."""
+    """Time of the last token before it was preempted or sat out. None while it decodes."""
     num_sat_out: int = 0
     """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int = 0

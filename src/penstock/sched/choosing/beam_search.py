@@ -46,7 +46,7 @@ class BeamSearch:
         self.is_done = len(self.finished) == self.params.width and self._is_enough(num_tokens)
 
     def _candidates(self, tops: Sequence[TokenLogprobs]) -> list[Beam]:
-        """Return the best continuations of all beams, best first; among equals that of the better beam."""
+        """Return the best continuations of all beams, best first. Among equals that of the better beam is first."""
         width, num_stops = self.params.width, len(self.stop_token_ids)
         found = [
             (beam.score + logprob, idx, rank, token_id)

@@ -35,7 +35,7 @@ class Beams:
         self._ready: list[BeamGroup] = []
 
     def take(self, request: Request, result: StepResult) -> None:
-        """Note that a request has computed all its tokens, and its blocks are published."""
+        """Note that a request has computed all its tokens. Its blocks must be published."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
         self._kv.look_again(request.request_id)
@@ -45,7 +45,7 @@ class Beams:
             self._ready.append(group)
 
     def choose(self, now_ns: int) -> Iterator[Answer]:
-        """Advance each search that has all it needs by one token. Yield the answers of requests, which the caller must end."""
+        """Advance each search that has all its tokens. Yield the answers of requests that the caller must end."""
         ready, self._ready = self._ready, []
         for group in ready:
             for member in group.members:
@@ -110,7 +110,7 @@ class Beams:
             progress.fold(member)
 
     def _unfold(self, group: BeamGroup) -> None:
-        """Fork the others of a preempted group from the one that is back."""
+        """Fork the others of a preempted group from its first request, which runs again."""
         first = group.carriers[0]
         for other, num_shared_blocks in group.forks:
             self._fork(first, other, num_shared_blocks * self._kv.block_size)

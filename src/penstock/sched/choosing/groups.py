@@ -1,4 +1,4 @@
-"""Requests served as one: the groups of beam searches. Without groups, each question here costs a look at an empty dict."""
+"""Groups of requests that are served together: the beams of a search."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Groups:
         return sum(group.width - count for group, count in running if count)
 
     def num_rows(self, running: Collection[Request]) -> int:
-        """Return the rows of these requests, reserved ones included."""
+        """Return the rows of these requests and their groups, reserved ones included."""
         if not self.by_id:
             return len(running)
         found = ((request.request_id, self.by_id.get(request.request_id)) for request in running)

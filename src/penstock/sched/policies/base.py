@@ -99,7 +99,7 @@ class Order(Protocol):
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """Return the place within the lane. It may only grow while the request waits, and is asked again before service."""
+        """Return the key within the lane. It may only grow while the request waits, and is read again before service."""
         ...
 
     def lane(self, request: Request) -> str:
@@ -108,7 +108,7 @@ class Order(Protocol):
         return ""
 
     def lane_key(self, lane: str) -> OrderKey:
-        """Return the place among lanes with waiting requests. It may only grow while the lane has some."""
+        """Return the lane's key. It may only grow while the lane has waiting requests."""
         del lane
         return ()
 
@@ -119,9 +119,9 @@ class Order(Protocol):
         """Note that a request stops waiting: it is admitted next, or has ended."""
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Return whether `request` goes before `other`, which was let in already. Must be antisymmetric and free of circles.
+        """Return whether `request` goes before `other`, which was let in already. Must be antisymmetric and free of cycles.
 
-        If `other` runs and has tokens left to compute, this is about the step's tokens: it keeps its row.
+        If `other` runs, it keeps its row: this only decides which request gets the step's tokens first.
         """
         del request, other, now_ns
         return False
@@ -129,7 +129,7 @@ class Order(Protocol):
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
         """Return whether to preempt `running` if `waiting`, which is next, lacks a row or memory.
 
-        Implies that `waiting` outranks `running` once that waits. Must not be true both ways.
+        If True, `waiting` must also outrank `running` once `running` is preempted. Must not be true both ways.
         """
         del waiting, running, now_ns
         return False
@@ -200,7 +200,7 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class AdmissionView:
-    """A request that is next. Blocks are counted from the free list: a prefix hit in use costs none."""
+    """The next request, and the free blocks that it needs. Blocks of its prefix hit that are in use count as 0."""
 
     request: Request
     running: Collection[Request]
@@ -211,7 +211,7 @@ class AdmissionView:
     num_final_blocks: int
     """Blocks to reach its limit."""
     num_running: int
-    """Running requests, and those that follow as soon as it runs."""
+    """Running requests, and the forks that start with this request."""
     num_growth_blocks: int
     """Most blocks that running requests may still take, without those promised to prefills."""
     num_total_blocks: int
@@ -272,7 +272,7 @@ class VictimView:
 class Victim(Protocol):
     @abstractmethod
     def choose(self, view: VictimView) -> Eviction:
-        """Return one of the candidates, and usually the view's method."""
+        """Return the candidate to preempt, and how: usually by the view's method."""
         ...
 
 

@@ -158,9 +158,9 @@ class HoldLatency(Budget):
     """
 
     slo_itl_ns: int = 0
-    """Latency between tokens that 99 % must meet; 0: the larger of the next two."""
+    """Latency between tokens that 99 % must meet. 0: as `fluent_itl_ns` or `max_slowdown` allow."""
     fluent_itl_ns: int = 50_000_000
-    """20 tokens a second, faster than anybody reads. Smaller chunks cost throughput."""
+    """20 tokens a second, faster than anybody reads. Shorter steps would only cost throughput."""
     max_slowdown: float = 2.0
     """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
@@ -177,7 +177,7 @@ class HoldLatency(Budget):
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0
-    """Since prefills last had at most half of their possible tokens."""
+    """Steps since prefills last had at most half of the possible tokens."""
     _chunk_tokens: int = 0
     _is_strained: bool = False
 
@@ -220,7 +220,7 @@ class HoldLatency(Budget):
             is_full = 2 * step.num_prefill_tokens > self._chunk_tokens
             self._num_equal_chunks = self._num_equal_chunks + 1 if is_full else 0
         if not step.num_prefill_tokens and self.cost.is_as_expected(step) and self._num_seen % 8:
-            return  # it tells nothing new
+            return  # a step like this teaches nothing new
         if self.cost.is_known and step.num_decodes and step.num_prefill_tokens:
             # Stochastic approximation of a quantile (Robbins and Monro, 1951): in equilibrium 1 % is above.
             change = 0.02 * (0.99 if step.duration_ns > self.excess * self.cost.estimate_ns(step) else -0.01)

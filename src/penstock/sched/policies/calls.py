@@ -1,4 +1,4 @@
-"""Fairness between calls: a list of many texts does not hold up someone who asks for one.
+"""Fairness between calls: a list of many texts does not delay a call with one.
 
 A call is the requests with one `Request.parent_id`. Its first request is due at once, and each later one after the tokens of
 those before it, in virtual time (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
@@ -50,14 +50,14 @@ class Tenant:
         if call.num_waiting:
             return
         self.num_calls -= 1
-        if not self.num_waiting:  # none is ahead of another now
+        if not self.num_waiting:  # no call is ahead of another now
             self.calls.clear()
         elif len(self.calls) > 2 * self.num_calls + MIN_TO_SWEEP:
             self.calls = {name: call for name, call in self.calls.items() if call.num_waiting or call.due > self.now}
 
 
 class FairCalls(Order):
-    """The tenant, then its call, that was given the fewest prompt tokens since it arrived."""
+    """Serves the tenant, and its call, that was given the fewest prompt tokens since arrival."""
 
     def __init__(self, *, shares: Mapping[str, int] | None = None) -> None:
         """`shares`: tenant -> share >= 1; others have 1."""

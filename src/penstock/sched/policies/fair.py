@@ -95,7 +95,7 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if it had no waiting request. An unknown one gets no credit."""
+        """Lift the tenant's counter if it had no waiting request. A new tenant gets no credit."""
         credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
@@ -125,9 +125,9 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Take turns at preempted requests and at a step's prompt tokens.
+        """Return whether the request's tenant will have been given less, once both prompts are computed.
 
-        Tenants that were given less pass a preempted request until they catch up.
+        So tenants take turns at resuming and at a step's prompt tokens.
         """
         if request.tenant == other.tenant:
             return False

@@ -113,10 +113,10 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """Return whether a request is lost; it then stays lost, since keys may not shrink. The first call, on arrival, does
-        not judge."""
+        """Return whether the request's deadline is lost. It then stays lost, since keys may not shrink. The first call, on
+        arrival, does not judge."""
         if request_id not in self._verdicts:
-            return looks_lost  # preempted: its key is taken once
+            return looks_lost  # preempted: its key is read only once
         verdict = self._verdicts[request_id]
         self._verdicts[request_id] = verdict is not None and (verdict or looks_lost)
         return bool(self._verdicts[request_id])

@@ -38,7 +38,7 @@ SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SE
 
 class OwnPolicyError(ConfigError):
     def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "", argument: str = "") -> None:
-        """`argument`: the one that the policy does not take."""
+        """`argument`: the argument that the policy does not take."""
         super().__init__(f"The {seam} {name!r} {cause}", remedy=remedy)
         self.seam, self.argument = seam, argument
 
@@ -129,7 +129,7 @@ def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
 
 
 def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
-    """Return the parameters that can be given by name; empty for a class in C that does not say."""
+    """Return the parameters that can be given by name. Empty for a class in C without a signature."""
     if getattr(factory, "__init__", None) is getattr(Order, "__init__"):  # noqa: B009  # a class without one inherits Protocol's
         return {}
     if all(getattr(factory, name, None) is getattr(object, name) for name in ("__init__", "__new__")):
@@ -321,4 +321,4 @@ _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
     ("eviction", "group_of"): _of_type(Hashable, "something that can be a key of a dict"),
     ("eviction", "choose"): _of_type(Hashable, "a group that has blocks"),
 }
-"""Keys that shrink, and groups without blocks, are found where they are used: in the queue and the pool."""
+"""The checks of answers. The queue finds keys that shrink, and the pool finds groups without blocks."""

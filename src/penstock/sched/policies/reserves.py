@@ -24,7 +24,7 @@ class WholePrompt(Reserve):
 
 
 class NoEvict(Reserve):
-    """The blocks with which all requests reach their limits: nothing is ever preempted (Orca's reservation of `max_tokens`)."""
+    """The blocks for all requests to reach their limits, so nothing is ever preempted (Orca's reservation of `max_tokens`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_final_blocks + view.num_growth_blocks
