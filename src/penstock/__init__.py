@@ -1,8 +1,7 @@
 """Penstock: an LLM inference server for ordinary machines.
 
-The Python API is `LLM` and `AsyncLLM` (`penstock.llm`) and what they take and give (`penstock.inprocess`). Its names are here,
-and loaded when used.
-Nothing else in this package is promised to stay as it is: docs/python-api.md.
+The Python API is `LLM` and `AsyncLLM` (`penstock.llm`) with their parameters and results (`penstock.inprocess`). This module
+has their names, and imports each on first use. Everything else may change in any release: docs/python-api.md.
 """
 
 import importlib
@@ -33,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A name of the API, for which its module is imported: the others of the package need not pay for it."""
+    """Import a name of the API on first use, so that importing the package stays cheap."""
     if name in __all__:
         module = importlib.import_module("penstock.llm" if name in ("LLM", "AsyncLLM") else "penstock.inprocess")
         return getattr(module, name)

@@ -1,4 +1,4 @@
-"""Parameters and outputs of the Python API, the engine's requests that it makes, and how outputs grow from chunks."""
+"""Parameters and outputs of the Python API, and the code that turns calls into engine requests and chunks into outputs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Message = Mapping[str, object]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the model's chat template makes a prompt of a conversation."""
+    """Options for turning a conversation into a prompt with the model's chat template."""
 
     add_generation_prompt: bool | None
-    """False: do not open the model's turn. By default it is opened, unless the last message is continued."""
+    """Whether to open the model's turn. By default True, unless `continue_final_message` is set."""
     continue_final_message: bool
     """Have the model continue the last message."""
     chat_template_kwargs: Mapping[str, object] | None
@@ -40,7 +40,7 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of these fields."""
+    """The required form of an answer. Set exactly one of json, regex, choice, grammar, structural_tag and json_object."""
 
     json: str | Mapping[str, object] | None = None
     """A JSON schema, as an object or as text."""
@@ -51,24 +51,24 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A grammar in Lark's notation, or in GBNF, whose rules are written with `::=`."""
     grammar_syntax: str | None = None
-    """`lark` or `gbnf`, to read the grammar only as that."""
+    """`lark` or `gbnf`. None: detect the notation."""
     structural_tag: str | Mapping[str, object] | None = None
-    """Tags with a form in free text, as an object or as JSON text."""
+    """xgrammar's structural tag, which constrains parts of free text, as an object or as JSON text."""
     json_object: bool | None = None
     """True: any JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How answers are drawn. Raises `PenstockError` for a value that is out of its range."""
+    """How answers are sampled. Raises `PenstockError` for a value out of range."""
 
     n: int = 1
     """Answers to each prompt."""
     max_tokens: int | None = 16
-    """Most tokens of one answer. None: the rest of the context, where every answer ends."""
+    """Most tokens of one answer. None: up to the end of the context."""
     min_tokens: int = 0
     temperature: float = 1.0
-    """0 always takes the likeliest token."""
+    """0: always take the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
     """0 and -1 keep all tokens."""
@@ -79,7 +79,7 @@ class SamplingParams:
     repeat_last_n: int = -1
     """The penalties count only this many last tokens. -1: all; 0: no penalties."""
     seed: int | None = None
-    """The same seed gives the same answer, whatever else runs. None draws one for each prompt."""
+    """The same seed gives the same answer, whatever else runs. None: draw one for each prompt."""
     stop: str | Sequence[str] | None = None
     """Texts that end an answer and are not part of it."""
     stop_token_ids: Sequence[int] | None = None
@@ -88,12 +88,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens, such as the end of a turn, out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of each token and of this many of the likeliest. None: no log-probabilities."""
+    """Log-probabilities of each token and of this many likeliest tokens. None: no log-probabilities."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep this many last tokens of a prompt. -1: as many as fit beside `max_tokens`; None: all."""
+    """Keep only this many last tokens of a prompt. -1: as many as fit beside `max_tokens`; None: all."""
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token at one place, under the model's own distribution."""
+    """The log-probability of one token at one position, in the model's distribution before sampling parameters."""
 
     logprob: float
     rank: int
@@ -113,23 +113,23 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer, or what there is of it so far."""
+    """One answer, complete or as far as it has been generated."""
 
     index: int
-    """Number of the answer among the `n` to its prompt."""
+    """Number of the answer, from 0 to `n` - 1."""
     text: str
     new_text: str
-    """The part of `text` that came since the output before. For a whole answer, all of it."""
+    """The part of `text` since the previous output. For a complete answer, all of it."""
     token_ids: list[int]
-    """All generated tokens, also those that are not shown."""
+    """All generated tokens, including hidden ones."""
     cumulative_logprob: float | None
     """Sum of the log-probabilities of all tokens, or None if the request has no `logprobs`."""
     logprobs: list[dict[int, Logprob]] | None
-    """By token id, for each of `token_ids`: that token, and the likeliest."""
+    """For each of `token_ids`: that token and the likeliest ones, by token id."""
     finish_reason: str | None = None
     """`stop`, `length`, or None while the answer grows."""
     stop_reason: int | str | None = None
-    """The stop token or stop text that ended the answer. None: the model's own end."""
+    """The stop token or stop text that ended the answer. None: the model ended it, or it goes on."""
 
     @property
     def finished(self) -> bool:
@@ -142,7 +142,7 @@ class RequestMetrics:
 
     arrival_time_s: float
     first_token_time_s: float | None
-    """The first token of any of its answers, or None so far."""
+    """When the first token of any answer came, or None."""
     last_token_time_s: float
 
 
@@ -152,7 +152,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """The text; for a conversation, the text that the chat template made. None for a prompt of token ids."""
+    """The text, or the text that the chat template made of a conversation. None for a prompt of token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """`n` answers, by index."""
@@ -172,7 +172,7 @@ class _TextOutput(Generic[_Output]):
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     embedding: list[float]
-    """The text's vector: of length 1, unless the model's modules.json lists no `Normalize`. [width, or `dimensions`]"""
+    """The text's vector, of `dimensions` values. Its length is 1 if the model's modules.json lists `Normalize`."""
 
 
 class EmbeddingRequestOutput(_TextOutput[EmbeddingOutput]):
@@ -182,7 +182,7 @@ class EmbeddingRequestOutput(_TextOutput[EmbeddingOutput]):
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
     probs: list[float]
-    """A score for each label, by the function that the model's files name."""
+    """A score for each label, after the function that the model's files name."""
     labels: tuple[str, ...]
 
     @property
@@ -201,18 +201,18 @@ class ScoringOutput:
 
 
 class ScoringRequestOutput(_TextOutput[ScoringOutput]):
-    """The ids are those of a pair, or of the second text if an embedding model compares two vectors."""
+    """The score of a pair. The token ids are the pair's or, from an embedding model, those of the second text."""
 
 
 class _Choice:
-    """One of a prompt's answers, as far as it has come."""
+    """One of a prompt's answers while it is generated."""
 
     def __init__(self, *, has_logprobs: bool) -> None:
         self.last: OutputChunk | None = None
         """The newest chunk."""
         self._text = ""
         self._num_shown = 0
-        """Characters of the text in the outputs so far."""
+        """Characters of the text that earlier outputs contained."""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self._cumulative_logprob = 0.0
@@ -246,7 +246,7 @@ class _Choice:
 
 
 class Answer:
-    """A prompt's answers, as far as they have come."""
+    """The answers to a prompt while they are generated."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class Answer:
         *,
         has_logprobs: bool,
     ) -> None:
-        """`end_token_ids`: those that no `stop_reason` names."""
+        """`end_token_ids`: tokens that `stop_reason` does not report."""
         self.running = running
         self.requests = requests
         self._prompt = prompt
@@ -288,7 +288,7 @@ class Answer:
 
 
 class Reading:
-    """Answers and their stream. Leaving the context ends the requests that have not finished."""
+    """Answers and their stream. Leaving the context aborts unfinished requests."""
 
     def __init__(self, stream: Stream, answers: Sequence[Answer]) -> None:
         self.answers = answers
@@ -307,9 +307,9 @@ class Reading:
         self._stream.close()
 
     async def more(self) -> set[Answer]:
-        """Wait for more, and return the answers that have grown; none after the end.
+        """Wait for more text, and return the answers that have grown. Empty at the end.
 
-        Raises PenstockError if an answer failed, after its last text.
+        Raises PenstockError if an answer failed, once its last text was returned.
         """
         if self._failure is not None:
             raise self._failure
@@ -324,7 +324,7 @@ class Reading:
 
 
 def ended_early(chunk: OutputChunk, what: str) -> PenstockError:
-    """Return the error of a request that the engine ended. A refused request would be refused again."""
+    """Return the error of a request that the engine ended. Its remedy is to ask again, unless the request was refused."""
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
     return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
 
@@ -339,7 +339,7 @@ def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logpr
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Prompts, or conversations if there is a template, as the caller gave them."""
+    """A caller's prompts, or conversations if `template` is set."""
 
     prompts: Sequence[Prompt | Sequence[Message]]
     params: SamplingParams | Sequence[SamplingParams] | None
@@ -348,7 +348,7 @@ class Asked:
     """The name of an adapter for all, or one for each."""
 
     def answers(self, running: RunningModel) -> list[Answer]:
-        """Return an answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        """Return an `Answer` with engine requests for each prompt. Slow for long prompts. Raises PenstockError."""
         from penstock.calls.run import check_encoded
 
         if running.model.encoder is not None:
@@ -372,7 +372,7 @@ class Asked:
         return answers
 
     def _each(self, given: Any, kind: Any, what: str) -> Sequence[Any]:
-        """Return a value for each prompt. One value is for all."""
+        """Return a value for each prompt. A single value is repeated."""
         values = [given] * len(self.prompts) if isinstance(given, kind) else given
         if len(values) != len(self.prompts):
             raise ConfigError(
@@ -407,7 +407,7 @@ class Asked:
 
 
 def _adapter(running: RunningModel, name: str) -> AdapterRef:
-    """Raises ConfigError for a name that nothing has, and for an adapter that can't be had."""
+    """Return the adapter, and begin to load it. Raises ConfigError for an unknown name, or if it can't be loaded."""
     adapter = None if running.adapters is None else running.adapters.find(name)
     if running.adapters is None or adapter is None:
         remedy = "Name it in lora_modules, or the folder that it lies in as lora_dir."
@@ -472,7 +472,7 @@ def _fields_of(params: SamplingParams) -> PythonFields:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON has it."""
+    """Return a mapping as a dict and a sequence as a list."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
@@ -480,7 +480,7 @@ def _plain(value: object) -> object:
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Turns errors of the server's rules, which are answers over HTTP, into `Rejected`."""
+    """Turn errors that the server would answer over HTTP into `Rejected`."""
     from pydantic import ValidationError
 
     from penstock.serve.errors import ApiError, from_finding
@@ -493,25 +493,25 @@ def own_errors() -> Iterator[None]:
 
 
 def several_of(asked: Sequence[Any], part: type) -> Sequence[Any]:
-    """The prompts or conversations that were asked, also if it is only one: a text, or a sequence of such parts."""
+    """Return a sequence of prompts or conversations. A single one, a str or a sequence of `part`, is wrapped."""
     is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
     return [asked] if is_one else asked
 
 
 def is_pair(text: Prompt | tuple[str, str]) -> TypeGuard[tuple[str, str]]:
-    """Whether these are two texts that a reranker reads together: token ids are numbers."""
+    """Return whether this is a pair of texts for a reranker, and not a tuple of token ids."""
     return isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str)
 
 
 def check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
-    """Raises PenstockError for an empty text, before a prompt of the model's is put before it."""
+    """Raise PenstockError for an empty text. Call this before adding the model's own prompt to the texts."""
     for index, text in enumerate(texts):
         if text == "":
             raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
 
 
 def text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
-    """Return the tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
+    """Return the tokens of texts and of pairs. Raises PenstockError for one that is empty or too long."""
     from penstock.calls.check import check_token_ids
     from penstock.serve.texts.read import read_truncation
 

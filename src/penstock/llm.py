@@ -67,7 +67,7 @@ _TEXTS_AT_ONCE = 256
 
 
 class _Facts:
-    """Facts of the model that both classes show."""
+    """Properties that both classes share."""
 
     _running: RunningModel
 
@@ -77,7 +77,7 @@ class _Facts:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that changes with what the answers depend on beside the request: files, settings, kernels."""
+        """A hash of everything but the request that answers depend on: files, settings, kernels."""
         return self._running.model.fingerprint
 
     @property
@@ -87,18 +87,18 @@ class _Facts:
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
+        """The fields of `SamplingParams` that the model's files set. They apply to calls without `sampling_params`."""
         return self._running.defaults.named()
 
 
 class AsyncLLM(_Facts):
-    """A model for one event loop. `async for` reads an answer as it grows. Requests at the same time are batched.
+    """A model for one event loop. `async for` reads an answer as it grows. Concurrent requests are batched.
 
         async with AsyncLLM("smollm2:135m") as llm:
             async for output in llm.generate("The capital of France is"):
                 print(output.outputs[0].new_text, end="")
 
-    Leaving the loop early ends the request. The constructor loads the model, and blocks meanwhile.
+    Leaving the loop early ends the request. The constructor blocks until the model is loaded.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
@@ -111,10 +111,10 @@ class AsyncLLM(_Facts):
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a text. Yields the answers so far whenever there is more, and last when they are `finished`.
+        """Continue a text. Yield the answers so far whenever they have grown. The last output is `finished`.
 
-        `adapter` is the name of one of `lora_modules`, or in `lora_dir`. Raises PenstockError when it is first awaited if the
-        prompt does not fit or there is no such adapter, and later if the engine fails.
+        `adapter` is a name from `lora_modules` or in `lora_dir`. The first `await` raises PenstockError if the prompt does not
+        fit or the adapter is unknown. A later one raises it if the engine fails.
         """
         return self._stream(Asked([prompt], sampling_params, adapters=adapter))
 
@@ -126,7 +126,7 @@ class AsyncLLM(_Facts):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for the model's next message of a conversation."""
+        """As `generate`, for the model's next message in a conversation."""
         return self._stream(Asked([messages], sampling_params, options, adapter))
 
     async def embed(
@@ -140,11 +140,15 @@ class AsyncLLM(_Facts):
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of texts, in their order. The model must be an encoder that embeds.
 
-        Vectors have length 1, unless the model's modules.json lists no `Normalize` module. `prompt_name` is a prompt of the
-        model's files to put before each text (`query`, `passage`); None: the files' default. Vectors are cut to `dimensions`;
-        those of length 1 get it again. A text that is too long is an error, unless `truncate_prompt_tokens` says how many
-        tokens to keep; -1: as many as the model reads. `use_tqdm` shows the progress on stderr, if that is a terminal; `LLM`
-        does so by default. Raises PenstockError.
+        Vectors have length 1 if the model's modules.json lists a `Normalize` module.
+
+        - `prompt_name`: a prompt in the model's files to put before each text (`query`, `passage`). None: the files' default.
+        - `dimensions`: cut vectors to this many values. Vectors of length 1 are scaled to length 1 again.
+        - `truncate_prompt_tokens`: keep this many tokens of each text; -1: as many as the model reads. None: a text that is too
+          long is an error.
+        - `use_tqdm`: show the progress on stderr, if that is a terminal. `LLM` does so by default.
+
+        Raises PenstockError.
         """
         from penstock.serve.texts.numbers import embedding
         from penstock.serve.texts.read import check_dimensions, prompt_text
@@ -179,9 +183,9 @@ class AsyncLLM(_Facts):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
-        """Return a score for each pair of texts: of a reranker, or the cosine of an embedding model's vectors.
+        """Return a score for each pair of texts: a reranker's, or the cosine of an embedding model's vectors.
 
-        One `text_1` is paired with each `text_2`. Otherwise as `embed`.
+        A single `text_1` is paired with each `text_2`. Otherwise as `embed`.
         """
         from penstock.serve.texts.pairs import Pairs
 
@@ -223,7 +227,7 @@ class AsyncLLM(_Facts):
             return [answer.output() for answer in reading.answers]
 
     async def _open(self, asked: Asked) -> Reading:
-        """Submit what is asked. Everything is checked before anything runs."""
+        """Check all prompts, then submit them."""
         self._check_open()
         with self._told_if_closed():
             answers = await asyncio.to_thread(asked.answers, self._running)
@@ -235,7 +239,7 @@ class AsyncLLM(_Facts):
 
     @contextlib.contextmanager
     def _told_if_closed(self) -> Iterator[None]:
-        """Name the cause of an error of a closed model, for which the engine has the words of a server."""
+        """If the model is closed, raise that error instead of the engine's."""
         try:
             yield
         except PenstockError:
@@ -247,7 +251,7 @@ class AsyncLLM(_Facts):
             raise _closed() from None
 
     def _encoder(self, *tasks: Task) -> EncoderInfo:
-        """Return the facts of the encoder. Raises ConfigError unless it is for one of these tasks, with one answer per text."""
+        """Return the encoder's facts. Raises ConfigError unless the encoder is for one of `tasks` and answers once per text."""
         encoder = self._running.model.encoder
         if encoder is None:
             raise ConfigError(
@@ -261,7 +265,7 @@ class AsyncLLM(_Facts):
     async def _read_texts(
         self, texts: Sequence[Prompt | tuple[str, str]], keep: int | None, *, use_tqdm: bool
     ) -> list[tuple[str, TextTokens, TextResult]]:
-        """Return the id, the tokens and the numbers of each text. The engine has a part of a long list at a time."""
+        """Return id, tokens and result of each text. A long list goes to the engine in parts."""
         from penstock.serve.texts.call import TextResult
         from penstock.serve.texts.desk import SAMPLING
 
@@ -311,7 +315,7 @@ def _outputs(
 def _blocking(
     method: Callable[Concatenate[AsyncLLM, _Params], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[LLM, _Params], _Result]:
-    """Return the method of `LLM` that waits for this one, with a progress bar unless the caller wants none."""
+    """Return a blocking method of `LLM` for a method of `AsyncLLM`, with a progress bar by default."""
 
     def wait(self: LLM, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         kwargs.setdefault("use_tqdm", True)
@@ -324,17 +328,18 @@ def _blocking(
 class LLM(_Facts):
     """A model for scripts and notebooks. Thread-safe: requests of several threads are batched.
 
-    A context manager: leaving it frees the model. Ctrl-C ends the requests that are waited for.
+    Leaving the context frees the model. Ctrl-C ends the requests that the caller waits for.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
-        """Load a model. It is fetched first if it is not here and can be.
+        """Load a model. Download it first if necessary.
 
-        `model` is a catalogue name, a .gguf file, a Hugging Face directory or `hf:org/repo[:file]`. `settings` are those of
-        `penstock serve` about model, KV cache, adapters, scheduling and computing, by their keys in docs/configuration.md and
-        in its notation (`kv_cache_memory="1GiB"`, `policy="fair"`), and `seed`, from which those of requests are drawn.
+        - `model`: a catalogue name, a .gguf file, a Hugging Face directory or `hf:org/repo[:file]`.
+        - `settings`: those of `penstock serve` for model, KV cache, adapters, scheduling and computing, with the keys and the
+          notation of docs/configuration.md (`kv_cache_memory="1GiB"`, `policy="fair"`). `seed` makes the requests' seeds
+          repeatable.
 
-        Raises PenstockError for an unknown setting, with the list, and for a model that can't be loaded or does not fit.
+        Raises PenstockError for an unknown setting, and for a model that can't be loaded or does not fit.
         """
         self._async = AsyncLLM(model, **settings)
         self._running = self._async._running
@@ -342,7 +347,7 @@ class LLM(_Facts):
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
         self._thread.start()
         self._asking = threading.RLock()
-        """Held from the check that the model is open until the loop has the work. A generator may be collected meanwhile."""
+        """Held while work is handed to the loop, so that `close` waits. Reentrant: garbage collection may enter it."""
         end = partial(_end, self._async, self._loop, self._thread, self._asking)
         self._closer = weakref.finalize(self, _close_unasked, end)
 
@@ -354,11 +359,13 @@ class LLM(_Facts):
         adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue texts. Returns the whole answers, in the order of the prompts.
+        """Continue texts. Return the complete answers, in the order of the prompts.
 
-        `sampling_params` are for all prompts, or a sequence with one for each. So is `adapter`: the name of one of
-        `lora_modules`, or in `lora_dir`; None: the model alone. `use_tqdm` shows the progress on stderr, if that is a
-        terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
+        - `sampling_params`: one for all prompts, or a sequence with one for each.
+        - `adapter`: a name from `lora_modules` or in `lora_dir`, or a sequence with one for each prompt. None: no adapter.
+        - `use_tqdm`: show the progress on stderr, if that is a terminal.
+
+        Raises PenstockError if a prompt does not fit, before any prompt runs, and if an answer fails.
         """
         asked = Asked(several_of(prompts, int), sampling_params, adapters=adapter)
         return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
@@ -374,7 +381,7 @@ class LLM(_Facts):
     ) -> list[RequestOutput]:
         """Return the model's next message of a conversation, or of each of several. Otherwise as `generate`.
 
-        The model's chat template makes the prompt; `options` are those of `ChatOptions`.
+        The model's chat template makes the prompt, with the fields of `ChatOptions` as `options`.
         """
         asked = Asked(several_of(messages, Mapping), sampling_params, options, adapter)
         return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
@@ -386,7 +393,7 @@ class LLM(_Facts):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue a text. Yields the answers so far whenever there is more. Leaving the loop early ends the request."""
+        """Continue a text. Yield the answers so far whenever they have grown. Leaving the loop early ends the request."""
         return self._iterate(self._async.generate(prompt, sampling_params, adapter=adapter))
 
     def stream_chat(
@@ -397,7 +404,7 @@ class LLM(_Facts):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
-        """As `stream`, for the model's next message of a conversation."""
+        """As `stream`, for the model's next message in a conversation."""
         return self._iterate(self._async.chat(messages, sampling_params, adapter=adapter, **options))
 
     def close(self) -> None:
@@ -422,7 +429,7 @@ class LLM(_Facts):
                 asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
+        """Run `work` on the loop's thread and return its result. An interrupt such as Ctrl-C cancels `work`."""
         # A queue, as Ctrl-C may leave the lock of a `concurrent.futures.Future` locked: it comes between two lines of Python.
         tasks: list[asyncio.Task[_Result]] = []
         done: SimpleQueue[asyncio.Task[_Result]] = SimpleQueue()
@@ -450,7 +457,7 @@ class LLM(_Facts):
 
 @contextlib.contextmanager
 def _progress(use_tqdm: bool, total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts what is done, on a bar if one is wanted and stderr is a terminal."""
+    """Yield a function that adds to a progress bar, or does nothing without one. Shown only on a terminal."""
     if not (use_tqdm and sys.stderr.isatty()):
         yield lambda _number: None
         return
@@ -464,7 +471,7 @@ def _progress(use_tqdm: bool, total: int, what: str, unit: str) -> Iterator[Call
 
 
 def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Config:
-    """Raises ConfigError for an unknown setting, with the list."""
+    """Return the config of a model with these settings. Raises ConfigError for an unknown one."""
     given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
     named = [item for name, component in COMPONENTS if name in _COMPONENTS for item in settings_of(component)]
     named += [item for item in settings_of(ServerConfig) if item.key == "seed"]
@@ -481,16 +488,17 @@ def _closed() -> PenstockError:
 
 
 def _close(closer: weakref.finalize[..., Any]) -> None:
-    """Close a model for a caller, which waits for it. Idempotent."""
+    """Close a model, and wait until it is closed. Idempotent."""
     if (found := closer.detach()) is not None:
         (end,) = found[2]
         end()
 
 
 def _close_unasked(end: Callable[[], object]) -> None:
-    """Close a model that is garbage, or at the interpreter's end, which is in the main thread.
+    """Close a model that was garbage-collected, or is still open when the interpreter exits.
 
-    The garbage collector runs in any thread, also in one of the model's own, and these can't wait for themselves.
+    The garbage collector may run in one of the model's threads, which can't wait for itself. So only the main
+    thread does the work itself.
     """
     if threading.current_thread() is threading.main_thread():
         end()
@@ -499,7 +507,7 @@ def _close_unasked(end: Callable[[], object]) -> None:
 
 
 def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread, asking: threading.RLock) -> None:
-    """Free the model, end what waits for it, and then the loop."""
+    """Free the model, cancel the tasks that use it, and end the loop."""
     with asking:
         pass  # every thread that found the model open has given its work to the loop
     model.close()

@@ -1,4 +1,4 @@
-"""The part of the machine that this process may use, read from Linux: memory, CPUs, caches. Also gives freed memory back.
+"""Reads from Linux which memory, CPUs and caches this process may use, and returns freed memory to the system.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
 `memory.stat`, `cpu.max`) and its version 1 counterparts; https://docs.kernel.org/admin-guide/cputopology.html, and
@@ -22,19 +22,21 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
 SLOW_SHARE = 0.75
-"""A core with less of the fastest one's speed is an efficiency core: all others would wait for its tasks."""
+"""A core below this share of the fastest core's speed is an efficiency core. It would make all other cores wait."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
 PROGRAM_ADDRESS_BYTES = 768 << 20
-"""Address space of a server beside its model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
-compile grammars). 463 MiB were measured with two CPUs, and 500 did not always suffice: the library of grammars aborts."""
+"""Address space of a server without model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
+compile grammars). 463 MiB were measured with two CPUs. With 500, the grammar library aborted at times."""
 CPU_ADDRESS_BYTES = 16 << 20
-"""Stacks of each CPU's two threads: one reads weights, the other computes."""
+"""Stacks of two threads for each CPU: one reads weights, the other computes."""
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
-    """Return the bytes that can be allocated without swapping: the least of what the kernel, the limit of the address space
-    (`ulimit -v`), the usable memory nodes and the enclosing control groups allow."""
+    """Return the bytes that can be allocated without swapping.
+
+    This is the least of the kernel's free memory, `ulimit -v`, the usable memory nodes and the enclosing control groups.
+    """
     space = address_space(proc=proc)
     limits: list[int | None] = [_meminfo_available_bytes(proc), _left_on_nodes(proc, devices)]
     limits.append(None if space is None else space.left_bytes)
@@ -47,7 +49,7 @@ def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, device
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """The limit of this process's address space (`ulimit -v`), and what the program takes of it."""
+    """The limit of this process's address space (`ulimit -v`), and the bytes that the program takes."""
 
     limit_bytes: int
     program_bytes: int
@@ -60,7 +62,7 @@ class AddressSpace:
 def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
     """Return the address space of this process, or None without a limit.
 
-    The program takes what is mapped now, or what an answering server maps, if that is more.
+    The program counts as the bytes mapped now, or as those of a running server if these are more.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -79,27 +81,27 @@ def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The cores on which kernels compute by default, their caches and memory."""
+    """The cores that kernels use by default, with their caches and memory."""
 
     cpus: tuple[int, ...]
     """One CPU of each core, in ascending order."""
     num_threads: int
     """One for each core, or fewer if a quota allows less."""
     why: str
-    """Why there are so many threads."""
+    """Explains `num_threads`, for the log."""
     nodes: tuple[tuple[int, int], ...]
-    """Memory nodes (NUMA) with some of these cores, and how many cores."""
+    """Memory nodes (NUMA) of these cores, each with its number of cores."""
     caches: tuple[tuple[int, int], ...]
-    """Sizes of the last-level caches of these cores, and how many have that size."""
+    """Sizes of these cores' last-level caches in bytes, each with the number of caches."""
     memory_nodes: tuple[int, ...]
-    """Nodes with memory for this process, if there are several."""
+    """Nodes with memory for this process. Empty unless there are several."""
 
 
 def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> Cores:
     """Return the cores that the affinity mask allows, without efficiency cores.
 
-    A core counts once: one thread keeps its multipliers busy. A quota is rounded down: threads that exceed it are all stopped
-    for the rest of the period, and the HTTP loop needs a part of it, too.
+    Each core gets one thread, which keeps its multipliers busy. A quota is rounded down, because exceeding it stops all threads
+    for the rest of the period, and the HTTP loop needs a part, too.
     """
     allowed = sorted(os.sched_getaffinity(0))
     firsts = _first_threads(allowed, devices)
@@ -125,7 +127,7 @@ def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _D
 def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.socket]:
     """Keep other servers from pinning threads to the cores of these CPUs, until the sockets are closed or the process ends.
 
-    Raises OSError (EADDRINUSE) if one has pinned them. Servers in other network namespaces are not seen.
+    Raises OSError (EADDRINUSE) if another server has pinned them. Can't see servers in other network namespaces.
     """
     claims: list[socket.socket] = []
     try:
@@ -153,7 +155,7 @@ def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
 
 
 def give_back_free_memory() -> None:
-    """Return freed memory that glibc keeps to the system."""
+    """Make glibc return freed memory to the system."""
     _call_glibc("malloc_trim", 0)
 
 
@@ -173,7 +175,7 @@ def share_one_arena() -> None:
 
 
 def _call_glibc(name: str, *numbers: int) -> None:
-    """Call a function that other C libraries lack."""
+    """Call a function of glibc. Do nothing if the C library lacks it."""
     function = getattr(_c_library(), name, None)
     if function is not None:
         function(*numbers)
@@ -181,7 +183,7 @@ def _call_glibc(name: str, *numbers: int) -> None:
 
 @cache
 def _c_library() -> ctypes.CDLL:
-    """Open the C library once: each opening makes types that are freed late or never."""
+    """Open the C library, only once because each opening leaks types."""
     return ctypes.CDLL(None)
 
 
@@ -192,7 +194,7 @@ def _meminfo_available_bytes(proc: Path) -> int:
 
 
 def _left_on_nodes(proc: Path, devices: Path) -> int | None:
-    """Return the bytes left on the nodes that this process may use, or None if it may use all."""
+    """Return the free bytes on the memory nodes that this process may use, or None if it may use all nodes."""
     allowed = _with_memory(proc, devices)
     if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
         return None
@@ -212,7 +214,7 @@ def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def _headroom(folder: Path, limits: Sequence[str], usage: str, reclaimable: str) -> int | None:
-    """Return the bytes that a control group has left, by the names of its files, or None without a limit."""
+    """Return the bytes that a control group has left, or None without a limit. The strings are names of its files."""
     known = [int(limit) for name in limits if (limit := _read(folder / name).strip()).isdecimal()]
     current = _read(folder / usage).strip()
     if not known or not current.isdecimal():
@@ -238,7 +240,7 @@ def _siblings(cpu: int, devices: Path) -> Iterator[int]:
 
 
 def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
-    """Drop efficiency cores: those that Intel's hybrid processors name, or that are much slower than the fastest."""
+    """Return the CPUs without efficiency cores: Intel's `cpu_atom` CPUs, and those below `SLOW_SHARE` of the fastest."""
     slow = set(_numbers(_read(devices / "cpu_atom/cpus")))
     if fast := [cpu for cpu in cpus if cpu not in slow]:
         cpus = fast
@@ -267,7 +269,7 @@ def _with_memory(proc: Path, devices: Path) -> set[int]:
 
 
 def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
-    """Yield level, CPUs and bytes of each of a CPU's caches, except those of instructions."""
+    """Yield level, CPUs and bytes of each data or unified cache of a CPU."""
     for folder in (devices / f"system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
         kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
         if kind != "Instruction" and level.isdecimal() and size.endswith("K"):

@@ -1,6 +1,5 @@
-"""The components that can be set, a class each, and `Config`, which has them all.
-
-Data with defaults. A field's one-line doc is what `--help` and docs/configuration.md show.
+"""The settings of each component as a class, and `Config`, which has one of each.
+A field's one-line doc is what `--help` and docs/configuration.md show.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _arguments_of(policy: str) -> Any:
 
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
-"""Names of `text.dialects`. A test compares them."""
+"""The names of the dialects in `text.dialects`. A test keeps both equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ class ModelConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig(Component):
-    """How much is remembered."""
+    """Size, sharing and tiers of the KV cache."""
 
     title: ClassVar[str] = "KV cache"
 
@@ -187,7 +186,7 @@ class LoraConfig(Component):
 
     @property
     def is_on(self) -> bool:
-        """Requests may ask for adapters."""
+        """Whether requests can name adapters."""
         return bool(self.lora_modules) or self.lora_dir is not None
 
 
@@ -313,7 +312,7 @@ class SchedulerConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig(Component):
-    """Limits at the door. docs/admission.md says what each check does."""
+    """Limits of admission. docs/admission.md says what each check does."""
 
     title: ClassVar[str] = "Admission"
 
@@ -354,7 +353,7 @@ class Backend(StrEnum):
 
 
 class Device(StrEnum):
-    """Where it is computed. `auto`: on a GPU if one can be used."""
+    """The device that computes. `auto`: a GPU if one is usable."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -438,7 +437,7 @@ class BackendConfig(Component):
 
 
 class AccessLogKind(StrEnum):
-    """How the line of a request looks."""
+    """Format of the access log."""
 
     OFF = "off"
     TEXT = "text"
@@ -447,7 +446,7 @@ class AccessLogKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Component):
-    """The HTTP side."""
+    """The HTTP server."""
 
     title: ClassVar[str] = "Server"
 
@@ -544,7 +543,7 @@ class ServerConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingConfig(Component):
-    """How the models of one server share it. docs/how-to/several-models.md shows how several are served."""
+    """How the models of one server share the machine. docs/how-to/several-models.md shows how several are served."""
 
     title: ClassVar[str] = "Several models"
 
@@ -610,7 +609,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(Component):
-    """Lines that are written to stderr."""
+    """The log on stderr."""
 
     title: ClassVar[str] = "Log"
 
@@ -634,11 +633,11 @@ class Config:
 
 
 COMPONENTS: tuple[tuple[str, type[Component]], ...] = tuple((part.name, part.default_factory) for part in fields(Config))  # type: ignore[misc]
-"""Field of `Config` and component, in the order of help and docs."""
+"""Pairs of a field of `Config` and its class, in the order of help and docs."""
 
 
 def config_from(values: Mapping[str, object]) -> Config:
-    """Return the config with these values by the keys of settings. Other keys are ignored."""
+    """Return the config with these values, by the keys of settings. Unknown keys are ignored."""
     parts: dict[str, Any] = {}
     for name, component in COMPONENTS:
         given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}

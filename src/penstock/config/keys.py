@@ -19,7 +19,7 @@ MAX_NAMED_KEYS = 1000
 MAX_FILE_BYTES = 1 << 20
 NAME_RULE = "1 to 64 letters, digits or any of . _ : @ / -"
 NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
-"""A tenant's name: that of a key, or of the header X-Tenant."""
+"""A tenant's name: the name of a key, or the value of the header X-Tenant."""
 _UNNAMED = "key-"
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute")
@@ -33,12 +33,12 @@ class ApiKey:
     """One key: its digest, and what it opens."""
 
     name: str
-    """Safe to log. It is the tenant of the key's requests."""
+    """The tenant of the key's requests. Safe to log."""
     digest: bytes
     """SHA-256 of the key."""
     requests_per_minute: int | None = None
     max_concurrent: int | None = None
-    """Requests that may run or wait at once."""
+    """Most requests that run or wait at once."""
     tokens_per_minute: int | None = None
     """Tokens of prompts and answers."""
     priority: int | None = None
@@ -76,13 +76,13 @@ def exposed_paths(config: ServerConfig) -> list[str]:
 
 
 def unnamed(key: str) -> ApiKey:
-    """Return a key that was given without a name. Raises `ConfigError` for one that no client can send."""
+    """Return the `ApiKey` of a key without a name. Raises `ConfigError` if no client can send the key."""
     digest = _digest(key)
     return ApiKey(name=_UNNAMED + digest.hex()[:12], digest=digest)
 
 
 def _digest(key: str) -> bytes:
-    """Return the SHA-256 of a key. A client would match a blank one by sending none, so it is refused."""
+    """Return the SHA-256 of a key. A blank key is refused: requests without a key would match it."""
     if not key.strip():
         raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
     if key != key.strip():
@@ -191,6 +191,6 @@ def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
 
 
 def has_several_tenants(config: ServerConfig) -> bool:
-    """Return whether keys, or a gateway behind one key, distinguish tenants. A file of keys may get several at any time."""
+    """Return whether keys, or a gateway behind one key, distinguish tenants. A file counts: it can get more keys later."""
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

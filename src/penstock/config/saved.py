@@ -20,7 +20,7 @@ _HASHED = {item.key for item in settings_of(SchedulerConfig)} | {"kv_watermark"}
 def settings_hash(config: Config) -> str:
     """Return 12 hexadecimal digits for the settings of scheduling, whatever file, flag or variable set them.
 
-    A setting that is left out differs from one that is set to the value of its preset.
+    Leaving a setting out and setting it to the value of its preset give different hashes.
     """
     hashed = {key: value for key, value in _set(config).items() if key in _HASHED}
     text = json.dumps([FORMAT, hashed], sort_keys=True, default=str)
@@ -50,7 +50,7 @@ def _set(config: Config) -> dict[str, object]:
 
 
 def _toml(value: object) -> str:
-    """Write a value in TOML, which differs from JSON in objects."""
+    """Return a value in TOML, which differs from JSON only in objects."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(str(key))} = {_toml(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One thing that can be set: `components` declares it; the command line, the file reader and the docs read it.
+"""A setting: `components` declares it; the command line, the file reader and the docs read the declaration.
 
 A setting belongs to a dataclass field, so default, documentation, flag, environment variable and file key are stated once.
 """
@@ -19,7 +19,7 @@ from penstock.types.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """How a setting's value is written, as help and docs call it."""
+    """The notation of a setting's value, as help and docs call it."""
 
     TEXT = "text"
     PATH = "path"
@@ -60,10 +60,10 @@ class Setting:
     maximum: float | None = None
     is_multiple: bool = False
     takes_class: bool = False
-    """A user may also name a class of their own."""
+    """The value may also name a user's own class."""
 
     def named(self, field: str) -> Setting:
-        """Return the setting of this attribute."""
+        """Return the setting with its attribute's name filled in."""
         return dataclasses.replace(self, field=field, key=self.key or field.removesuffix(_UNITS.get(self.kind, "")))
 
     @property
@@ -140,8 +140,8 @@ class Setting:
 def setting(default: object, doc: str, kind: Kind = Kind.TEXT, **details: Any) -> Any:
     """Return a dataclass field that is a setting. `details`: fields of `Setting`.
 
-    The key is the field's name by default, without the unit of sizes and durations, which users write with the number. A
-    default of None or () means none, unless `default_doc` says otherwise.
+    The key defaults to the field's name without `_bytes` or `_s`: users write the unit with the number. Help shows a default
+    of None or () as `none`, unless `default_doc` says otherwise.
     """
     if default is None or default == ():
         details.setdefault("default_doc", "none")
@@ -167,7 +167,7 @@ def settings_of(component: type) -> tuple[Setting, ...]:
 
 
 class Component:
-    """Base of the frozen configs. Checks choices and ranges when one is made."""
+    """Base of the frozen configs. The constructor checks choices and ranges."""
 
     title: ClassVar[str] = ""
 
@@ -212,6 +212,6 @@ def _as_table(raw: object) -> dict[str, Any]:
 
 
 def _toml_type(value: object) -> str:
-    """Return the type of a value that is not text, with its article."""
+    """Return the name of a TOML type other than text, such as `an integer`."""
     names = {bool: "a boolean", int: "an integer", float: "a decimal number", list: "a list", dict: "a table"}
     return names.get(type(value), f"a {type(value).__name__}")  # of dates and times

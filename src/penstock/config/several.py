@@ -27,7 +27,7 @@ _OF_ONE_MODEL = (
 )
 """Settings that several models can't share."""
 _ALONE = ("record",)
-"""Settings for a server of one model."""
+"""Settings that need a server with a single model."""
 
 
 def configs_of(
@@ -37,11 +37,13 @@ def configs_of(
     tables: Sequence[Mapping[str, object]] = (),
     folder: Sequence[tuple[str, str]] = (),
 ) -> list[Config]:
-    """Return a config for each model, the default one first. If nothing is named: the config of the default model.
+    """Return a config for each model, the default one first. Without any model, return the config of the default model.
 
-    `values`: settings of all models by key. `words`: models of the command line, which come first. A word that equals a name
-    or the `model` of a table stands for that table. `folder`: (name, path) of models that requests load, unless a word names
-    them. Raises ConfigError for settings that several models can't share.
+    - `values`: settings of all models by key.
+    - `words`: models of the command line, which come first. A word can be the name or the `model` of a table.
+    - `folder`: (name, path) of models that load on request. A model that a word names is left out.
+
+    Raises ConfigError for settings that several models can't share.
     """
     in_tables = {_place(table["model"]) for table in tables}
     found = [{"model": path, "served_model_name": (name,)} for name, path in folder if _place(path) not in in_tables]
@@ -54,17 +56,17 @@ def configs_of(
 
 
 def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
-    """Return the config of a model that is found in the folder later."""
+    """Return the config of a model that comes into the folder while the server runs."""
     return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 
 def _own(table: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a model's table. A policy that it names does not get arguments meant for another one."""
+    """Return the settings of a model's table. Arguments for another policy are dropped."""
     return {**{f"{key}_args": None for key in table}, **table}
 
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
-    """Remove the table that a word stands for from the rest and return it, or return a new one."""
+    """Remove from `rest` the table that the word names, and return it, or return a new table."""
     for table in rest:
         if word in _names(table) or _place(word) == _place(table["model"]):
             rest.remove(table)
@@ -78,7 +80,7 @@ def _names(table: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def _place(model: object) -> Path:
-    """Return a value that is equal for all ways to write a file's path."""
+    """Return the file's place, which is equal for all spellings of its path."""
     path = Path(str(model))
     with suppress(RuntimeError):  # an unknown home folder is an error when the model is looked up
         path = path.expanduser()

@@ -47,7 +47,7 @@ class ConfigFile:
 
     values: dict[str, object]
     models: tuple[dict[str, object], ...] = ()
-    """Its tables `[[models]]`."""
+    """The file's `[[models]]` tables."""
 
 
 def read_config_file(path: Path) -> ConfigFile:
@@ -85,7 +85,7 @@ def _parse_model(raw: Mapping[str, object], place: str) -> dict[str, object]:
 
 
 def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, place: str = "") -> dict[str, object]:
-    """Return the parsed values by key. `raw` values are written as in the file, or have their own type.
+    """Return the parsed values by key. A `raw` value is text as in the file, or has its final type.
 
     Raises ConfigError for an unknown key and for a wrong value, with `place` before the message.
     """

@@ -1,11 +1,9 @@
-"""The registry of a model's adapters: names that clients use, the files behind them, and the adapters in memory, packed.
+"""The registry of a model's adapters: names that clients use, their files, and the adapters that are packed in memory.
 
-The server asks for names and loads. The scheduler sees an `AdapterSource`. Threads read and pack adapters in the order in which
-they were wanted. Memory holds a number of adapters; the least recently used one leaves, and is read again when it is wanted.
-
-A request with an `AdapterRef` keeps the content that was read first for it, whatever happens to the name and the files. Evicted
-first are adapters without a reference, then those with one, then those whose name is gone: their files may have changed. If a
-second reading finds other content, the load fails, and the next request for the name gets another number.
+The server looks up names. The scheduler uses it as an `AdapterSource`. Threads read and pack adapters in the order of demand.
+When memory is full, the least recently used adapter is evicted and later read again. Adapters that no request refers to are
+evicted first. Adapters without a name are evicted last: their files may have changed. An `AdapterRef` always means the content
+that was read first. If a later reading finds other content, the load fails, and the name's next request gets a new number.
 """
 
 from __future__ import annotations
@@ -39,17 +37,17 @@ if TYPE_CHECKING:  # with NumPy, which a server starts without
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 """Names that are looked up in the folder of adapters, up to one level deep."""
 MAX_NAMES = 100_000
-"""Most names, some 300 bytes each. A further one replaces a name that was found in the folder."""
+"""Most names, some 300 bytes each. One more replaces a name that was found in the folder."""
 MAX_ASKED = 64
 """Most loads by name at once."""
 _MAX_NAME = 200
 _FAILURE_NS = 10_000_000_000
-"""Time until a failed adapter is read again: a client can't have a damaged file read all the time."""
+"""Time until a failed adapter is read again, so that clients can't make us read a damaged file all the time."""
 _MAX_BEFORE = 256
-"""Loads that are counted one by one to estimate a wait."""
+"""An estimate of a wait counts at most this many loads one by one."""
 _STUCK_NS = 5_000_000_000
-"""A thread that reads one adapter for longer may hang at its disk. Another thread then reads what is wanted next, and the end
-of a model does not wait for it."""
+"""A thread that reads one adapter for longer counts as stuck at its disk. Another thread then reads the next adapter, and
+`close` does not wait."""
 _MAX_THREADS = 4
 
 _log = logging.getLogger(__name__)
@@ -62,29 +60,29 @@ class _Adapter:
     number: int
     path: Path
     is_free: bool
-    """The settings name its path, so its files may lie anywhere."""
+    """The settings name the adapter's path, so its files may lie anywhere."""
     fingerprint: bytes = b""
     """The hash of its files, empty before the first reading."""
     reference: Callable[[], AdapterRef | None] = lambda: None
-    """Returns the reference that requests share, while one has it."""
+    """Returns the requests' shared reference, or None if no request has it."""
     packed: PackedAdapter | None = None
     is_retired: bool = False
-    """It has no name any more."""
+    """The adapter lost its name."""
     is_taken: bool = False
-    """The scheduler has used it since it came to memory."""
+    """The scheduler has used the adapter since it was loaded."""
     failure: str = ""
     reason: RejectReason = RejectReason.INVALID
     failed_at_ns: int = 0
     is_lost: bool = False
-    """Its files have other content now: it fails for good."""
+    """The files have other content now, so the adapter can never be loaded again."""
     stamp: object = None
-    """The files at the last reading."""
+    """`_stamp` of the files at the last reading."""
     num_pages: int = 0
-    """Blocks of the KV pool that it takes; 0 before the first load."""
+    """Blocks of the KV pool that the adapter takes; 0 before the first load."""
 
     @property
     def is_held(self) -> bool:
-        """A request has the reference."""
+        """Whether a request has the reference."""
         return self.reference() is not None
 
     def refer(self) -> AdapterRef:
@@ -99,7 +97,7 @@ class _Adapter:
 class _Name:
     path: Path
     is_free: bool = False
-    """As of the adapter."""
+    """Copied to the adapter: the settings name the path."""
     is_found: bool = False
     """The name was found in the folder."""
     adapter: _Adapter | None = None
@@ -108,7 +106,7 @@ class _Name:
 
 @dataclass(slots=True)
 class _Asked:
-    """A load by name, which a client waits for."""
+    """A load that registers a name. A client waits for `done`."""
 
     name: str
     adapter: _Adapter
@@ -119,14 +117,14 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Reading:
-    """An adapter that a thread reads, and what comes of it: an image and the hash of its files, or a failure."""
+    """An adapter that a thread reads, and the result: an image and the hash of its files, or a failure."""
 
     adapter: _Adapter
     stamp: object
-    """The files when the reading began."""
+    """`_stamp` of the files when the reading began."""
     began_ns: int
     num_bytes: int = 0
-    """Memory that it takes beside the packed adapters."""
+    """Memory for the reading, beside the packed adapters."""
     packed: PackedAdapter | None = None
     content: bytes = b""
     failure: str = ""
@@ -144,7 +142,7 @@ class Adapters:
         max_in_memory: int = 64,
         clock: Clock | None = None,
     ) -> None:
-        """`modules`: registered names and their paths. Other names are looked up in `folder`. `connect` lets loads begin."""
+        """`modules`: registered names and their paths. Other names are looked up in `folder`. Loads begin after `connect`."""
         if max_in_memory < 1:
             raise ConfigError("No memory is left for an adapter.", remedy="Set --max-cpu-loras to at least 1.")
         modules = modules or {}
@@ -165,14 +163,14 @@ class Adapters:
         self._num_bytes = 0
         """Bytes of the packed adapters."""
         self._urgent: dict[int, None] = {}
-        """Numbers whose loads have not begun and go first, in order."""
+        """Numbers of adapters to load first, in order."""
         self._others: dict[int, None] = {}
-        """The other numbers whose loads have not begun, in order."""
+        """Numbers of adapters to load after the urgent ones, in order."""
         self._asked: dict[int, _Asked] = {}
         self._reading: dict[int, _Reading] = {}
         self._counts = AdapterStats()
         self._num_pages = 0
-        """Sum over all loads."""
+        """`num_pages` summed over all loads."""
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._threads: set[threading.Thread] = set()
@@ -181,9 +179,9 @@ class Adapters:
         self._is_closed = True
 
     def connect(self, read: AdapterReader, pack: AdapterPacker, *, max_bytes: int) -> None:
-        """Let adapters of a loaded model be loaded. Packed adapters and readings take up to `max_bytes`.
+        """Begin to serve a loaded model. Packed adapters and readings take up to `max_bytes` together.
 
-        `read` and `pack` raise ModelError for adapters that the model or its executor does not compute.
+        `read` and `pack` raise ModelError for adapters that the model or its executor can't compute.
         """
         with self._changed:
             self._read, self._pack, self._max_bytes = read, pack, max_bytes
@@ -202,7 +200,7 @@ class Adapters:
             return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
 
     def may_find(self, name: str) -> bool:
-        """Return whether `find` may have an adapter that is not `known`: one in the folder, or one that failed before."""
+        """Return whether `find` may find an adapter that is not `known`, in the folder or after a failure."""
         return name in self._names or (self._folder is not None and len(name) <= _MAX_NAME and bool(NAME.fullmatch(name)))
 
     def find(self, name: str) -> AdapterRef | None:
@@ -255,16 +253,17 @@ class Adapters:
             return self._by_number[ref.number].path
 
     def registered(self) -> dict[str, Path]:
-        """Return the names that were registered or asked for, not all in the folder, and their folders or GGUF files."""
+        """Return names and their folders or GGUF files. Names in the folder count once a request has named them."""
         with self._changed:
             names = self._names.copy()
         return {name: entry.path for name, entry in names.items()}
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
-        """Register a name when its adapter was read from files in the folder or in paths of the settings. Returns at once.
+        """Begin to load an adapter, and register its name when that succeeds. Return at once.
 
-        If the caller cancels the result, the name is not registered. Raises ConfigError for a name that can't be used, and
-        `Rejected` if too many wait. The result raises these too, and ModelError for a bad adapter.
+        `path` must be in the folder or in a path of the settings. If the caller cancels the future, the name is not registered.
+        Raises ConfigError for an unusable name, and `Rejected` if too many loads wait. The future fails with these too, and
+        with ModelError for a bad adapter.
         """
         if not name or len(name) > _MAX_NAME or not name.isprintable():
             raise ConfigError(
@@ -330,9 +329,9 @@ class Adapters:
             )
 
     def close(self) -> None:
-        """End the threads after their present loads, and drop the model and all adapters in memory.
+        """Stop loading, and drop the model and all adapters in memory. Idempotent.
 
-        Names stay, and the registry can be connected again. Idempotent.
+        Names stay, and `connect` can be called again.
         """
         with self._changed:
             self._is_closed = True
@@ -356,7 +355,7 @@ class Adapters:
 
     @cached_property
     def _roots(self) -> list[Path]:
-        """The folders in which files of adapters that clients name must lie."""
+        """The folders that must contain the files of adapters named by clients."""
         return [*([] if self._folder is None else [self._folder]), *map(_resolved, self._modules)]
 
     def _look_up(self, name: str) -> Path | None:
@@ -376,7 +375,7 @@ class Adapters:
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_place(self, name: str) -> None:
-        """Forget the first name from the folder whose adapter is unused, if there are too many names."""
+        """If there are too many names, forget one from the folder with an unused adapter."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
         for other, entry in self._names.items():
@@ -391,7 +390,7 @@ class Adapters:
         return adapter
 
     def _retire(self, adapter: _Adapter) -> None:
-        """Note that an adapter has no name any more. It stays for requests with its reference."""
+        """Mark an adapter as nameless. It stays until no request has its reference."""
         adapter.is_retired = True
         self._retired[adapter.number] = adapter
         self._sweep()
@@ -413,7 +412,7 @@ class Adapters:
         return bool(adapter.failure) and (adapter.is_lost or is_fresh)
 
     def _may_be_another(self, adapter: _Adapter, stamp: object) -> bool:
-        """Return whether the name of a failed adapter now means another one, or the same one is worth another try."""
+        """Return whether a failed adapter's name needs a new adapter: its files changed, or a retry is due."""
         return bool(adapter.failure) and bool(adapter.fingerprint or not self._has_failed(adapter) or adapter.stamp != stamp)
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
@@ -428,7 +427,7 @@ class Adapters:
         self._changed.notify_all()
 
     def _num_loads_until(self, number: int) -> int:
-        """Return how many loads end before an adapter is in memory, its own included. An unwanted one comes last."""
+        """Return how many loads must end until an adapter is in memory, including its own."""
         if number in self._reading:
             return 1
         wanted = islice(chain(self._urgent, self._others), _MAX_BEFORE)
@@ -450,15 +449,15 @@ class Adapters:
         return bool(self._urgent or self._others)
 
     def _free_s(self) -> float:
-        """Return the seconds until all readings count as stuck; 0: another one may begin."""
+        """Return the seconds until all readings count as stuck. At 0, another reading can begin."""
         began_ns = max((one.began_ns for one in self._reading.values()), default=None)
         return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
 
     def _next(self) -> _Adapter | None:
         """Return the adapter to load now, or None.
 
-        An adapter that is not urgent waits while memory is full of unused ones. One without a reference is dropped: otherwise
-        a refused call could evict an adapter that others need.
+        Adapters that are not urgent wait while memory is full of adapters that the scheduler has not used yet. Adapters without
+        a reference are skipped, so that a refused call evicts nothing.
         """
         if self._free_s():
             return None
@@ -473,7 +472,7 @@ class Adapters:
         return None
 
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
-        """Evict adapters until so many bytes, and adapters, fit beside the others."""
+        """Evict adapters until there is room for `num_bytes` and `num_adapters` more."""
         self._sweep()
         while self._in_memory and (
             len(self._in_memory) + num_adapters > self._max_in_memory
@@ -497,7 +496,7 @@ class Adapters:
         self._num_bytes += packed.num_bytes
 
     def _settle(self, asked: _Asked) -> Callable[[], None] | None:
-        """End a load by name. Returns the call that tells the client, to be made without the lock, or None."""
+        """Finish a load that a client waits for. Return a function that resolves its future, to call without the lock."""
         adapter, done = asked.adapter, asked.done
         if not done.set_running_or_notify_cancel():
             self._retire(adapter)
@@ -550,7 +549,7 @@ class Adapters:
             del adapter, reading, tell
 
     def _finish(self, reading: _Reading) -> Callable[[], None] | None:
-        """Note what a reading has brought. Returns what `_settle` returns. With the lock."""
+        """Record the result of a reading. Return the result of `_settle`. The caller holds the lock."""
         adapter, packed, counts, now_ns = reading.adapter, reading.packed, self._counts, self._clock.now_ns()
         del self._reading[adapter.number]
         adapter.stamp = reading.stamp
@@ -571,7 +570,7 @@ class Adapters:
         return None if asked is None else self._settle(asked)
 
     def _load(self, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> None:
-        """Read an adapter and pack it. Never raises: all adapters need the thread."""
+        """Read an adapter and pack it. Errors go into `reading`, because the thread must go on."""
         from penstock.models.adapter_files import AdapterFiles
 
         path = reading.adapter.path
@@ -598,7 +597,7 @@ class Adapters:
             reading.failure = f"{path.name}: {type(error).__name__}. The server's log has the cause."
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
-        """Evict adapters for a reading that needs so many bytes in all. Raises ModelError or `Rejected`."""
+        """Evict adapters until a reading has `num_bytes`. Raises ModelError or `Rejected`."""
         with self._changed:
             reading.num_bytes = 0
             if num_bytes > self._max_bytes:
@@ -630,5 +629,5 @@ def _stamp(path: Path) -> object:
 
 
 def _resolved(path: Path) -> Path:
-    """Return the path without links. Unlike `Path.resolve`, it keeps a link to itself."""
+    """Return the path without links. `Path.resolve` would raise for a link to itself."""
     return Path(os.path.realpath(path))

@@ -1,7 +1,7 @@
-"""The blueprint of a running model: every setting decided, every name, default and size, as frozen values.
+"""The blueprint of a running model: its settings, names and sizes, all decided, as frozen values.
 
-`resolve` makes it from a config and the head of the model's files, `build` makes the running model from it. When an engine has
-failed, the next one is built from the same blueprint.
+`resolve` makes a blueprint of a config and the head of the model's files. `build` makes the running model of the blueprint, and
+replaces a failed engine from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Compute:
     """The backend, and the settings whose defaults depend on it."""
 
     options: BackendConfig
-    """Device and backend are decided."""
+    """The settings, with device and backend decided."""
     kv_dtype: KvDtype
     block_size: int
     max_rows: int
@@ -50,13 +50,13 @@ class Compute:
         return self.options.backend == Backend.NATIVE
 
     def wanted(self, spec: ModelSpec, max_model_len: int | None, window: int = 0) -> Capacity:
-        """Return the capacity of a model whose KV cache has no size yet. Raises ConfigError as `wanted_len`."""
+        """Return the capacity of a model before its KV cache has a size. Raises the ConfigError of `wanted_len`."""
         longest = wanted_len(spec, max_model_len)
         return Capacity(0, self.block_size, self.max_rows, self.max_step_tokens, longest, spec.has_state, window)
 
     @property
     def depth(self) -> int:
-        """Steps in flight."""
+        """Number of steps in flight."""
         return self.options.steps_in_flight or (2 if self.is_on_gpu else 1)
 
     @property
@@ -102,7 +102,7 @@ class Loading:
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
-    """Raise ModelError if no tokenizer can be made of a vocabulary, before weights are converted, which can take minutes."""
+    """Raise ModelError for an unusable vocabulary, before the minutes that converting weights can take."""
     from penstock.text.gguf_vocab import check_vocab
 
     check_vocab(vocab)
@@ -127,7 +127,7 @@ class Blueprint:
     lora: LoraConfig
     adapters: AdapterRoom
     plan: KvPlan | None
-    """The KV cache. None: on a GPU, where `build` measures it with the weights in place."""
+    """Plan of the KV cache. None on a GPU until `build` has loaded the weights and measured the rest."""
     share: MemoryShare
     """The model's part of the machine's memory."""
     tier_folder: Path
@@ -147,6 +147,6 @@ class Blueprint:
 
     @property
     def measured_plan(self) -> KvPlan:
-        """The memory plan of a model that was built."""
+        """The memory plan. Only after `build`."""
         assert self.plan is not None
         return self.plan

@@ -1,4 +1,4 @@
-"""Building: makes a running model of a blueprint, and makes its engine and executor anew after a failure.
+"""Builds a running model from a blueprint, and rebuilds its engine and executor after a failure.
 
 The vocabulary is loaded beside the weights. Imports are inside functions, so that importing this file costs nothing.
 """
@@ -48,11 +48,11 @@ _log = logging.getLogger(__name__)
 class Lasting:
     """The parts of a model that outlive a load: its metrics, adapter names, journal, tenants' use, and seeds.
 
-    The last three are made by the first load. Their imports would delay the weights.
+    The first load makes the last three, because importing them earlier would delay the weights.
     """
 
     def __init__(self, name: str, adapters: Adapters | None, server: ServerConfig, limits: AdmissionLimits) -> None:
-        """`adapters`: None if the model is served without."""
+        """`adapters`: None if the model has none."""
         from penstock.obs.metrics import Metrics
 
         self._server, self.limits = server, limits
@@ -76,7 +76,7 @@ class Lasting:
 
     @cached_property
     def sources(self) -> Sources:
-        """The sources of what requests do not say. With a seed, they repeat."""
+        """Seeds, ids and times for requests. A seed in the settings makes the seeds repeatable."""
         from penstock.deploy.running import Sources
 
         if self._server.seed is None:
@@ -86,9 +86,9 @@ class Lasting:
 
 
 def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting) -> RunningModel:
-    """Return the running model. `model` is the one that the blueprint was resolved with. Close the result.
+    """Return the running model. Close the result. `model`: from `resolve`, together with the blueprint.
 
-    Raises ConfigError if something does not fit, and leaves nothing open then.
+    Raises ConfigError if something does not fit, after closing everything.
     """
     _log_model(blueprint, model)
     # The vocabulary takes about as long as the weights, and both release the GIL for most of the time.
@@ -116,9 +116,9 @@ def seat_of(blueprint: Blueprint, resources: Resources) -> SeatOf:
 
 
 class EngineMaker:
-    """Makes the engines of one model: the first one, and another one each time that the supervisor asks after a failure.
+    """Makes the first engine of a model, and a new engine after each failure, for the supervisor.
 
-    Each engine has an executor of its own, and the store emptied. All have the same observers, so counts go on.
+    Each engine gets its own executor and an emptied store. All share the observers, so counts go on.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class EngineMaker:
         store: BlockStore | None,
         tokenizer: Tokenizer,
     ) -> None:
-        """`executor` and `store` are those of the first engine. `blueprint` has its memory plan."""
+        """`executor` and `store` are for the first engine. `blueprint` has its memory plan."""
         from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
@@ -187,15 +187,15 @@ class EngineMaker:
         return self._engine
 
     def _give_up(self, engine: Engine) -> None:
-        """Keep others from waiting for the threads of a stuck step, and from counting its memory as free."""
+        """Keep other models away from the threads and the memory that a stuck step holds."""
         self._resources.leave_team(self.blueprint.name)
         self._resources.memory.hold_stuck(self.blueprint.name, lambda: engine.is_alive)
 
     def release(self) -> None:
-        """Close recording, adapters and stores, and give the model's memory back. Call this when no engine runs any more.
+        """Close recording, adapters and stores, and give the model's memory back. Call this after the engine has ended.
 
-        The memory of a step that has not come back stays taken until it does. Cyclic references are cut: the garbage collector
-        ignores all objects from before the server began.
+        A stuck step keeps its memory until it returns. Cyclic references are cut, because the garbage collector ignores objects
+        from before the server began.
         """
         if self._recorder is not None:
             self._recorder.close()
@@ -211,7 +211,7 @@ class EngineMaker:
         self._resources.memory.give_back(self.blueprint.name)
 
     def _executor_from_files(self) -> Executor:
-        """Return another executor. The one that failed may still hold its memory."""
+        """Return a new executor. The failed executor may still hold its memory."""
         blueprint, plan = self.blueprint, self.blueprint.measured_plan
         free_bytes = self._resources.memory.available_bytes(blueprint.name, is_restart=True) - RESERVE_BYTES
         room_bytes = device.weight_room_bytes(blueprint.compute, free_bytes - plan.num_bytes - plan.num_step_bytes)
@@ -263,7 +263,7 @@ class EngineMaker:
 
 
 def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_template: ChatTemplate | None) -> RunningModel:
-    """Return the supervisor, which has the first engine made, and everything around it; started."""
+    """Start the supervisor, which makes the first engine, and return the running model around it."""
     from penstock.deploy.running import RunningModel
     from penstock.engine.supervisor import Supervisor
     from penstock.text.dialects import find_dialect
@@ -317,7 +317,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
 
 
 def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
-    """Let adapters of this model be loaded from now on, without a reference to the model's weights."""
+    """Connect the registry to this model, without keeping a reference to the model's weights."""
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 

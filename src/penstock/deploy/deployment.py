@@ -3,8 +3,8 @@
     request --> find --> LOADED: its running model, at once
                          else:   want --> keeper: room, load --> the running model
 
-If a model needs room, others leave (`room` chooses): they take no new users and are closed when the last one has gone, so no
-request ends for another model's sake. Requests wait in `serve`, not here.
+If a model needs room, `room` chooses others to unload. They take no new requests, and are closed when their last request has
+ended. Requests wait in `serve`, not here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 RETRY_NS = 10_000_000_000
 """Time after a failed load in which requests for the model are refused."""
 TEND_AGAIN_NS = 1_000_000_000
-"""Time until the keeper tries again after a fault."""
+"""Time until the keeper tries again after an unexpected error."""
 
 
 class Deployment:
@@ -51,7 +51,7 @@ class Deployment:
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
     ) -> None:
-        """The first model is the default one. `find_new` returns models that have come since its last call.
+        """The first model is the default one. `find_new` returns models that are new in a folder since its last call.
 
         Raises ConfigError if two models or adapters have a name in common, or for a split of an unknown model.
         """
@@ -81,17 +81,17 @@ class Deployment:
         self.splits = tuple(splits)
         check_splits(self.splits, self.names)
         self._news = threading.Condition()
-        """Guards the next four fields. The keeper waits for it."""
+        """Guards the next four fields, and wakes the keeper."""
         self._has_news = False
         self._is_closing = False
         self._wanted: dict[ServedModel, Future[RunningModel]] = {}
-        """In the order of the requests."""
+        """Models to load, in the order of the requests."""
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
-        """Models that an admin unloads, and when they are closed even if they have users."""
+        """Models that an admin unloads, with the time at which their remaining requests are ended, or None."""
         self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
 
     def adapters_of(self, name: str) -> ServedModel | None:
-        """Return the model with a registered or found adapter of this name, or None. Does not ask the disk."""
+        """Return the model with a known adapter of this name, or None. Does not read the disk."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     @classmethod
@@ -122,8 +122,8 @@ class Deployment:
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load these models, as far as they fit beside each other, and start the keeper.
 
-        A failed load is logged, and tried again when a request wants the model. Raises its error if no model could be loaded
-        or the configuration is wrong, and leaves none running then.
+        A failed load is logged, and tried again when a request wants the model. If no model can be loaded, or the
+        configuration is wrong, close all models and raise the error.
         """
         first_error: Exception | None = None
         with contextlib.ExitStack() as started:
@@ -150,14 +150,14 @@ class Deployment:
 
     @cached_property
     def off_loop(self) -> OffLoop:
-        """The threads that read large bodies whose model is not known yet."""
+        """Threads that read large bodies, before the body's model is known."""
         from penstock.deploy.off_loop import OffLoop
 
         return OffLoop(self.default.metrics.count_rejected)
 
     @cached_property
     def sources(self) -> Sources:
-        """Times and ids for what belongs to no model."""
+        """Times and ids for requests without a model."""
         from penstock.deploy.running import Sources
 
         return Sources()
@@ -174,11 +174,11 @@ class Deployment:
 
     @property
     def may_grow(self) -> bool:
-        """Models may be put into a folder while the server runs."""
+        """Whether models can be added to a folder while the server runs."""
         return self._find_new is not None
 
     def look(self) -> None:
-        """Take in models that have come, and note which have gone. Reads the disk. Returns at once if another thread looks."""
+        """Add new models of the folder, and note removed ones. Reads the disk. Returns at once if another thread does."""
         if self._find_new is None or not self._looking.acquire(blocking=False):
             return
         try:
@@ -197,12 +197,12 @@ class Deployment:
 
     @property
     def running(self) -> tuple[RunningModel, ...]:
-        """The loaded models, including those that leave."""
+        """The loaded models, including those about to be unloaded."""
         return tuple(running for one in self.served if (running := one.running) is not None)
 
     @property
     def staying(self) -> tuple[RunningModel, ...]:
-        """The loaded models that take new users."""
+        """The loaded models that take new requests."""
         return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
 
     def find(self, name: str | None) -> ServedModel | None:
@@ -211,11 +211,11 @@ class Deployment:
         return served if served is None or served.is_there else None
 
     def part_of(self, name: str | None, tenant: str, unit: str) -> ServedModel | None:
-        """Return the model that answers a request. If its name is split, `unit` decides."""
+        """Return the model that answers a request. For a split name, `tenant` and `unit` decide."""
         return self.find(part_of(self.splits, self.default.name if name is None else name, tenant, unit))
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
-        """Return a future of the loaded model, which all callers share: do not cancel it. It fails with `Rejected`."""
+        """Load the model if necessary. Return a future that callers share, so do not cancel it. It fails with `Rejected`."""
         with self._news:
             failure = self._refusal(served)
             if failure is not None:
@@ -230,9 +230,9 @@ class Deployment:
             return future
 
     def expected_wait_s(self, served: ServedModel) -> float:
-        """Return the expected wait of a request for the model: for earlier loads, for room, and for its own load.
+        """Return the expected wait for the model: for earlier loads, for room, and for its own load.
 
-        Users of a model that leaves may stay longer; that can't be known.
+        Running requests of a model that makes room may take longer than expected.
         """
         line = list(dict.fromkeys([*self._wanted, served]))
         line = line[: line.index(served) + 1]
@@ -244,10 +244,10 @@ class Deployment:
         return room_ns / 1e9 + sum(_load_s(one) for one in line if one.state is not ModelState.LOADED)
 
     def unload(self, served: ServedModel, timeout_s: float | None = None) -> Future[None]:
-        """Unload a model that is not fixed. The future is done when its memory is free. A request loads it again.
+        """Unload a model that is not fixed. The future is done when the memory is free. A later request loads the model again.
 
-        `timeout_s`: time after which requests that still use it are ended. None: wait for them. The future fails with
-        `Rejected` if the server shuts down.
+        `timeout_s`: time after which running requests are aborted. None: wait for them. The future fails with `Rejected` if
+        the server shuts down.
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
         with self._news:
@@ -259,9 +259,9 @@ class Deployment:
         return future
 
     def keep(self, served: ServedModel, idle_ns: int) -> None:
-        """Replace the idle time after which a model leaves, until it leaves. Below 0: it stays.
+        """Set after how much idle time the model is unloaded, until it is. Below 0: never.
 
-        Has no effect on a model without the setting.
+        Has no effect on a model without `idle_unload_ns`.
         """
         with self._news:
             served.kept_idle_ns = idle_ns
@@ -284,7 +284,7 @@ class Deployment:
     def close(self, timeout_s: float = 0.0) -> bool:
         """Drain all models for up to `timeout_s` together, and close them. Idempotent.
 
-        Returns whether nothing had to be aborted. A load that takes longer is left to the end of the process.
+        Returns whether nothing had to be aborted. A load that takes longer ends with the process.
         """
         self.drain()
         end_s = time.monotonic() + timeout_s
@@ -312,9 +312,9 @@ class Deployment:
                 self._has_news = False
 
     def tend(self) -> int | None:
-        """Do everything that is due. Returns when more will be due, or None if only an event can bring more.
+        """Load and unload whatever is due. Return when to call again, or None to wait for an event.
 
-        The keeper's thread calls this, or a test without one.
+        The keeper's thread calls this; tests without that thread call it directly.
         """
         due_ns = [self._leave_unwanted(), self._leave_idle()]
         self._close_unused()
@@ -323,7 +323,7 @@ class Deployment:
         return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
 
     def _leave_unwanted(self) -> int | None:
-        """Have broken and unloaded models leave, and close those whose time is over."""
+        """Begin to unload broken and unwanted models, and close those past their time limit."""
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
@@ -363,14 +363,14 @@ class Deployment:
         return min(due_ns, default=None)
 
     def _load_wanted(self) -> int | None:
-        """Load wanted models that have room, and have others leave for those that lack it.
+        """Load wanted models that fit, and unload others to make room.
 
-        Models leave for the first in line first. A later one may be loaded earlier if both will fit.
+        The first model in line gets room first. A later one can be loaded earlier if both will fit.
         """
         with self._news:
             wanted = list(self._wanted)
         room_bytes: int | None = None
-        """Bytes left when all that leave have left and all earlier ones in the line are loaded."""
+        """Bytes left after all pending unloads and the loads of earlier models in line."""
         for served in wanted:
             if served.state is ModelState.LOADED:  # it was unloaded, or broke, since this pass began
                 continue
@@ -394,7 +394,7 @@ class Deployment:
         return None
 
     def _plan(self, served: ServedModel) -> MemoryShare:
-        """Return the memory that a model will take. Raises NotEnoughMemory if it can never have that, or what `plan` raises."""
+        """Return the memory that a model will take. Raises NotEnoughMemory if it can never fit, and the errors of `plan`."""
         if served.share is None:
             served.share = served.plan()
         kept = [one.num_bytes for one in self.served if one.is_kept and one.running is not None and one is not served]
@@ -410,7 +410,7 @@ class Deployment:
         return served.share
 
     def _make_room(self, served: ServedModel, leaving: tuple[ServedModel, ...]) -> int:
-        """Have the chosen models leave, and close unused ones at once. Returns the bytes that this will free."""
+        """Begin to unload the chosen models, and close unused ones at once. Return the bytes that this will free."""
         num_bytes = sum(one.num_bytes for one in leaving)
         for one in leaving:
             _log.info("%s leaves to make room for %s", one.name, served.name)
@@ -419,7 +419,7 @@ class Deployment:
         return num_bytes
 
     def _load(self, served: ServedModel) -> None:
-        """Load a model and set its future. Raises the errors of `ServedModel.load`."""
+        """Load a model and resolve its future. Raises the errors of `ServedModel.load`."""
         served.state = ModelState.LOADING
         began_ns = self.clock.now_ns()
         running = served.load()
@@ -469,7 +469,7 @@ class Deployment:
                 self._close(served)
 
     def _close(self, served: ServedModel) -> None:
-        """Close a model that leaves, and end the requests that still use it."""
+        """Close a model, and abort requests that still use it."""
         assert served.running is not None
         running = served.running
         try:
@@ -485,12 +485,12 @@ class Deployment:
     # --- for both sides ---
 
     def _notify(self) -> None:
-        """Wake the keeper. Call this with the lock."""
+        """Wake the keeper. The caller holds the lock."""
         self._has_news = True
         self._news.notify_all()
 
     def _on_unused(self, served: ServedModel) -> None:
-        """Wake the keeper if it may have waited for the last user of this model."""
+        """Wake the keeper if it may wait for this model's last request."""
         if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
             with self._news:
                 self._notify()
@@ -510,7 +510,7 @@ class Deployment:
 
 
 def _load_s(served: ServedModel) -> float:
-    """Return the time of the last load, or a guess: a second, and 400 MB of weights a second."""
+    """Return the time of the last load, or a guess: one second, plus the weights at 400 MB/s."""
     if served.load_ns:
         return served.load_ns / 1e9
     return 1.0 + (0 if served.share is None else served.share.num_weight_bytes / 400e6)

@@ -15,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 def num_threads(backend: BackendConfig, cores: Cores) -> int:
-    """Return the number of threads that compute: the setting, or what suits the machine."""
+    """Return the number of threads that compute: the setting, or `cores.num_threads`."""
     return backend.threads or cores.num_threads
 
 
 def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
     """Return the CPUs to which threads are pinned, one each; empty: threads move.
 
-    Raises ConfigError for fewer threads than cores: in containers with a quota, all servers would pin the first cores.
+    Raises ConfigError for fewer threads than cores: containers with a quota would all pin the same first cores.
     """
     if not backend.pin_threads:
         return ()
@@ -37,7 +37,7 @@ def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
 
 
 def memory_nodes(cores: Cores) -> tuple[int, ...]:
-    """Return the memory nodes over which weights and KV cache are spread, unless there is one or the system refuses."""
+    """Return the memory nodes to spread weights and KV cache over. Empty for a single node, or if the system refuses."""
     from penstock.backends import native
 
     if (refusal := native.spreading_refusal(cores.memory_nodes)) is None:

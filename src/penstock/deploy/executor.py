@@ -1,4 +1,4 @@
-"""The executor: makes the backend that a blueprint names. On a GPU the first one measures what its KV cache can take."""
+"""Makes the executor of the backend that a blueprint names. On a GPU, the first executor measures the room for its KV cache."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ EXECUTORS: Mapping[str, str] = {
 
 BAR_DELAY_S = 1.0
 CAPTURE_SECONDS = 10.0
-"""Time for graphs at a start. The rest are captured when a step needs them."""
+"""Time to capture CUDA graphs at a start. The others are captured when a step needs them."""
 
 _log = logging.getLogger(__name__)
 SeatOf: TypeAlias = "Callable[[int, Sequence[int]], tuple[Team, Account]]"
-"""Returns the team of so many threads, pinned to such CPUs, and the model's account for its turns there."""
+"""Takes a number of threads and the CPUs to pin them to. Returns the team of threads, and the model's account there."""
 
 
 def first_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) -> tuple[Blueprint, Executor]:
-    """Return the blueprint with its memory plan, which a GPU measures, and the executor with the model's weights.
+    """Return the blueprint with its memory plan, measured on a GPU, and the executor with the model's weights.
 
-    Raises ConfigError if they do not fit.
+    Raises ConfigError if the weights or the KV cache do not fit.
     """
     if not blueprint.compute.is_on_gpu:
         return blueprint, build_executor(blueprint, model, seat_of)
@@ -108,7 +108,7 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
 
 @contextmanager
 def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
-    """Show how many bytes were loaded, once that takes longer than `BAR_DELAY_S`. Yield None if there is no terminal."""
+    """Yield a function that counts loaded bytes on a bar, shown after `BAR_DELAY_S`, or None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -125,7 +125,7 @@ def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
 
 
 def _profile(blueprint: Blueprint, model: LoadedModel) -> tuple[CudaExecutor, Usage]:
-    """Return an executor with a small KV cache, and what it takes of the GPU's memory without that cache."""
+    """Return an executor with a small KV cache, and the GPU memory that it takes without the cache."""
     from penstock.backends.cuda.memory import GpuMemory, no_blocks, profile
     from penstock.engine.transfers import num_staged_blocks
 
@@ -168,10 +168,10 @@ def _make_ready(executor: CudaExecutor, blueprint: Blueprint) -> None:
 
 
 def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
-    """Return the tokens of the longest request, whatever the memory holds.
+    """Return the tokens of the longest request, regardless of memory.
 
-    Every executor on a GPU is made for this length first: it decides which part of their bias stored keys lack, and a file of
-    the disk tier outlives the executor.
+    Every GPU executor is first made for this length. The length decides which keys are stored without bias, and a file of the
+    disk tier must stay readable by later executors.
     """
     if model.encoder is not None:
         return blueprint.measured_plan.capacity.max_model_len

@@ -1,5 +1,5 @@
-"""The file for a mixture's experts (--experts-on-disk). The native backend fills it. The system keeps in memory what has room
-there, and reads the rest again when a token needs it."""
+"""The file for a mixture model's experts (--experts-on-disk). The native backend writes and maps the file. The system keeps as
+much of it in memory as fits, and reads the rest when a token needs it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_disk(folder: Path, model: LoadedModel) -> None:
 
 
 def disk_words(model: LoadedModel, room_bytes: int) -> str:
-    """Say what to expect if memory has `room_bytes` for the experts."""
+    """Describe the expected speed if memory has `room_bytes` for the experts."""
     mlps = [layer.mlp for layer in model.spec.layers if isinstance(layer.mlp, ExpertsMlp)]
     share = max(mlp.num_experts_per_token / mlp.num_experts for mlp in mlps)
     read_bytes, held = share * model.num_expert_bytes, min(1.0, max(0, room_bytes) / model.num_expert_bytes)
@@ -64,9 +64,9 @@ def disk_words(model: LoadedModel, room_bytes: int) -> str:
 
 @contextmanager
 def expert_file(folder: Path | None, model: LoadedModel) -> Iterator[int | None]:
-    """Open a nameless empty file in the folder, which the system deletes when nothing maps it any more. None without a folder.
+    """Yield a nameless empty file in the folder, or None without a folder. The system deletes the file when no process maps it.
 
-    Raises ConfigError if the disk fails, also later in the block.
+    Raises ConfigError if the disk fails, also inside the block.
     """
     if folder is None:
         yield None

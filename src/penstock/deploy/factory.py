@@ -1,4 +1,4 @@
-"""The factory: turns configs into running models. The command line, the Python API and tests call it.
+"""Turns configs into running models. The command line, the Python API and tests call this.
 
     start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
     serve_model        config, source -> ServedModel: loads it when the deployment wants it, by
@@ -56,8 +56,8 @@ def locate(config: Config) -> ModelSource:
 def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, str], Config] | None = None) -> Deployment:
     """Return a model for each config, on one machine. The first is the default one. Close the result.
 
-    `config_of_found`: returns the config for the name and path of a model that is put into `models_dir` later. Raises the
-    errors of `locate` and `start_model`, and ConfigError for two models with one name, and leaves none running then.
+    `config_of_found` returns the config of a model that is added to `models_dir` later, from name and path. Raises the errors
+    of `locate` and `start_model`, and ConfigError for two models with one name, after closing all models.
     """
     from penstock.deploy.deployment import Deployment
 
@@ -86,9 +86,9 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 
 
 def _num_at_once(configs: Sequence[Config]) -> int:
-    """Return how many models the memory should have room for, which limits KV caches without a set size.
+    """Return for how many models to leave room when sizing KV caches without a set size.
 
-    Two of the models that requests load are likely to be in memory at once.
+    Models that load on request count as two at most: rarely more are in use at once.
     """
     num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
     num_more = 2 if configs[0].sharing.models_dir is not None else len(configs) - num_at_start
@@ -102,7 +102,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
-    """Return the model of a source that is present, not loaded yet. Raises ConfigError for bad names of adapters."""
+    """Return the model of a present source, without loading it. Raises ConfigError for bad names of adapters."""
     from penstock.deploy.served import ServedModel
     from penstock.models.facts import read_facts
 
@@ -129,13 +129,13 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
 
 
 def make_lasting(config: Config, source: ModelSource) -> Lasting:
-    """Return the parts of a model that outlive its loads. Raises ConfigError as `open_adapters`."""
+    """Return the parts of a model that outlive its loads. Raises the ConfigError of `open_adapters`."""
     name = served_names(config, source)[0]
     return Lasting(name, open_adapters(config.lora), config.server, admission_limits(config.admission))
 
 
 def _check_stays(config: Config) -> None:
-    """Refuse a model on a GPU that comes late or leaves: its memory there is planned at the start."""
+    """Refuse to load or unload a model on a GPU later: GPU memory is planned at the start."""
     for flag, is_set in (
         ("--load-on request", config.sharing.load_on != Load.START),
         ("--idle-unload", config.sharing.idle_unload_s),
@@ -170,7 +170,7 @@ def open_adapters(lora: LoraConfig) -> Adapters | None:
 
 
 def plan_share(config: Config, source: ModelSource, resources: Resources) -> MemoryShare:
-    """Return the memory that the model will take beside the others. Reads the head of its files. Raises as `start_model`."""
+    """Return the memory that the model will take. Reads the head of its files. Raises the errors of `start_model`."""
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
     machine = resources.machine(served_names(config, source)[0])
@@ -182,8 +182,8 @@ def start_model(
 ) -> RunningModel:
     """Return the model of a source that is present, ready for requests. Close the result.
 
-    `resources`: those of the deployment. A model alone has its own. `lasting`: what an earlier load of the model left. Raises
-    ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
+    `resources`: shared by the deployment's models; by default, new ones. `lasting`: the parts kept from an earlier load. Raises
+    ModelError or ConfigError if the model can't be loaded or does not fit the machine.
     """
     resources, name = resources or Resources(), served_names(config, source)[0]
     try:
@@ -216,7 +216,7 @@ def _start(config: Config, source: ModelSource, resources: Resources, lasting: L
 
 
 def open_executor(config: Config, source: ModelSource) -> tuple[Blueprint, LoadedModel, Executor]:
-    """Return what a server would have, for callers that run steps without one. Close the executor. Raises as `start_model`."""
+    """Return an executor to run steps without a server. Close the executor. Raises the errors of `start_model`."""
     resources = Resources()
     blueprint, model = resolve(config, source, resources.machine(""))
     blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))

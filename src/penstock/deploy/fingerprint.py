@@ -1,4 +1,4 @@
-"""Fingerprints of a running model: short names for everything that its numbers, and so its answers, depend on."""
+"""Fingerprints of a running model: hashes of everything that its KV cache or its answers depend on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Path | None = None) -> bytes:
-    """Return 32 bytes that change with everything that the bytes of a KV block depend on.
+    """Return a hash of everything that the bytes of a KV block depend on.
 
-    `merged`: the adapter in the weights. Raises OSError if the model's files can't be read.
+    `merged`: the adapter that is merged into the weights. Raises OSError if the model's files can't be read.
     """
     from penstock.models.load import fingerprint
 
@@ -34,11 +34,10 @@ def system_fingerprint(
     merged: Path | None = None,
     parsers: tuple[str, str] = ("auto", "auto"),
 ) -> str:
-    """Return `fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat
-    template and its `parsers` (of tools and reasoning), sampling defaults, end tokens, kernels, number types, version.
+    """Return `fp_` and 16 hex digits: a hash of everything but request and `max_model_len` that an answer depends on.
 
-    The times of files do not count, so that servers of the same model on equal machines have the same. Raises OSError if the
-    model's files can't be read.
+    Includes weights, chat template, `parsers` (of tools and reasoning), sampling defaults, end tokens, kernels, number types
+    and version. Leaves out the files' times, so that equal servers agree. Raises OSError if the files can't be read.
     """
     from penstock.models.load import fingerprint
 
@@ -55,7 +54,7 @@ def _merged(path: Path | None, *, has_times: bool) -> list[object]:
 
 
 def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[object]:
-    """Return what the numbers depend on beside the weights."""
+    """Return everything but the weights that computed numbers depend on."""
     from penstock import __version__
 
     parts: list[object] = [__version__, compute.options.backend, getattr(executor, "variant", ""), *_kernels(compute)]
@@ -67,7 +66,7 @@ def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[o
 
 
 def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
-    """Return, for each rotation, the column pairs of keys that are stored without their bias. The longest request decides."""
+    """Return, for each rotation, the column pairs of keys stored without bias. They depend on the longest request."""
     from penstock.models.architectures import describe
     from penstock.models.program import KvWrite
     from penstock.models.rope import still_pairs
@@ -78,7 +77,7 @@ def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[obje
 
 
 def _kernels(compute: Compute) -> Sequence[object]:
-    """Return names of the code that computes."""
+    """Return facts that identify the kernels."""
     if compute.is_on_gpu:
         from penstock.backends import cuda
 

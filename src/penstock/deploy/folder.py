@@ -1,4 +1,4 @@
-"""The folder of `--models-dir` while the server runs: what is put there becomes a model of the deployment.
+"""The folder of `--models-dir` while the server runs: files added there become models of the deployment.
 
 A request's name is compared with the folder's entries, and never made into a path.
 """
@@ -16,7 +16,7 @@ from penstock.types.errors import PenstockError
 _log = logging.getLogger(__name__)
 
 MAX_FOUND = 1000
-"""Most models that are taken in. Each one keeps its metrics, also when its file is gone."""
+"""Most models added while the server runs. Each keeps its metrics, even when its file is removed."""
 
 
 class ModelFolder:
@@ -51,7 +51,7 @@ class ModelFolder:
         return found
 
     def _log_once(self, text: str, *values: object) -> None:
-        """Log once: every request with an unknown name makes the server look."""
+        """Log an error once in the life of this object: every request for an unknown name looks here."""
         if not self._has_logged:
             self._has_logged = True
             _log.error(text, *values)

@@ -1,7 +1,7 @@
-"""Forecasts: the server that a config would make, and all that it would refuse. `penstock show`, `plan` and `simulate` ask.
+"""Forecasts of a server, for `penstock show`, `plan` and `simulate`: the memory that a config would take, and what is wrong.
 
-The machine need not be here. The checks and the memory plan are those of a start, but no weight is read and no kernel runs. A
-GPU's steps are measured at a start. Here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
+The checks and the memory plan are the same as at a start, but no weight is read and no kernel runs. The machine can be another
+one. A start measures a GPU's steps; here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from penstock.types.vocab import GgufVocab
 
 ASSUMED_GPU_STEP_BYTES = 2 << 30
-"""Activations of the largest step, graphs, kernels and workspaces of libraries."""
+"""GPU memory for activations of the largest step, graphs, kernels and workspaces of libraries."""
 ASSUMED_SYSTEM_BYTES = 1 << 30
-"""Memory of a machine from the table that its system and other processes take."""
+"""Memory for the system and other processes on a machine from the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A model's description, and what its weights take in the memory of a backend."""
+    """A model's description, and the memory that its weights take in a backend."""
 
     name: str
     spec: ModelSpec
     num_weight_bytes: int
     num_disk_bytes: int
-    """The part of them that lies in a file: experts with --experts-on-disk."""
+    """The part of the weights in a file: experts with --experts-on-disk."""
     num_read_bytes: int
     """Weights that a step reads. An embedding counts only if it is also the output matrix."""
     is_quantised: bool
-    """Most bytes of its products are weights with 8 bits or less."""
+    """Whether most bytes of the matrix products are weights of at most 8 bits."""
     is_assumed: bool
-    """There are no weights: they are assumed to be bf16."""
+    """Whether the weights are missing, and assumed to be bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
 
 
 def require_answers(name: str, spec: ModelSpec, what: str) -> None:
-    """Raise ConfigError for a model that only reads texts. `what`: the command, which covers models that write text."""
+    """Raise ConfigError for a model that only reads texts. `what`: the command, for the message."""
     if spec.ending is not None:
         raise ConfigError(
             f"{name} reads texts and writes none, and {what} knows only models that write.",
@@ -183,30 +183,30 @@ class Refusal:
     """A check that failed."""
 
     check: str
-    """The thing that was checked: weights, tokenizer, chat template, sampling, backend, disk or memory."""
+    """The checked part: weights, tokenizer, chat template, sampling, backend, disk or memory."""
     cause: str
     remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appraisal:
-    """A model's facts, all that a server would refuse, and the memory that it would take."""
+    """A model's facts, the reasons why a server could not start, and the memory that it would take."""
 
     facts: ModelFacts
     refusals: tuple[Refusal, ...]
     """Empty if a server can be started."""
     model: LoadedModel | None
-    """None if the weights or the settings are refused. The fields below are unknown then."""
+    """None if the weights are refused. The fields below are None then, too."""
     outline: Outline | None
     forecast: Forecast | None
-    """The memory plan on this machine's processors. None if that fails, too, or for an encoder, which has no KV cache."""
+    """The memory plan on this machine's CPU. None if planning fails, or for an encoder, which has no KV cache."""
     num_free_bytes: int
 
 
 def appraise(config: Config, source: ModelSource) -> Appraisal:
-    """Check a source that is present, for a server on this machine's processors. Raises ModelError if it can't be read.
+    """Check a present source for a server on this machine's CPU. Raises ModelError if it can't be read.
 
-    A check that fails does not prevent the others.
+    All checks run, even after one has failed.
     """
     from penstock.models.facts import read_facts
     from penstock.models.generation import obeying
@@ -241,7 +241,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
 @contextmanager
 def _check(name: str, refusals: list[Refusal]) -> Iterator[None]:
-    """Note the error that ends the block."""
+    """Append the error that ends the block to `refusals`."""
     try:
         yield
     except PenstockError as error:
@@ -295,10 +295,10 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 
 
 def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> ServerSettings:
-    """Return the policies, the door's limits and the capacity that the config would give a server.
+    """Return the policies, admission limits and capacity of a server with this config.
 
-    `num_blocks`: KV blocks for requests; no model is needed then. None: as many as the server would take on this machine now
-    for the config's model, whose files must be here. Raises PenstockError.
+    `num_blocks`: KV blocks for requests. None: as many as the server would take on this machine now, which needs the model's
+    files. Raises PenstockError.
     """
     from penstock.lab.virtual_server import ServerSettings
 
@@ -328,7 +328,7 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
 
 
 def kv_bytes_per_token(config: Config) -> int:
-    """Return the bytes of a position in a KV block of the config's model, with its share of the block's state."""
+    """Return the bytes of one token in the KV cache of the config's model, including its share of recurrent state."""
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     size = compute.block_size
     return -(-footprint.block_bytes(_load(config).spec, compute.kv_dtype, size) // size)

@@ -1,10 +1,10 @@
-"""Work on requests: small work on the event loop, other work in threads, so that other clients' tokens flow on.
+"""Runs small work on requests on the event loop, and other work in threads, so that other clients' tokens flow on.
 
     size        up to `INLINE_MAX_SIZE`    up to `LARGE_SIZE`    above
     done by     the event loop             two threads           one thread
 
-Grammars have two more threads, and chat templates one, whatever their size: there tenants take turns (`FairLine`). The work
-must not touch what belongs to the event loop. Nothing waits for the threads when the server ends.
+Grammars have two more threads, and chat templates one, whatever the size; tenants take turns there (`FairLine`). Work in
+threads must not touch objects of the event loop. The server ends without waiting for the threads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _Result = TypeVar("_Result")
 INLINE_MAX_SIZE = 4096
 """Characters or bytes that take about a millisecond (tokenising, templates, checks in Python)."""
 LARGE_SIZE = 1 << 16
-"""Larger work has its own line, so that it does not delay the prompts that people write."""
+"""Larger work has its own queue, so that it does not delay prompts that people type."""
 MAX_JOBS = 1024
 MAX_GRAMMARS = 32
-"""Different grammars of one tenant that wait. The door limits all tenants together."""
+"""Most waiting grammars of one tenant. Admission limits all tenants together."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Characters or bytes in a line, and of one tenant's grammars or conversations: four of the largest bodies."""
+"""Most characters or bytes in a queue, or of one tenant's grammars or conversations: four of the largest bodies."""
 MAX_RENDER_S = 10.0
-"""Longest time until a conversation is a prompt, including the conversations before it."""
+"""Time limit for making a prompt of a conversation, including the wait for earlier ones."""
 RETRY_AFTER_S = 5.0
 
 
@@ -46,7 +46,7 @@ def give_way() -> None:
 
 
 class OffLoop:
-    """Bounded lines of work. For the event loop; any thread may call `close`."""
+    """Bounded queues of work for the event loop. Any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
@@ -67,7 +67,7 @@ class OffLoop:
         return await line.do(size, work)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for chat templates: always in a thread, in turn with other tenants. QUEUE_FULL if it takes too long."""
+        """As `run`, for chat templates: always in a thread, in turn with other tenants, for at most `MAX_RENDER_S`."""
         try:
             async with asyncio.timeout(MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", tenant, size, work)
@@ -89,7 +89,7 @@ class OffLoop:
         return work()
 
     def close(self) -> None:
-        """Begin no more work, and do not wait. Idempotent.
+        """Begin no more work. Return at once. Idempotent.
 
         Callers that wait for a grammar or a template get an error at once, also if the work has begun.
         """
@@ -128,7 +128,7 @@ class _Line:
         self._size = 0
 
     def is_full(self, size: int) -> bool:
-        """A job that is larger than the bound itself is admitted alone."""
+        """Return whether the queue has no room. A job above the size limit still fits an empty queue."""
         return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
     async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
@@ -167,7 +167,7 @@ async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Re
 
 
 class _Closed(Rejected):
-    """The lines are closed."""
+    """Raised after `close`."""
 
 
 def _shutting_down() -> _Closed:
@@ -177,22 +177,22 @@ def _shutting_down() -> _Closed:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work that one or more requests wait for, of one or more tenants."""
+    """Work that requests of one or more tenants wait for."""
 
     key: Hashable
     size: int
     work: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
-    """Cancelled if no request wants the result, or if the line was closed."""
+    """Cancelled if no request waits for the result, or by `close`."""
     waiting: Counter[str] = field(default_factory=Counter)
-    """Requests that wait for it to begin, by tenant. Empty when it has begun."""
+    """Number of waiting requests by tenant. Empty once the work has begun."""
 
 
 class FairLine:
-    """Jobs that a few threads do, in turn between tenants. Thread-safe.
+    """A queue of jobs for a few threads, which tenants take turns to use. Thread-safe.
 
-    Each tenant has a queue and at most one thread. After a job, it goes to the end of the order. So a new tenant waits for at
-    most one job of each other tenant.
+    Each tenant has its own queue and at most one thread. After a job, its tenant goes to the end of the line, so a new tenant
+    waits for at most one job of each other tenant.
     """
 
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int) -> None:
@@ -203,16 +203,16 @@ class FairLine:
         self._max_size = max_size
         self._lock = threading.Lock()
         self._queues: dict[str, dict[Job, None]] = {}
-        """Jobs that have not begun, the oldest first, by tenants in the order of their turns."""
+        """Waiting jobs by tenant, oldest first. Tenants are in the order of their turns."""
         self._at_work: dict[str, Job] = {}
         self._shared: dict[Hashable, Job] = {}
-        """Jobs with a key that have not ended."""
+        """Unfinished jobs that have a key, by key."""
         self._is_closed = False
 
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
-        """Return a job in the tenant's queue, or the one with this key of any tenant. None if the queue is full.
+        """Queue a job for the tenant, or join the job of any tenant with this key. Return None if the queue is full.
 
-        A job that is larger than the bound itself is admitted alone.
+        A job above the size limit still fits an empty queue.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -235,7 +235,7 @@ class FairLine:
             return job
 
     def leave(self, tenant: str, job: Job) -> None:
-        """Let one request of the tenant go. A job that no request waits for is dropped, unless it has begun."""
+        """Stop one of the tenant's requests from waiting. Drop the job if it has not begun and no request waits."""
         with self._lock:
             if tenant not in job.waiting:
                 return
@@ -247,7 +247,7 @@ class FairLine:
                 self._shared.pop(job.key, None)
 
     def close(self) -> None:
-        """Cancel waiting jobs, and the results of those that have begun. Does not wait. Idempotent."""
+        """Cancel waiting jobs, and the results of running ones. Return at once. Idempotent."""
         with self._lock:
             self._is_closed = True
             jobs = {job for queue in self._queues.values() for job in queue}
@@ -261,7 +261,7 @@ class FairLine:
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
-        """Begin jobs while threads are idle. Call this with the lock."""
+        """Begin jobs while threads are idle. The caller holds the lock."""
         while len(self._at_work) < self._num_threads:
             tenant = next((tenant for tenant in self._queues if tenant not in self._at_work), None)
             if tenant is None:
@@ -272,14 +272,14 @@ class FairLine:
             self._pool.submit(self._do, tenant, job)
 
     def _take_out(self, tenant: str, job: Job) -> None:
-        """Remove a job from the tenant's queue. Call this with the lock."""
+        """Remove a job from the tenant's queue. The caller holds the lock."""
         del job.waiting[tenant]
         del self._queues[tenant][job]
         if not self._queues[tenant]:
             del self._queues[tenant]
 
     def _do(self, tenant: str, job: Job) -> None:
-        """Do a job, on a thread of the pool."""
+        """Do a job in a thread of the pool."""
         try:
             result, error = job.work(), None
         except BaseException as raised:

@@ -1,4 +1,4 @@
-"""Policies: turns a config's names and settings into a recipe for the scheduler's policies, and into the door's limits."""
+"""Turns a config's names and settings into a recipe for the scheduler's policies, and into the limits of admission."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ SETTING_FLAGS: Mapping[str, str] = {
     "share": "--kv-watermark",
     "rest_ns": "--kv-rest",
 }
-"""Field of a policy -> the flag that sets it."""
+"""The flag that sets each field of a policy."""
 _OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor")
-"""Settings that mean nothing to texts, whose requests do not grow."""
+"""Settings without effect on texts: their requests do not grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecipe:
-    """Policies that were chosen and checked. Each scheduler has some of its own, since they remember requests."""
+    """The chosen and checked policies. Each scheduler makes its own objects, because policies keep state."""
 
     make: Callable[[], Policies]
     words: Mapping[str, str]
-    """Seam -> name and settings of its policy."""
+    """Name and settings of each policy, by its seam, such as `order`."""
     reads_priority: bool
-    """The waiting order looks at `Request.priority`."""
+    """Whether the waiting order uses `Request.priority`."""
 
     def max_running(self, capacity: Capacity) -> int:
-        """Return how many requests may run at once. Raises ConfigError for a batch that does not fit."""
+        """Return how many requests may run at once. Raises ConfigError for a batch size that does not fit."""
         return self.make().gate.max_running(capacity)
 
 
 def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecipe:
-    """Return the preset's policies, with those that the config names in their place. `is_one_pass` is that of `Capacity`.
+    """Return the preset's policies, replaced by those that the config names. `is_one_pass`: as in `Capacity`.
 
     Raises ConfigError for settings that would change nothing.
     """
@@ -94,8 +94,7 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
 
 
 def _preset(config: Config, *, is_one_pass: bool) -> str:
-    """Return the preset's name. A static or dynamic batch of texts has its own preset, which does not divide it into short
-    steps."""
+    """Return the preset's name. Static and dynamic batches of texts have presets that do not split a batch into steps."""
     from penstock.sched.policies.presets import TEXTS_PRESET, USUAL_PRESET
 
     chosen = config.scheduler
@@ -153,7 +152,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
 
 
 def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
-    """Refuse an eviction that would change nothing."""
+    """Refuse an eviction policy that would change nothing."""
     if kv.kv_eviction is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
     if kv.kv_rest_s is not None and not kv.prefix_caching:
@@ -166,7 +165,7 @@ def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
 
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
-    """Return the settings as the door reads them."""
+    """Return the limits of admission that the settings give."""
     from penstock.admission.door import AdmissionLimits
 
     return AdmissionLimits(

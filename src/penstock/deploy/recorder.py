@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from penstock.obs.recording import Recorder
 
     OpenRecorder = Callable[[str, str | None, Executor, Clock], Recorder]
-    """Begins the recording of a model: its name, backend and executor, and the clock."""
+    """Takes a model's name, backend and executor and the clock, and begins its recording."""
 
 NOT_RECORDED = "not recorded"
 
 
 def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenRecorder | None:
-    """Return the function that begins the recording of a server whose KV cache, scheduler and backend have these settings.
+    """Return a function that begins the recording, or None if the server records nothing.
 
-    None without a recording. Both raise ConfigError if the file can't be begun.
+    `parts`: the configs to write into the header. Raises ConfigError, like the function, if the file can't be written.
     """
     if server.record is None:
         return None
@@ -79,7 +79,7 @@ def _about(settings: Mapping[str, object], name: str, backend: str | None, execu
 
 
 def _recorded(key: str, value: object, has_names: bool) -> object:
-    """Hide a value that may name tenants or files: a policy's arguments, or a policy from a user's file."""
+    """Return a setting's value, hidden if it may name tenants or files, such as a policy's arguments."""
     from penstock.sched.policies.own import is_own
 
     if has_names or not (key.endswith("_args") or (isinstance(value, str) and is_own(value))):

@@ -1,4 +1,4 @@
-"""Resolving: turns a config, a model's files and the machine into a blueprint. Only the head of the files is read.
+"""Turns a config, a model's files and the machine into a blueprint. Reads only the head of the files.
 
 --device   --backend    without          native, reference   cuda
 auto                    a GPU if usable  the CPU             a GPU
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ADAPTED = ("q", "k", "v", "o")
-"""Ends of the names of weights that nearly every adapter changes."""
+"""Suffixes of the weights that nearly every adapter changes."""
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
-    """Return the blueprint of a model whose files are present, and the model, whose weights are not read yet.
+    """Return the blueprint of a model with present files, and the model, without reading its weights.
 
-    A KV cache without a set size takes a part of the memory that is free for the model, or with several models of what all of
-    them have: its size then does not depend on which others are loaded. Raises ModelError or ConfigError, with a remedy, if
-    the model can't be loaded or does not fit the machine.
+    A KV cache without a set size takes a part of the free memory. With several models, it takes a part of the total instead,
+    so that its size does not depend on which others are loaded. Raises ModelError or ConfigError if the model can't be loaded
+    or does not fit the machine.
     """
     compute = decide(config)
     check_block_size(compute)
@@ -118,13 +118,16 @@ def nanoseconds(seconds: float | None) -> int | None:
 
 
 def served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
-    """Return the names that clients may use. Answers have the first."""
+    """Return the names that clients may use. Answers show the first one."""
     return config.model.served_model_names or (source.name,)
 
 
 def aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
-    """Return the names that users may know as well: those in the settings and, unless they chose the model's name themselves,
-    what they wrote and the catalogue's."""
+    """Return further names that clients may use.
+
+    These are the settings' aliases and, unless `served_model_name` is set, the model as the user wrote it and its catalogue
+    aliases.
+    """
     known = () if config.model.served_model_names else (*(source.entry.aliases if source.entry else ()), config.model.model)
     return tuple(dict.fromkeys([*known, *config.sharing.aliases]))
 
@@ -144,9 +147,9 @@ def _cache_dir(config: Config) -> Path:
 
 
 def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
-    """Decide the device, the backend and what depends on them. Raises ConfigError for settings that do not go together.
+    """Decide the device, the backend and what depends on them. Raises ConfigError for settings that contradict each other.
 
-    `is_gpu`: the kind of another machine, which is known by its figures. None: this one.
+    `is_gpu`: whether to plan for another machine with a GPU, or without. None: for this machine.
     """
     chosen = config.backend
     if is_gpu is None:
@@ -178,7 +181,7 @@ def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
 
 
 def _why_cpu(config: Config) -> str | None:
-    """Return why this machine's CPU computes, or None if a GPU does. Raises ConfigError."""
+    """Return the reason for computing on this machine's CPU, or None to compute on a GPU. Raises ConfigError."""
     device, backend = config.backend.device, config.backend.backend
     is_cpu_named = backend in (Backend.NATIVE, Backend.REFERENCE)
     if device == Device.CUDA and is_cpu_named:
@@ -201,7 +204,7 @@ def _why_cpu(config: Config) -> str | None:
 
 
 def _cpu_flags(config: Config) -> Iterator[str]:
-    """Yield the flags that are set and that only the CPU has."""
+    """Yield the set flags that only work on the CPU."""
     backend = config.backend
     for flag, is_set in (
         ("--threads", backend.threads is not None),
@@ -249,7 +252,7 @@ def _check_flashinfer(config: Config) -> None:
 
 
 def _check_cpu_settings(config: Config, cause: str) -> None:
-    """Refuse settings that only a GPU has."""
+    """Refuse settings that only work on a GPU."""
     of_a_gpu = "it is a GPU's setting"
     for flag, is_set, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
@@ -264,7 +267,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
 
 
 def _check_kernels(backend: BackendConfig) -> None:
-    """Refuse kernels that the machine or the backend does not have."""
+    """Refuse kernels that the machine or the backend can't run."""
     if backend.backend == Backend.REFERENCE:
         if backend.threads is not None:  # in saved settings, which also serve the native backend
             _log.warning("--threads has no effect: the reference backend computes with NumPy")
@@ -288,7 +291,7 @@ def _check_kernels(backend: BackendConfig) -> None:
 
 
 def check_block_size(compute: Compute) -> None:
-    """Raise ConfigError for a size that does not suit the native kernels, which keep keys in tiles."""
+    """Raise ConfigError for a block size that the native kernels can't divide into tiles."""
     size, tile = compute.block_size, native.KV_TILE
     if compute.is_native and size % tile:
         raise ConfigError(
@@ -308,7 +311,7 @@ def check_head_dim(compute: Compute, model: LoadedModel) -> None:
 
 
 def check_state(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError if blocks are too small: a block holds the recurrent state of its own positions."""
+    """Raise ConfigError if blocks are too small for recurrent state, which is stored in each block."""
     needed = max((layer.mixer.kernel - 1 for layer in model.spec.layers if isinstance(layer.mixer, ShortConvSpec)), default=0)
     if compute.block_size < needed:
         raise ConfigError(
@@ -339,7 +342,7 @@ def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
 
 
 def _check_cache(kv: KvConfig) -> None:
-    """Refuse settings of a cache that is off."""
+    """Refuse settings of a prefix cache or disk tier that is off."""
     if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
         raise ConfigError(
             "prefix_sharing says who shares prefixes, and --no-prefix-caching keeps none.",
@@ -353,7 +356,7 @@ def _check_cache(kv: KvConfig) -> None:
 
 
 def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
-    """Refuse a limit of the address space under which threads of a loaded model would fail."""
+    """Refuse a limit of the address space that is too low for the threads of a loaded model."""
     space = address_space()
     if space is None or compute.is_on_gpu:
         return
@@ -377,13 +380,15 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
 
 
 def num_memory_bytes(config: Config, model: LoadedModel) -> int:
-    """Return the bytes of memory for weights, without experts that are kept in a file."""
+    """Return the bytes of weights in memory, without experts in a file."""
     return model.num_weight_bytes - (model.num_expert_bytes if config.model.experts_on_disk else 0)
 
 
 def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
-    """Return the memory for as many adapters as the settings name, of the greatest rank and of the projections of attention,
-    and for reading another one. Raises ConfigError for a model that can't have adapters."""
+    """Return the memory for the settings' number of adapters, and for reading one more.
+
+    Assumes adapters of the greatest rank on attention's projections. Raises ConfigError for a model that can't have adapters.
+    """
     lora = config.lora
     if not lora.is_on:
         return sizing.NO_ADAPTERS
@@ -416,7 +421,7 @@ def plan_on_cpu(
     num_models: int = 1,
     adapters: sizing.AdapterRoom = sizing.NO_ADAPTERS,
 ) -> sizing.KvPlan:
-    """Return the KV cache of a model on a CPU with so many free bytes. Raises ConfigError as `plan_kv`."""
+    """Return the plan of a KV cache on a CPU with `available_bytes`. Raises the errors of `plan_kv`."""
     from penstock.models.architectures import describe
 
     return sizing.plan_kv(
@@ -435,13 +440,13 @@ def plan_on_cpu(
 # --- models that only read texts: a text is read whole, in one step, and nothing of it is kept ---
 
 _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
-"""Settings of the KV cache that matter for texts: equal texts are computed once for all who share prefixes."""
+"""Settings of the KV cache that affect texts. Tenants who share prefixes share the result of equal texts."""
 
 
 def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, sizing.KvPlan]:
-    """Return the rows and tokens of a step that suit texts, and a plan in which a block is a text's place in a step.
+    """Return the settings with rows and tokens of a step that suit texts, and a plan with one block for each text of a step.
 
-    Raises ConfigError for settings that would change nothing, or leave no room for the longest text.
+    Raises ConfigError for settings without effect, or with too few tokens for the longest text.
     """
     assert model.encoder is not None
     _check_text_settings(config, model)

@@ -24,20 +24,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """The bytes of the machine's memory that one model may come to use. The KV cache takes its part as it fills."""
+    """The most memory that one model may use, in bytes. Its KV cache takes memory as it fills."""
 
     num_weight_bytes: int = 0
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
     num_step_bytes: int = 0
-    """Experts of a step."""
+    """Bytes for the experts of a step."""
     num_adapter_bytes: int = 0
-    """Adapters beside the KV cache."""
+    """Bytes for adapters outside of the KV cache."""
     num_reserve_bytes: int = RESERVE_BYTES
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Bytes by the part of a model that takes them."""
+        """Bytes by part of the model, such as weights."""
         return {
             "weights": self.num_weight_bytes,
             "kv": self.num_kv_bytes,
@@ -59,7 +59,7 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine as far as one model's blueprint depends on it."""
+    """The facts of the machine that one model's blueprint depends on."""
 
     available_bytes: int
     """Memory that is free for the model."""
@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """The share of a model whose engine was given up, with a step that has not come back."""
+    """The share of an abandoned engine. A step of it is stuck and still uses the memory."""
 
     name: str
     share: MemoryShare
@@ -82,15 +82,15 @@ class _Stuck:
 class MemoryBudget:
     """The machine's memory for the models of one deployment, and each model's share of it. Thread-safe.
 
-    The system's report is not enough: it counts a KV cache that has not filled yet as free.
+    The system's report is not enough, because it counts the unused part of a KV cache as free.
     """
 
     def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
-        """`read_available_bytes` returns what is free now. `limit_bytes`: for all models. None: what is free at first."""
+        """`read_available_bytes` returns the bytes free now. `limit_bytes`: for all models; None: the bytes free at first."""
         self._read_available_bytes = read_available_bytes or available_memory_bytes
         self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None
-        """Bytes for all models, read when the first one asks."""
+        """Bytes for all models. Read at first use."""
         self._shares: dict[str, MemoryShare] = {}
         self._stuck: list[_Stuck] = []
         self._lock = threading.RLock()  # `take` calls `left_bytes`
@@ -98,7 +98,7 @@ class MemoryBudget:
     def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
         """Return the bytes that a model may have: free now, and not in another model's share.
 
-        `is_restart`: the share of its own stuck steps does not count, since their KV cache will not fill any more.
+        `is_restart`: do not count the model's own stuck steps, because their KV cache will not grow.
         """
         left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
         return max(0, min(self._read_available_bytes(), left_bytes))
@@ -116,7 +116,7 @@ class MemoryBudget:
             return free_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
 
     def stuck_bytes(self, name: str | None = None) -> int:
-        """Return the bytes that stuck steps hold: those of the model of this name, or all."""
+        """Return the bytes that stuck steps hold, of one model or of all."""
         with self._lock:
             back = [one for one in self._stuck if not one.is_held()]
             self._stuck = [one for one in self._stuck if one not in back]
@@ -144,9 +144,9 @@ class MemoryBudget:
             self._shares.pop(name, None)
 
     def hold_stuck(self, name: str, is_held: Callable[[], bool]) -> None:
-        """Count a model's share once more while `is_held()`: a step of a given-up engine has not come back.
+        """Count a model's share a second time while `is_held()`, because a stuck step of its old engine still uses it.
 
-        Any thread that asks for memory calls `is_held`, which must not ask for memory itself.
+        Any thread may call `is_held`. It must not call this object.
         """
         with self._lock:
             share = self._shares.get(name)
@@ -155,7 +155,7 @@ class MemoryBudget:
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
 
     def told_beside(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
-        """Return the error, with what other models and stuck steps hold."""
+        """Return the error with the bytes of other models and stuck steps in its message."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
             holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
@@ -171,20 +171,20 @@ class Resources:
         self.memory = memory or MemoryBudget()
         self.num_models = num_models
         self._team: Team | None = None
-        """The team for new executors."""
+        """The threads for new executors."""
         self._claims: list[socket.socket] = []
-        """They keep other servers from the CPUs to which threads are pinned."""
+        """Bound sockets that stop other servers from pinning threads to the same CPUs."""
         self._seats: dict[str, tuple[Team, Account]] = {}
-        """Team of each model's last executor, and the account of the model's turns there."""
+        """By model: the team of its last executor, and its account of compute time there."""
         self._lock = threading.Lock()
 
     @cached_property
     def cores(self) -> Cores:
-        """The cores, read once: models share a team, which a quota that changes later does not change."""
+        """The cores, read once, because all models share one team of threads."""
         return find_cores()
 
     def machine(self, name: str) -> Machine:
-        """Return what the model of this name can have now."""
+        """Return the memory and the cores that the model can have now."""
         return Machine(
             available_bytes=self.memory.available_bytes(name),
             total_bytes=self.memory.total_bytes(),
@@ -195,9 +195,9 @@ class Resources:
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
         """Return the team that the native executors of all models share, and the model's account there.
 
-        `cpus`: each thread stays on one of them; empty: threads move. Models that want the machine at once get time in the
-        ratio of their `share`s. Raises ConfigError if the team has another number of threads, the system refuses them,
-        another server has pinned threads to one of the cores, or the share is out of range.
+        `cpus`: pin each thread to one of these; empty: do not pin. Busy models get time in the ratio of their `share`s. Raises
+        ConfigError if the team has another number of threads, the system refuses them, another server has pinned threads
+        to one of the cores, or the share is out of range.
         """
         from penstock.backends.native._native import Account, Team
 
@@ -231,24 +231,23 @@ class Resources:
             return seat
 
     def most_step_ns(self, name: str) -> int:
-        """Return how long a step of the model should take at most. 0: no limit.
+        """Return the time limit for a step of the model: 20 ms, or 0 for no limit.
 
-        The limit of 20 ms holds for a second after another model had or wanted the machine. Only the native backend takes
-        turns.
+        The limit applies for a second after another model used or waited for the threads. Only native models share threads.
         """
         seat = self._seats.get(name)
         is_contested = seat is not None and seat[0].is_contested(seat[1], 1_000_000_000)
         return 20_000_000 if is_contested else 0
 
     def machine_ns(self, name: str) -> int:
-        """Return for how long the model had its present team, in nanoseconds."""
+        """Return for how long the model's steps have used its present team, in nanoseconds."""
         seat = self._seats.get(name)
         return 0 if seat is None else seat[1].used_ns
 
     def leave_team(self, name: str) -> None:
-        """Give later executors another team than this model's, whose threads a stuck step may hold.
+        """Make later executors use a new team, because a stuck step of this model may hold the threads of the old one.
 
-        Other models wait for the old team until their own steps time out. Then they are built anew, on the new team.
+        Other models wait for the old team until their own steps time out. Then their engines are rebuilt on the new team.
         """
         with self._lock:
             seat = self._seats.pop(name, None)

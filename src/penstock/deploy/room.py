@@ -1,7 +1,7 @@
-"""The choice of the models that leave when another one needs the memory. Time is passed in.
+"""Chooses which models to unload when another one needs the memory. Time is passed in.
 
-Unused models leave first, the least recently used one first. A used one may leave after a stay that is much longer than its
-load took, so that loads can't fill the time.
+Unused models go first, the least recently used one first. A model in use stays loaded for much longer than its load took, so
+that the server does not spend its time on loading.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from penstock.deploy.served import ModelState, ServedModel
 
 MIN_STAY_NS = 10_000_000_000
-"""Least time that a used model stays before it leaves for another."""
+"""Least time that a model in use stays loaded."""
 MAX_STAY_NS = 60_000_000_000
-"""Longest such time: one slow load must not keep others out for an hour."""
+"""Longest protected time: one slow load must not keep other models out for an hour."""
 LOADS_PER_STAY = 10
-"""A stay between these limits takes this many times as long as the load before it."""
+"""Between these limits, a model in use stays this many times as long as its load took."""
 FIRST_USE_NS = 2_000_000_000
-"""Time in which the requests that a model was loaded for may begin to use it."""
+"""Time for the waiting requests to begin to use a newly loaded model."""
 
 
 def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> int:
-    """Return when so many bytes may leave, as the models are used now; `now_ns` if waiting does not help."""
+    """Return when models with `lacking_bytes` can be unloaded, or `now_ns` if waiting does not help."""
     at_ns = now_ns
     for one, until_ns in sorted(_stays(served).items(), key=lambda stay: stay[1]):
         if lacking_bytes > 0:
@@ -31,9 +31,9 @@ def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -
 
 
 def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> tuple[ServedModel, ...] | int | None:
-    """Return the models that leave, in order, or the instant at which to ask again, or None: waiting won't help.
+    """Return the models to unload, in order; or the time at which to ask again; or None if waiting does not help.
 
-    For the keeper. `lacking_bytes`: > 0, beyond what is free.
+    `lacking_bytes`: > 0, the bytes needed beyond those free.
     """
     stays = _stays(served)
     chosen: list[ServedModel] = []
@@ -52,7 +52,7 @@ def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> t
 
 
 def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
-    """Return the loaded models that may leave for another one, and when."""
+    """Return the loaded models that can make room, with the time from which they can."""
     stays: dict[ServedModel, int] = {}
     for one in served:
         running = one.running
@@ -66,7 +66,7 @@ def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
 
 
 def _last_use(one: ServedModel) -> tuple[bool, int, str]:
-    """Return the order in which models leave."""
+    """Return a sort key: models with the lowest key are unloaded first."""
     assert one.running is not None
     is_used = one.running.num_users > 0
     return is_used, one.loaded_ns if is_used else one.running.used_ns, one.name

@@ -1,7 +1,7 @@
 """A running model: the parts that answer requests, and the count of its users.
 
-The server, the Python API and the terminal commands use it. A model that leaves takes no new users, and is closed when the
-last one has gone, so that running requests can end.
+The server, the Python API and the terminal commands use it. A model that is being unloaded takes no new users, and is closed
+after the last one, so that running requests can end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Functions for what a request leaves out. Tests replace them to make answers repeatable."""
+    """Functions that supply seeds, ids and times. Tests replace them to make answers repeatable."""
 
     draw_seed: Callable[[], int] = lambda: secrets.randbits(64)
     new_request_id: Callable[[], str] = lambda: uuid.uuid4().hex
@@ -93,7 +93,7 @@ class RunningModel:
     dialect: Dialect = PLAIN
     """How the model writes tool calls and reasoning."""
     slo_itl_ns: int | None = None
-    """The server's target of the inter-token latency."""
+    """The server's target for the inter-token latency."""
     prefix_sharing: str | None = None
     """The setting for sharing cached prefixes. None: the API keys decide."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -102,12 +102,12 @@ class RunningModel:
     """None: requests are not explained."""
     adapters: Adapters | None = None
     release: Callable[[], None] = lambda: None
-    """Called when the engine is closed, to free the rest, such as the file of the disk tier."""
+    """Called after the engine is closed, to free everything else, such as the file of the disk tier."""
     on_unused: Callable[[], None] = lambda: None
-    """Called by any thread when the last user has gone."""
+    """Called when the last user has ended, on any thread."""
     off_loop: OffLoop = field(init=False)
     used_ns: int = field(init=False)
-    """When a use last began or ended, or the model was loaded."""
+    """Time of the last begin or end of a use, or of the load."""
     num_uses: int = field(default=0, init=False)
     num_users: int = field(default=0, init=False)
     _has_special_marks: bool | None = field(default=None, init=False)
@@ -120,7 +120,7 @@ class RunningModel:
 
     @property
     def has_special_marks(self) -> bool:
-        """Marks of the dialect are special tokens, which must be kept in an answer's text to be read."""
+        """Whether marks of the dialect are special tokens. An answer's text must keep these, so that they can be parsed."""
         if self._has_special_marks is None:
             self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
         return self._has_special_marks
@@ -135,12 +135,12 @@ class RunningModel:
 
     @property
     def is_broken(self) -> bool:
-        """The engine failed and can't be built anew: only another load helps."""
+        """Whether the engine failed for good, so that the model must be loaded again."""
         return self.engine.state is EngineState.FAILED
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Count as a user until the block ends. Raises `ModelAway` if the model leaves. For any thread."""
+        """Count as a user until the block ends. Raises `ModelAway` if the model is being unloaded. Thread-safe."""
         self.begin_use()
         try:
             yield
@@ -148,7 +148,7 @@ class RunningModel:
             self.end_use()
 
     def begin_use(self, *, is_user: bool = False) -> None:
-        """Count as a user until `end_use`. Raises `ModelAway` if the model leaves, unless the caller `is_user` already."""
+        """Count as a user until `end_use`. Raises `ModelAway` while unloading, unless the caller `is_user` already."""
         with self._users_lock:
             if self._is_leaving and not is_user:
                 raise ModelAway(self.name)
@@ -165,7 +165,7 @@ class RunningModel:
             self.on_unused()
 
     def leave(self) -> None:
-        """Take no more users. Idempotent."""
+        """Refuse new users from now on. Idempotent."""
         with self._users_lock:
             self._is_leaving = True
 

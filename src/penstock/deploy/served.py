@@ -1,6 +1,6 @@
-"""A model that clients may ask for, loaded or not: its names, its state, and everything that outlives a load.
+"""A model that clients can name, loaded or not: its names, its state, and everything that outlives a load.
 
-Made before anything is loaded: importing this costs nothing. The deployment's keeper alone writes the state.
+Importing this is cheap, because it is done before a model is loaded. Only the deployment's keeper writes the state.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ class ModelState(StrEnum):
     LOADING = "loading"
     LOADED = "loaded"
     LEAVING = "leaving"
-    """It takes no new users, and is closed when the last one has gone."""
+    """The model takes no new users, and is closed after the last one."""
     FAILED = "failed"
-    """The last load failed. A request after a while tries again."""
+    """The last load failed. A later request tries again."""
 
 
 class UnloadReason(StrEnum):
     IDLE = "idle"
     ROOM = "room"
-    """Another model needed its room."""
+    """Another model needed the memory."""
     ASKED = "asked"
-    """An admin unloaded it."""
+    """An admin unloaded the model."""
     FAILED = "failed"
-    """Its engine failed and could not be built anew."""
+    """The engine failed and could not be rebuilt."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ServedModel:
     names: tuple[str, ...]
-    """Names that clients may use, at least one. Answers have the first."""
+    """Names that clients may use, at least one. Answers show the first."""
     aliases: tuple[str, ...] = ()
-    """Further names, which are not listed."""
+    """Further names that clients may use. Lists leave these out."""
     adapters: Adapters | None = None
-    """Its adapters. Their names outlive a load."""
+    """Names of adapters outlive a load."""
     metrics: Metrics
-    """Counts go on when it is loaded again."""
+    """Counts go on when the model is loaded again."""
     load: Callable[[], RunningModel]
-    """Loads it and takes its share of the memory. Raises PenstockError."""
+    """Loads the model and takes its share of memory. Raises PenstockError."""
     plan: Callable[[], MemoryShare]
-    """Returns its share of the memory, and loads nothing. Raises PenstockError."""
+    """Returns the model's share of memory without loading it. Raises PenstockError."""
     read_machine_ns: Callable[[], int] = int
-    """Returns for how long it has had the machine."""
+    """Returns for how long the model's steps have used the machine."""
     idle_unload_ns: int | None = None
-    """Time without users after which it leaves."""
+    """Time without users after which the model is unloaded."""
     read_facts: Callable[[], ModelFacts] | None = None
-    """Reads the headers of its files. Raises PenstockError."""
+    """Reads the headers of the model's files. Raises PenstockError."""
     is_kept: bool = False
-    """It never leaves for another model."""
+    """Never unload the model to make room for another."""
     is_fixed: bool = False
-    """It is never unloaded: it is on a GPU, or its deployment did not load it."""
+    """Never unload the model: it is on a GPU, or was loaded elsewhere."""
     path: Path | None = None
-    """Its entry in the folder of models, if it is from there."""
+    """The model's entry in the folder of models, if it comes from there."""
     max_waiting: int = 1024
-    """Requests that may wait for it to be loaded."""
+    """Most requests that wait for the model to be loaded."""
 
     # Written by the keeper.
     state: ModelState = ModelState.UNLOADED
@@ -80,28 +80,28 @@ class ServedModel:
     info: ModelInfo | None = None
     """Facts of the last load."""
     share: MemoryShare | None = None
-    """Memory that it has, had or would have, if that is known."""
+    """Memory that the loaded model takes or will take, if known."""
     kept_idle_ns: int | None = None
-    """The idle time that a client set in place of `idle_unload_ns`; -1: it stays."""
+    """Idle time that a client set in place of `idle_unload_ns`; -1: never unload."""
     failure: str = ""
     failed_ns: int = 0
     loaded_ns: int = 0
     load_ns: int = 0
-    """Time that the last load took; 0: unknown."""
+    """Duration of the last load; 0: unknown."""
     num_loads: int = 0
     num_load_failures: int = 0
     total_load_ns: int = 0
-    """Time of all successful loads."""
+    """Total duration of successful loads."""
     num_unloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UnloadReason, 0))
 
     # Written by `look`.
     is_gone: bool = False
-    """It was removed from the folder of models."""
+    """The model was removed from the folder of models."""
 
     # Written by the waiting requests, on the event loop.
     num_waiting: int = 0
     num_waiting_bytes: int = 0
-    """Size of their bodies."""
+    """Total size of the waiting requests' bodies."""
 
     def __post_init__(self) -> None:
         self.metrics.read_residence = self._residence
@@ -123,7 +123,7 @@ class ServedModel:
 
     @property
     def unload_after_ns(self) -> int | None:
-        """Time without users after which it leaves, or None."""
+        """Time without users after which the model is unloaded, or None."""
         kept_ns = self.idle_unload_ns if self.kept_idle_ns is None or self.idle_unload_ns is None else self.kept_idle_ns
         return None if kept_ns is not None and kept_ns < 0 else kept_ns
 
@@ -134,7 +134,7 @@ class ServedModel:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """The memory that it has now, by part."""
+        """Bytes of memory that the model has now, by part."""
         return {} if self.running is None or self.share is None else self.share.by_part
 
     @property
@@ -142,7 +142,7 @@ class ServedModel:
         return self.names[0]
 
     def facts(self) -> ModelFacts:
-        """Read the facts of the model's files. Empty if that fails: a load will say why. Waits for the disk."""
+        """Read the facts of the model's files, from disk. Return empty facts if that fails: a load will report why."""
 
         try:
             return ModelFacts() if self.read_facts is None else self.read_facts()
@@ -152,16 +152,16 @@ class ServedModel:
 
     @property
     def is_there(self) -> bool:
-        """It is loaded, or its file was there at the last look."""
+        """Whether the model is loaded, or its file existed at the last `look`."""
         return not self.is_gone or self.state in (ModelState.LOADED, ModelState.LOADING)
 
     def look(self) -> None:
-        """Ask the disk whether it is still in the folder of models."""
+        """Check on disk whether the model is still in the folder of models."""
         if self.path is not None:
             self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
 
     def answerer(self) -> RunningModel:
-        """Return the running model. Raises `ModelAway` if it takes no new users."""
+        """Return the running model. Raises `ModelAway` unless it takes new users."""
         running = self.running
         if running is None or self.state is not ModelState.LOADED or self.is_broken:
             raise ModelAway(self.name)
@@ -169,5 +169,5 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Its engine failed and can't be built anew: only another load helps."""
+        """Whether the engine failed for good, so that the model must be loaded again."""
         return not self.is_fixed and self.running is not None and self.running.is_broken

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 DEFAULT_CAP_BYTES = 4 << 30
 """Largest KV cache without a set size: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
-"""Memory for the process itself: the interpreter, activations, the vocabulary, the part of a matrix that is converted."""
+"""Memory for the interpreter, activations, the vocabulary, and the part of a matrix that is being converted."""
 LEAST_ROOM_BYTES = RESERVE_BYTES // 4
-"""Room that a limit of the address space must leave for a KV cache without a set size, which takes half of it: about a thousand
-tokens of a small model."""
+"""Room that `ulimit -v` must leave for a KV cache without a set size. The cache takes half of it: about a thousand tokens of a
+small model."""
 SLOT_BOOKS_BYTES = 450
-"""Memory for the index entry of a slot in the tier below: at most 443 while 300,000 were read (`benchmarks/disk_start.py`)."""
+"""Memory for a slot's index entry in the lower tier. Measured: at most 443, of 300,000 slots (`benchmarks/disk_start.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRoom:
-    """The memory for adapters. Those in use are in the KV cache, and packed ones wait beside it."""
+    """The memory for adapters. Running requests use copies in the KV cache; packed adapters are outside of it."""
 
     image_bytes: int = 0
     """Size of the largest expected adapter. Fewer larger ones fit."""
     read_bytes: int = 0
-    """Memory for reading it."""
+    """Memory for reading one adapter."""
     num_in_pool: int = 0
     num_in_memory: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory beside the KV cache."""
+        """Memory outside of the KV cache."""
         return self.num_in_memory * self.image_bytes + self.read_bytes
 
 
@@ -52,17 +52,17 @@ class KvPlan:
     capacity: Capacity
     num_bytes: int
     is_shortened: bool
-    """The model could take longer requests than the cache can hold."""
+    """Whether the cache is too small for the model's longest request."""
     num_step_bytes: int = 0
     """Memory for the experts of a step, which `RESERVE_BYTES` does not cover."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions that all running requests share."""
+        """Number of tokens that fit the cache, for all requests together."""
         return (self.capacity.num_blocks - 1) * self.capacity.block_size
 
     def num_requests_of(self, num_tokens: int) -> int:
-        """Return how many complete requests of so many tokens the cache holds."""
+        """Return how many requests of `num_tokens` the cache holds."""
         return (self.capacity.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
 
 
@@ -78,10 +78,10 @@ def plan_kv(
     num_models: int = 1,
     adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
-    """Return blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
+    """Return the number of blocks and the longest request. `available_bytes`: free before the weights are loaded.
 
-    `is_exact`: the longest request is a setting, and is not shortened. `step_bytes`: for the experts of a step. `num_models`:
-    models that share the bytes; a cache without a set size leaves room for as many equal ones. Raises NotEnoughMemory.
+    `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for the experts of a step. `num_models`:
+    leave room for this many equal models if the cache has no set size. Raises NotEnoughMemory.
     """
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
@@ -110,9 +110,9 @@ def plan_kv(
 def plan_gpu_kv(
     wanted: Capacity, kv: KvConfig, *, is_exact: bool, block_bytes: int, memory: Usage, adapters: AdapterRoom = NO_ADAPTERS
 ) -> KvPlan:
-    """Return blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv`.
+    """Return the number of blocks and the longest request for a GPU with the measured `memory`. Raises ConfigError.
 
-    Packed adapters are in the machine's memory.
+    Packed adapters are in host memory.
     """
     share = kv.gpu_memory_utilization or 0.9  # the rest is for the driver, and for what a profile misses, such as fragments
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
@@ -146,7 +146,7 @@ def plan_gpu_kv(
 
 
 def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes: int = 0) -> None:
-    """Raise NotEnoughMemory if the adapters do not fit the machine's memory, beside the smallest KV cache there."""
+    """Raise NotEnoughMemory if the adapters do not fit host memory, beside `least_kv_bytes`."""
     if adapters.num_bytes and free_bytes - adapters.num_bytes < least_kv_bytes:
         beside = " after the weights, with a KV cache beside them" if least_kv_bytes else ""
         raise NotEnoughMemory(
@@ -189,7 +189,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
 
 
 def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Return the longest request: the setting, or the model's own. Raises ConfigError if the model is shorter."""
+    """Return the longest request: the setting, or the model's limit. Raises ConfigError if the setting exceeds the limit."""
     if max_model_len is not None and max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is longer than the model's own {spec.max_model_len} positions.",
@@ -206,7 +206,7 @@ def _useful_bytes(wanted: Capacity, block_bytes: int) -> int:
 def _plan(
     wanted: Capacity, block_bytes: int, budget_bytes: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
 ) -> KvPlan:
-    """`is_exact`: the length is a setting and is not shortened. `growth`: the flag that makes the cache larger."""
+    """`is_exact`: the length is a setting, so do not shorten it. `growth`: the flag that makes the cache larger."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
         raise NotEnoughMemory(
@@ -228,7 +228,7 @@ def _plan(
 
 
 def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:
-    """Return the bytes of the index of the tier below. Raises NotEnoughMemory if they are too many."""
+    """Return the bytes for the index of the tier below. Raises NotEnoughMemory if the index does not fit."""
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:

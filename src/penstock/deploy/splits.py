@@ -1,4 +1,4 @@
-"""Splits: a model that answers a part of another one's requests, such as the same weights with other settings."""
+"""Splits: one model answers a part of the requests for another, such as the same weights with other settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Split:
     share: float = 0.0
     """Share of the users, [0, 1]."""
     tenants: frozenset[str] = frozenset()
-    """All their requests belong to this part."""
+    """Tenants that belong to this part with all requests."""
 
 
 def read_split(sharing: SharingConfig, name: str) -> Split | None:
-    """Return the split that the model of this name has in its settings, or None. Raises ConfigError if it has half of one."""
+    """Return the split from the settings of the model `name`, or None. Raises ConfigError if it is incomplete."""
     share, tenants = sharing.split_share, frozenset(sharing.split_tenants)
     if sharing.split_of is None:
         if share is not None or tenants:
@@ -42,7 +42,7 @@ def read_split(sharing: SharingConfig, name: str) -> Split | None:
 
 
 def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
-    """Raise ConfigError for a split of a name that is not among the models' listed `names`, or of more than all requests."""
+    """Raise ConfigError for a split of an unknown name, or if shares add up to more than 1."""
     for split in splits:
         if split.of not in names or split.of == split.to:
             raise ConfigError(
@@ -55,9 +55,9 @@ def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
 
 
 def part_of(splits: Sequence[Split], name: str, tenant: str, unit: str) -> str:
-    """Return the name of the model that answers: that of a split, or `name` for the rest.
+    """Return the name of the model that answers a request for `name`.
 
-    `unit`: a user or a request. The same unit always gets the same model. If the share of a name's first split grows, its
+    `unit`: a user or a request. The same unit always gets the same model. If the share of the first split of `name` grows, its
     model keeps all units that it had.
     """
     ours = [split for split in splits if split.of == name]

@@ -1,4 +1,4 @@
-"""The tier below the KV pool: a file, or the machine's memory below a GPU. Opens it and makes its index."""
+"""Opens the tier below the KV pool, a file or host memory, and makes its index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def tier_folder(asked: str | None, cache: Path, name: str | None) -> Path:
-    """Return the folder of the disk tier's file: `asked`, or one in the cache. `name`: the model's, if there are several."""
+    """Return the folder for the disk tier: `asked`, or one in the cache. `name`: of the model, if there are several."""
     from penstock.models.catalog import expand_home
 
     if asked:
@@ -41,7 +41,7 @@ def open_store(folder: Path, max_bytes: int, executor: Executor, fingerprint: by
 
 
 def open_host_memory(kv: KvConfig, executor: Executor, *, available_bytes: int) -> HostMemory:
-    """Allocate the memory below an executor's pool. Raises ConfigError if `available_bytes` are too few."""
+    """Allocate the host memory tier of an executor. Raises ConfigError if it exceeds `available_bytes`."""
     from penstock.storage.host_memory import HostMemory
 
     num_slots = num_host_slots(kv, block_bytes=executor.block_bytes, available_bytes=available_bytes)
@@ -55,7 +55,7 @@ def open_host_memory(kv: KvConfig, executor: Executor, *, available_bytes: int) 
 
 
 def build_tier(store: BlockStore | None) -> Tier | None:
-    """Return the index of a store, with the blocks that it contains."""
+    """Return an index of the blocks in a store."""
     from penstock.kv.tiers import Tier
 
     if store is None:
@@ -72,7 +72,7 @@ def build_tier(store: BlockStore | None) -> Tier | None:
 
 
 def cleared(store: BlockStore | None) -> BlockStore | None:
-    """Return the store of a failed engine, emptied for the next one, or None if its device hangs."""
+    """Return a failed engine's store, emptied for the next engine, or None if its device hangs."""
     if store is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""An API of the server as one value: its routes, its spelling of errors, and what it refuses. `app` mounts a list of them.
+"""The description of an API: its routes, its form of errors, and the routes that it refuses. `app` mounts a list of these.
 
-Each API is a folder whose `routes` has that value. Routes of several APIs may share a path: each but one then says `when` a
-request belongs to it.
+Each API is a folder with an `Api` in its module `routes`. If several APIs have the same path, each of their routes but one has
+a condition `when`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.serve.texts.endpoint import TextsEndpoint
 
 PlainText = Annotated[str, "text/plain"]
 When = Callable[[bytes, HttpRequest], Awaitable[bool]]
-"""Whether a request belongs to a route, by its body and its headers."""
+"""Takes the body and the request, and returns whether the request belongs to a route."""
 
 
 def has_header(name: bytes) -> When:
-    """Return a condition that holds for requests with this header. `name`: in small letters."""
+    """Return a condition that is true for requests with this header. `name`: in small letters."""
 
     async def has_header(_data: bytes, http: HttpRequest) -> bool:
         return name in headers_of(http.scope)
@@ -40,13 +40,13 @@ def has_header(name: bytes) -> When:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a server that routes are made of."""
+    """The shared objects that the APIs' routes use."""
 
     deployment: Deployment
     config: ServerConfig
     in_flight: InFlight
     ignored: IgnoredParameters | None
-    """As for `parse_body`."""
+    """See `parse_body`."""
     reader: Reader
     calls: CallEndpoint
     texts: TextsEndpoint
@@ -55,11 +55,11 @@ class Parts:
 
     @property
     def off_loop(self) -> OffLoop:
-        """Threads for work on large bodies before their model is known."""
+        """Threads for large bodies, before the body's model is known."""
         return self.deployment.off_loop
 
     def has_field(self, name: str) -> When:
-        """Return a condition that holds for bodies with this field."""
+        """Return a condition that is true for bodies with this field."""
 
         async def has_field(data: bytes, _http: HttpRequest) -> bool:
             def look() -> bool:
@@ -86,13 +86,13 @@ class Route:
     returns: Any = Any
     """The type of its JSON answer, or `PlainText`."""
     streams: Any = None
-    """The type of the data of a stream's event or line, if it can stream."""
+    """The type of one event or line of a stream, if the route can stream."""
     query: str = ""
-    """Names of its optional parameters, with spaces between."""
+    """Names of optional query parameters, separated by spaces."""
     more_statuses: Mapping[int, str] = field(default_factory=dict)
-    """Statuses beside those of all routes, and what they mean. Those below 300 have the same answer."""
+    """Meanings of further statuses. Those below 300 have the same type of answer."""
     when: When | None = None
-    """If another API has the same path: which requests belong to this one."""
+    """The condition for this route, if another API has the same path."""
 
     @property
     def body_types(self) -> Sequence[Any]:
@@ -122,7 +122,7 @@ class Api:
     stream_type: str = "text/event-stream"
     """The media type of streams: events, or lines of JSON."""
     stream_end: str = ""
-    """The data of the event that ends a whole stream, if it is no JSON."""
+    """The data of a stream's last event, if it is not JSON."""
     takes_any_type: bool = False
-    """Bodies at the paths of `wording` are JSON whatever their content type says: users send them by `curl -d` alone."""
+    """Read bodies at the paths of `wording` as JSON, whatever their content type: users send them by plain `curl -d`."""
     refused: Sequence[Refused] = ()

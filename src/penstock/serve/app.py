@@ -56,7 +56,7 @@ from penstock.types.errors import ModelAway
 
 _LLAMA_CPP = llama_cpp(read_chat, ChatCompletionBody)
 APIS: Sequence[Api] = (OPENAI, RESPONSES, ANTHROPIC, _LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
-"""In the order in which they are asked whether a request of a shared path is theirs."""
+"""All APIs. On a shared path, the first one with a true condition answers."""
 
 
 def create_app(
@@ -117,7 +117,7 @@ def key_ring(config: ServerConfig) -> KeyRing | None:
 
 
 def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
-    """Return the methods of paths with the routes of each. The one without a condition comes last."""
+    """Group the routes by method and path. The route without a condition comes last."""
     found: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in apis:
         for route in api.routes(parts):
@@ -148,7 +148,7 @@ def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRou
 
 
 def _chosen(operation: Operation) -> JsonEndpoint:
-    """Return an endpoint that asks the routes of an operation whose request it is."""
+    """Return an endpoint that picks the route of an operation by the conditions."""
     _, base = operation.routes[-1]
     answer_base, others = _answering(base), [(api, route, _answering(route)) for api, route in operation.routes[:-1]]
     if not others:
@@ -192,7 +192,7 @@ def _refusing(refused: Refused) -> StarletteRoute:
 
 
 def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> list[StarletteRoute]:
-    """Return the routes that describe the others to programs and readers. `open_paths`: as for `write_document`."""
+    """Return the routes for /openapi.json and /docs. `open_paths`: see `write_document`."""
 
     @cache
     def document() -> dict[str, Any]:
@@ -208,14 +208,14 @@ def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> 
 
 
 async def _no_page(request: HttpRequest) -> Response:
-    """Answer 404 where the page is off, but HEAD with 200: clients of Ollama's API send it to see whether a server runs."""
+    """Answer 404 at `/` without the page, but 200 to HEAD: Ollama's clients probe the server in this way."""
     if request.method != "HEAD":
         raise HTTPException(404)
     return Response()
 
 
 async def _on_model_away(request: HttpRequest, error: Exception) -> Response:
-    """Answer a question about a model that is not loaded. Only requests that the model answers have it loaded."""
+    """Answer 503 to a question about a model that is not loaded. Such questions do not load the model."""
     assert isinstance(error, ModelAway)
     return unavailable(f"The model {error.name} is not loaded.").response(words_of(request.scope))
 

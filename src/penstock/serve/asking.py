@@ -1,7 +1,7 @@
-"""The way of every API from a request to an answer, and the facts of a request outside its body: model, owner and terms.
+"""Turns a request of any API into a call and an answer. Reads the model, the owner and the terms from the request's headers.
 
-`Asked` makes calls of neutral requests, and `CallEndpoint` answers them. All functions may run on any thread and wait for
-nothing, except `look_up`, which reads the disk.
+`Asked` makes a call of a neutral request, and `CallEndpoint` answers it. All functions may run on any thread. Only `look_up`
+blocks, because it reads the disk.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 _NO_LIMITS = TenantLimits()
 _RETRY_COUNT = b"x-stainless-retry-count"
-"""In which OpenAI's and Anthropic's clients number their attempts."""
+"""Header in which OpenAI's and Anthropic's clients number their attempts."""
 ARRIVAL_KEY = "penstock.arrival_ns"
-"""Key of a request's scope: its arrival, if it was read before."""
+"""Key of a scope: the time of arrival, if the request has waited."""
 LOADED_KEY = "penstock.loaded_ns"
-"""Key of a request's scope: when its model was loaded, if it waited for that."""
+"""Key of a scope: when the model was loaded, if the request waited for the load."""
 LOOKED_UP_KEY = "penstock.looked_up"
-"""Key of a request's scope: a `LookedUp`, if its adapter was looked up on the disk."""
+"""Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
-"""A name, and the result of `look_up`."""
+"""An adapter's name, and the result of `look_up`."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
-"""Headers about urgency. Most clients send none."""
+"""Headers about urgency, in small letters. Most clients send none."""
 
 
 def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
-    """Return the model of a name, or the default one. Raises 404, and `ModelAway` if it is not loaded.
+    """Return the model of a name, or the default one. Raises 404, or `ModelAway` if it is not loaded.
 
-    With the `scope` of a request, its key must open the model.
+    With the `scope` of a request, the request's key must allow the model.
     """
     if scope is not None:
         return find_allowed(name, deployment, scope)[0].answerer()
@@ -73,7 +73,7 @@ def find_model(name: str | None, deployment: Deployment, scope: Scope | None = N
 
 
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
-    """Return the model of a name, loaded or not. Raises 404. Adapters that no request has named yet are not found."""
+    """Return the model of a name, loaded or not. Raises 404. Adapters are found only after a request has named them."""
     served = deployment.find(name) or deployment.adapters_of(name or "")
     if served is None:
         raise _not_found(name, deployment)
@@ -81,7 +81,7 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
 
 
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
-    """Return whether the request's key opens this model, or its adapter, by `name`."""
+    """Return whether the request's key allows this model, or its adapter, under `name`."""
     key = key_of(scope)
     if key is None or key.models is None:
         return True
@@ -89,7 +89,7 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
-    """As `find_asked`. A model that the request's key does not open is a 404, like an unknown one."""
+    """As `find_asked`, but raise 404 for a model that the request's key does not allow, as for an unknown one."""
     key = key_of(scope)
     if key is None or key.models is None:
         return find_asked(name, deployment, scope)
@@ -109,8 +109,8 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """Return the model that a request names, loaded or not, and the adapter if the name is an adapter's.
 
-    Models go first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, and
-    `NameUnknown` if the name must be looked up.
+    Models come first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, or
+    `NameUnknown` if the name must be looked up on the disk.
     """
     served = deployment.find(name)
     if served is not None:
@@ -129,7 +129,7 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
 
 
 def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
-    """Return the model and the adapter of a name in the folders of adapters, or None. Opens no file, but waits for the disk.
+    """Look for an adapter in the folders of adapters. Return its model and the adapter, or None. Reads the disk.
 
     Raises 503 if that fails, or if there are too many names.
     """
@@ -153,7 +153,7 @@ def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool 
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
-    """Return a hash by which admission recognises a call that is sent again: clients repeat the body byte for byte."""
+    """Return a hash of tenant and body. Admission uses it to recognise a retry, because clients repeat the body exactly."""
     length = len(data).to_bytes(8, "little")
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
 
@@ -173,7 +173,7 @@ def read_terms(
 ) -> Terms:
     """Return the terms from the headers and from three fields of the body.
 
-    `arrival_ns`: now, unless the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
+    `arrival_ns`: now. Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
     values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
@@ -206,7 +206,7 @@ def read_terms(
 
 
 def _conversation_of(owner: Owner, name: str) -> bytes:
-    """Return a hash of the conversation's name within its tenant."""
+    """Return a hash of the conversation's name that differs between tenants. Empty without a name."""
     if not name:
         return b""
     salt = hashlib.blake2b(owner.tenant.encode()).digest()
@@ -214,7 +214,9 @@ def _conversation_of(owner: Owner, name: str) -> bytes:
 
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
-    """Return the tenant of the header if there are no keys or it is trusted, else that of the key. Raises 400."""
+    """Return the request's key and tenant. Raises 400.
+
+    The header X-Tenant counts if the server has no keys or trusts it. Otherwise the key is the tenant."""
     tenant = _value(scope, "X-Tenant")
     if tenant is not None and not NAME.fullmatch(tenant):
         raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
@@ -236,7 +238,7 @@ def _limits_of(key: ApiKey | None) -> TenantLimits | None:
 
 
 def _priority(from_header: int | None, from_body: int | None, least: int | None, *, can_prioritise: bool) -> int:
-    """Return the request's priority, at least the key's number, which is also the default."""
+    """Return the request's priority: at least `least`, the key's priority, which is also the default."""
     if None not in (from_header, from_body) and from_header != from_body:
         raise invalid("'priority' and the header X-Priority differ; give one of them.", "priority")
     priority = from_header or from_body or 0
@@ -253,7 +255,7 @@ def _priority(from_header: int | None, from_body: int | None, least: int | None,
 
 
 def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:
-    """Return the earlier of the client's and the server's limit."""
+    """Return the time of the client's or the server's limit, whichever is earlier, or None without a limit."""
     limits_ns = [] if asked_ns is None else [asked_ns]
     if server_s is not None:
         limits_ns.append(int(server_s * 1e9))
@@ -261,7 +263,7 @@ def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> 
 
 
 def _milliseconds(scope: Scope, name: str) -> int | None:
-    """Return a header's milliseconds in nanoseconds."""
+    """Return the nanoseconds of a header in milliseconds, or None."""
     value_ms = _integer(scope, name, 1, MAX_DEADLINE_MS)
     return None if value_ms is None else value_ms * 1_000_000
 
@@ -276,7 +278,7 @@ def _integer(scope: Scope, name: str, low: int, high: int) -> int | None:
 
 
 def _value(scope: Scope, name: str) -> str | None:
-    """Return a header's value or None. A header that was sent twice is a 400: either may be a proxy's."""
+    """Return a header's value or None. Raises 400 if it was sent twice, because either may come from a proxy."""
     values = values_of(scope, name.lower().encode())
     if len(values) > 1:
         raise _bad_header(name, "was sent more than once")
@@ -292,26 +294,26 @@ def _bad_header(name: str, rule: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The parts of the server that all APIs need to read requests."""
+    """Objects of the server that every API needs to read requests."""
 
     deployment: Deployment
     config: ServerConfig
     ignored: IgnoredParameters | None = None
-    """As for `parse_body`."""
+    """See `parse_body`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as an API's function reads it beside its body, which is here as the client sent it. Thread-safe."""
+    """A request's raw body and scope, for functions that turn the parsed body into a call. Thread-safe."""
 
     reader: Reader
     data: bytes
     scope: Scope
 
     def find(self, name: str | None, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
-        """As `find_allowed`, for a request to answer: a name may be split among models.
+        """As `find_allowed`, but a split name leads to one of its models.
 
-        The model is drawn by tenant and `user`, or by the request's id, so each call for one request finds the same model.
+        Tenant and `user` decide which one, or the request's id. So every call for one request finds the same model.
         """
         scope, deployment = self.scope, self.reader.deployment
         served, adapter = find_allowed(name, deployment, scope)
@@ -321,7 +323,7 @@ class Asked:
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
     def call(self, request: ChatRequest | CompletionRequest) -> Call:
-        """Return the checked call. Its adapter begins to be loaded. Raises `ApiError` and `Rejected`."""
+        """Return the checked call, and begin to load its adapter. Raises `ApiError` and `Rejected`."""
         served, adapter = self.find(request.model, request.user)
         running = served.answerer()
         if adapter is not None and running.adapters is not None and request.model is not None:
@@ -350,14 +352,14 @@ class Asked:
 
 _Body = TypeVar("_Body", bound=Body)
 _Made = tuple[Call, NewWriter]
-"""A call, and who writes its answer."""
+"""A call, and a function that makes the writer of its answer."""
 
 
 class CallEndpoint:
-    """Answers bodies of all APIs that ask a model to write. Only the function that reads one knows which API it is."""
+    """Answers requests of all APIs that generate text. Only the functions passed in depend on the API."""
 
     def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
-        """`off_loop` is for large bodies, which have to be read before their model is known."""
+        """`off_loop`: threads for large bodies, before the body's model is known."""
         self.reader = reader
         self._in_flight = in_flight
         self._off_loop = off_loop
@@ -368,7 +370,7 @@ class CallEndpoint:
         read: Callable[[_Body, Asked], _Made],
         check: Callable[[Any, type[_Body], IgnoredParameters | None], _Body] = check_body,
     ) -> JsonEndpoint:
-        """Return the endpoint of a route whose body `read` makes a call of. Both functions raise `ApiError` and `Rejected`."""
+        """Return an endpoint that checks the body and passes it to `read`. Both may raise `ApiError` and `Rejected`."""
 
         @wraps(read)
         async def answer(data: bytes, http: HttpRequest) -> Response:
@@ -379,7 +381,7 @@ class CallEndpoint:
         return answer
 
     async def answer(self, data: bytes, http: HttpRequest, read: Callable[[Asked], _Made]) -> Response:
-        """Return the response. Raises `ApiError` and `Rejected`."""
+        """Run the call that `read` makes, and return the response. Raises `ApiError` and `Rejected`."""
         asked = Asked(self.reader, data, http.scope)
         call, new_writer = await self._off_loop.run(len(data), lambda: read(asked), limit=INLINE_MAX_BYTES)
         if (entry := entry_of(http.scope)) is not None:

@@ -1,7 +1,7 @@
 """Request bodies: their base class, shared field types and limits, and the parser, which may run on any thread.
 
-A body that would hold the interpreter's lock for long is refused early: one with very many objects or findings, each of which
-costs a microsecond. So every list ends at its first wrong item, and every object has a limit.
+A body is refused early if checking it would hold the interpreter's lock for long. Each object and each error costs a
+microsecond, so lists are checked up to their first wrong item, and objects have a size limit.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
-"""Most elements of lists and objects in one body, such as token ids. Parsing blocks the process, for tens of milliseconds."""
+"""Most elements of lists and objects in one body, such as token ids. Parsing this many blocks the process for tens of ms."""
 MAX_MESSAGES = 2**12
 """Most messages in one body. Validating them blocks the process for 10 us each."""
 MAX_TEMPLATE_KWARGS = 256
 MAX_TOOLS = 128
-"""OpenAI's limit, also for the calls in one message."""
+"""OpenAI's limit of tools. Also limits the calls in one message."""
 MAX_DESCRIPTION_CHARS = 1 << 15
 MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
-"""Limits of `choice`."""
+"""Limits of `choice`: answers, and characters of one."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 INLINE_MAX_BYTES = 1 << 15
-"""Smaller bodies are read on the event loop, within a few milliseconds."""
+"""Bodies up to this size are read on the event loop, within a few milliseconds."""
 
 MAX_CONTAINERS = 100_000
 """Most objects and lists in one body. Parsing the two million that fit into 4 MiB takes most of a second."""
 
 MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
-"""Limits of the log about ignored parameters, as clients choose the names."""
+"""Limits of the log of ignored parameters, because clients choose the names."""
 
 
 class NotYet:
-    """Marks a known field that is not supported. Only null and values that ask for nothing are accepted."""
+    """Marks a known field that is not supported. Only null and neutral values are accepted."""
 
     def __init__(self, *neutral: Any, instead: str = "") -> None:
-        """`neutral`: values that mean the same as absence. `instead`: the field of `structured_outputs` that took its place."""
+        """`neutral`: values that mean the same as leaving the field out. `instead`: its replacement in `structured_outputs`."""
         self.neutral = neutral
         self._instead = instead
 
@@ -82,7 +82,7 @@ class NotYet:
         return value is None or any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
 
     def refuse(self, value: object, param: str) -> None:
-        """Raise a 400 unless the value asks for nothing."""
+        """Raise a 400 unless the value is neutral."""
         if not self.is_neutral(value):
             raise invalid(f"'{param}' is not supported yet{self._remedy()}.", param)
 
@@ -105,7 +105,7 @@ class NoEffect:
 
 
 Unread = Annotated[Any, NoEffect()]
-"""A value that nothing reads. The limits of the body bound its size."""
+"""A field that is never read. The body's limits bound its size."""
 
 MAX_NAMED = 3
 """Most unknown fields that one error names."""
@@ -117,13 +117,13 @@ class Body(BaseModel):
     # A body is built once the server mounts it, and not again for each decorator.
     model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
     field_names: ClassVar[frozenset[str]] = frozenset()
-    """As clients write them."""
+    """Names of the fields, as clients write them."""
     unsupported: ClassVar[dict[str, NotYet]] = {}
     no_effect: ClassVar[frozenset[str]] = frozenset()
     kinds: ClassVar[tuple[Any, ...]] = ()
-    """The values that a required field `type` may have."""
+    """Allowed values of a required field `type`."""
     remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Names of other APIs and routes -> what to do here instead."""
+    """Hints for fields of other APIs, by their names."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_kwargs: Any) -> None:
@@ -153,7 +153,7 @@ _BodyType = TypeVar("_BodyType", bound=Body)
 
 
 def has_sampling(api: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
-    """Return a decorator that gives a body the parameters of sampling that an API has, from `PARAMETERS`."""
+    """Return a decorator that adds an API's sampling parameters, from `PARAMETERS`, to a body."""
 
     def add(body_type: type[_BodyType]) -> type[_BodyType]:
         fields: dict[str, Any] = {}
@@ -171,14 +171,14 @@ def has_sampling(api: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
 
 
 def has_unread(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
-    """Return a decorator that gives a body fields without effect, by their names."""
+    """Return a decorator that adds fields without effect to a body. `names`: separated by spaces."""
     return lambda body_type: _extended(body_type, dict.fromkeys(names.split(), (Unread, None)))
 
 
 def has_not_yet(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
-    """Return a decorator that gives a body fields that are not supported.
+    """Return a decorator that adds unsupported fields to a body.
 
-    `names`: each with its neutral values as JSON, such as `best_of=1 n=0|0.0 audio`.
+    `names`: with their neutral values as JSON, such as `best_of=1 n=0|0.0 audio`.
     """
     fields: dict[str, Any] = {}
     for word in names.split():
@@ -189,13 +189,13 @@ def has_not_yet(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
 
 
 def _extended(body_type: type[_BodyType], fields: dict[str, Any]) -> type[_BodyType]:
-    """Return the body with further fields. It takes the body's place."""
+    """Return a class with further fields that replaces the body."""
     name, module, text = body_type.__name__, body_type.__module__, body_type.__doc__
     return create_model(name, __base__=body_type, __module__=module, __doc__=text, **fields)
 
 
 def sampling_of(body: Body, api: str) -> dict[str, float]:
-    """Return the parameters of sampling that a body sets, by their names in `PARAMETERS`."""
+    """Return the sampling parameters that a body sets, by their names in `PARAMETERS`."""
     names = {name: parameter.spellings[api].name for name, parameter in PARAMETERS.items() if api in parameter.spellings}
     return {name: value for name, own in names.items() if (value := getattr(body, own)) is not None}
 
@@ -245,7 +245,7 @@ LogitBias = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
-"""`calls.check` checks it up to the first wrong entry."""
+"""Biases by token id. `calls.check` checks the entries up to the first wrong one."""
 
 TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
@@ -259,9 +259,9 @@ class FunctionBody(Body):
     name: str
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
-    """JSON schema of the arguments. Without it there are none."""
+    """JSON schema of the arguments. None: the function takes no arguments."""
     strict: bool | None = None
-    """True: refuse a schema that can't be followed. Otherwise its arguments are any object."""
+    """True: refuse a schema that can't be enforced. Otherwise the arguments may then be any object."""
 
 
 class ToolBody(Body):
@@ -279,7 +279,7 @@ class CalledFunction(Body):
     arguments: Any = ""
     """JSON text of an object, or the object itself."""
     parsed_arguments: Unread = None
-    """OpenAI's clients parse `arguments` into this field, and send it when an answer comes back as a message."""
+    """OpenAI's clients parse `arguments` into this field, and send it back with the history."""
 
 
 class ToolCallBody(Body):
@@ -289,7 +289,7 @@ class ToolCallBody(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Unread = None
-    """Clients that assemble an answer from a stream keep the events' index."""
+    """Sent back by clients that assembled the call from a stream."""
 
 
 # From bytes to a body.
@@ -298,7 +298,7 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 class IgnoredParameters:
-    """Names that `--ignore-unknown-parameters` has ignored. Each is logged once. Thread-safe."""
+    """Logs each name that `--ignore-unknown-parameters` ignores, once. Thread-safe."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -320,7 +320,7 @@ class IgnoredParameters:
 
 
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """Return the body. Raises 400 for the first error. `ignored` notes unknown fields; without it they are errors."""
+    """Parse and check a body. Raises 400 for the first error. `ignored` logs unknown fields; None: they are errors."""
     return check_body(load_json(data), body_type, ignored)
 
 
@@ -340,7 +340,7 @@ def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | 
 
 
 def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
-    """Return a part of a body that stands at `place`. Raises 400."""
+    """Check a part of a body, at `place` in it. Raises 400."""
     try:
         part = part_type.model_validate(value)
     except ValidationError as error:
@@ -351,7 +351,7 @@ def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
 
 
 def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
-    """Raise 400 for the first field that asks for something unsupported, also in nested bodies."""
+    """Raise 400 for the first unsupported field in use, also in nested bodies."""
     unsupported = body.unsupported
     for name in sorted(body.model_fields_set):  # absent fields ask for nothing
         value = getattr(body, name)
@@ -398,7 +398,7 @@ def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
-    """Return whether more than `limit` of these characters stand outside of strings, without parsing."""
+    """Return whether JSON has more than `limit` of the characters `marks` outside of strings, without parsing it."""
     if _count(data, marks) <= limit:
         return False
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -410,7 +410,7 @@ def _count(data: bytes, marks: bytes) -> int:
 
 
 def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
-    """Return a call. `arguments` are an object or its JSON text; `at` is the call's place in the body. Raises 400."""
+    """Return a tool call of the history. `arguments`: an object or its JSON text. `at`: place in the body. Raises 400."""
     if not TOOL_NAME.fullmatch(name):
         raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
     if isinstance(arguments, str):
@@ -425,7 +425,7 @@ def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raise 400 for deep nesting: orjson reads 1,024 levels and writes 254, some of them around the value."""
+    """Raise 400 if the value is nested too deeply for orjson, which reads 1,024 levels but writes only 254."""
     try:
         orjson.dumps([[[[[[[[value]]]]]]]])
     except orjson.JSONEncodeError:

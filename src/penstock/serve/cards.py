@@ -1,4 +1,4 @@
-"""Descriptions of models: the facts of their files, and the list of names that clients can ask for."""
+"""Descriptions of models: the facts of their files, and the list of names that clients can use."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from penstock.serve.shapes import Count
 
 
 class ModelCards:
-    """Reads each model's files once, when first asked. A disk that hangs keeps one thread for each model."""
+    """Reads each model's files once, at first use. A hanging disk blocks one thread for each model."""
 
     def __init__(self) -> None:
         self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelFacts]] = WeakKeyDictionary()
 
     async def of(self, served: ServedModel) -> ModelFacts:
-        """Return the facts of a model's files. Waits for the disk."""
+        """Return the facts of a model's files."""
         if served not in self._cards:
             self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.facts))
         return await asyncio.shield(self._cards[served])
 
 
 LISTED_AT_ONCE = 128
-"""Names to write at once, which takes half a millisecond."""
+"""Names to write before other threads may run: half a millisecond."""
 
 
 ModelStatus = TypedDict("ModelStatus", {"value": str, "cause": NotRequired[str]})
@@ -60,7 +60,7 @@ ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Mode
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A name that clients can ask for."""
+    """A name that clients can use: a model's or an adapter's."""
 
     name: str
     served: ServedModel
@@ -69,7 +69,7 @@ class Listed:
     is_adapter: bool = False
 
     def card(self) -> ModelCard:
-        """Return the name's facts. Facts that need a loaded model are null before the first load."""
+        """Return the entry of the list. Fields that need a loaded model are null before the first load."""
         served, info = self.served, self.served.info
         root = self.path.name if self.path is not None else self.name if info is None else info.root
         status: ModelStatus = {"value": served.state.value}
@@ -94,11 +94,11 @@ class ModelsEndpoint:
         self._folder = folder
 
     async def list(self, http: HttpRequest) -> Response:
-        """List the names of served models, and of adapters that were named or requested, as far as the key opens them."""
+        """List the models and adapters that the key allows. Adapters in a folder are listed after their first request."""
         return await self.tell(http, _written)
 
     async def tell(self, http: HttpRequest, write: Callable[[Sequence[Listed]], bytes]) -> Response:
-        """Return what `write` makes of the list, in a thread: there may be a hundred thousand adapters."""
+        """Write the list with `write`, in a thread because there may be a hundred thousand adapters."""
         await self._folder.look()
         data = await asyncio.to_thread(lambda: write(self._listed(http.scope)))
         return Response(data, media_type="application/json")

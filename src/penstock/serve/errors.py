@@ -1,4 +1,4 @@
-"""The errors that everything in `serve` answers with: status, type and code of every cause. docs/http-api.md has the table."""
+"""Status, type and code of every error that the server answers with. docs/http-api.md has the table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.errors import shorten as shorten
 
 UNAVAILABLE_RETRY_AFTER_S = 5
-"""`Retry-After` while starting, draining or failed. Another instance may serve by then."""
+"""`Retry-After` while starting, draining or failed."""
 
 STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that the client cancelled. No client library retries it."""
 
 _NO_RETRY = {"x-should-retry": "false"}
-"""Keeps OpenAI's client from retrying a 408: the time would pass again."""
+"""Header that stops OpenAI's client from retrying a 408, which would time out again."""
 
 RULE = "rule"
-"""Kind of a finding of our own rules. Its text follows the field's name: "must be an object"."""
+"""Type of a validation error by our own rules. Its text follows the field's name: "must be an object"."""
 
 UNKNOWN_FIELDS = "unknown_fields"
-"""Kind of a finding of our own: an object has unknown fields."""
+"""Type of our own validation error for unknown fields."""
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -52,16 +52,16 @@ _RULES: Mapping[str, str] = MappingProxyType(
         RULE: "{msg}",
     }
 )
-"""pydantic's kinds of findings, with JSON's words for types."""
+"""Our texts for pydantic's types of validation errors."""
 
 _MAX_LIKENED_CHARS = 64
-"""Longer names are not compared with the known ones."""
+"""For longer unknown names, no similar name is suggested."""
 
 
 class ApiError(HTTPException):
-    """An answer other than 200, raised anywhere below an endpoint.
+    """An error to answer with, raised anywhere below an endpoint.
 
-    `takes_json` turns it into a response; for routes without a body, the app's handler of Starlette's exceptions does.
+    `takes_json` turns it into a response. For routes without a body, the app's exception handler does.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
         sizes: tuple[int, int] | None = None,
     ) -> None:
-        """`sizes`: as of `Rejected`."""
+        """`sizes`: see `Rejected`."""
         super().__init__(status, detail=message, headers=headers)
         self.sizes = sizes
         self.message = message
@@ -88,13 +88,13 @@ class ApiError(HTTPException):
         return orjson.dumps(openai_words(self))
 
     def response(self, words: ErrorWords | None = None) -> Response:
-        """`words`: the spelling of another API. The status stays."""
+        """Return the response. `words`: the form of another API than OpenAI's."""
         body = orjson.dumps((words or openai_words)(self))
         return Response(body, self.status_code, headers=self.headers, media_type="application/json")
 
 
 ErrorWords = Callable[[ApiError], Mapping[str, Any]]
-"""Spells an error as some API does, as plain JSON data. The OpenAPI document has its return type."""
+"""Turns an error into an API's JSON data. Its return type goes into the OpenAPI document."""
 
 
 class ErrorDetail(TypedDict):
@@ -117,17 +117,17 @@ def openai_words(error: ApiError) -> Error:
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """Return a 400: malformed, out of range, unknown or not supported."""
+    """Return a 400 for a value that is malformed, out of range, unknown or not supported."""
     return ApiError(400, message, code="invalid_request_error", param=param)
 
 
 def unknown(param: str, remedy: str = "") -> ApiError:
-    """Return the 400 of an unknown field, by its path."""
+    """Return the 400 for an unknown field. `param`: its path in the body."""
     return invalid(f"Unknown parameter: '{shorten(param)}'.{remedy}", shorten(param))
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a remedy for an unknown field: the most similar known name. Empty if none is similar."""
+    """Return a hint with the most similar known name, or an empty text."""
     if len(name) > _MAX_LIKENED_CHARS:
         return ""
     from difflib import get_close_matches  # only a wrong name needs it
@@ -137,7 +137,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) -> None:
-    """Raise 400 for an unknown field of the object that stands at `at`."""
+    """Raise 400 for an unknown field of the object at the path `at`."""
     for name, content in value.items():
         if name not in known and content is not None:
             raise unknown(f"{at}.{name}", did_you_mean(name, known))
@@ -156,7 +156,7 @@ MODEL_NOT_FOUND = "model_not_found"
 
 
 def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
-    """`is_no_adapter`: the name is not in the folder of adapters either."""
+    """`is_no_adapter`: the folder of adapters was searched, too."""
     names = ", ".join(repr(name) for name in served)
     sought = ", and no adapter of that name is in --lora-dir" if is_no_adapter else ""
     message = f"The model {shorten(model)!r} is not served here{sought}. Served: {names}."
@@ -194,7 +194,7 @@ _LIMITS = {
 
 
 def deadline_exceeded(reason: RejectReason, allowed_ms: float, queue_ms: float, run_ms: float, num_tokens: int) -> ApiError:
-    """Return a 408 with the allowed time and how it was spent."""
+    """Return a 408 with the allowed time, and the times of waiting and running."""
     return past_deadline(
         _LIMITS[reason].format(f"{allowed_ms:g}")
         + f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
@@ -221,19 +221,19 @@ def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
 
 
 def internal(request_id: str) -> ApiError:
-    """Return a 500. Only the log has the cause."""
+    """Return a 500 without the cause, which only the log has."""
     message = f"An internal error occurred. Its cause is in the server's log under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
 
 
 def as_api_error(raised: ApiError | Rejected) -> ApiError:
-    """Return the answer to either. Its traceback is cut: the frame that caught the error would keep it alive in a cycle."""
+    """Return an `ApiError` for either. Drops the traceback, because it forms a cycle with the frame that caught the error."""
     raised.__traceback__ = None
     return from_rejected(raised) if isinstance(raised, Rejected) else raised
 
 
 def from_rejected(rejected: Rejected) -> ApiError:
-    """Return the answer to a request that was refused before it produced anything."""
+    """Return the error for a request that was refused before it generated anything."""
     message, param = rejected.detail, rejected.param
     match rejected.reason:
         case RejectReason.INVALID:
@@ -256,13 +256,13 @@ def from_rejected(rejected: Rejected) -> ApiError:
 
 
 def failed(detail: str, request_id: str) -> ApiError:
-    """Return the 500 of one request. The engine continues, and the same request may fail again."""
+    """Return the 500 for one failed request. The engine continues."""
     message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:
-    """Return the error of an exception of Starlette's, such as an unknown route or method."""
+    """Return the error for Starlette's exceptions, such as an unknown route or method."""
     if isinstance(error, ApiError):
         return error
     if error.status_code == 404:
@@ -278,7 +278,7 @@ def not_an_object() -> ApiError:
 
 
 def from_finding(finding: Mapping[str, Any]) -> ApiError:
-    """Return the answer to a finding of pydantic about a body."""
+    """Return the error for one of pydantic's validation errors of a body."""
     place = tuple(finding["loc"])
     if finding["type"] == UNKNOWN_FIELDS:
         place += (finding["ctx"]["names"][0],)
@@ -306,7 +306,7 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether this is such an integer: the parser reads it as a float."""
+    """Return whether orjson read an integer beyond 64 bits, which becomes a float."""
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
@@ -316,5 +316,5 @@ def param_path(place: Sequence[str | int]) -> str:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    """Return whole seconds (RFC 9110, 10.2.3), and the milliseconds that OpenAI's and Anthropic's clients read first."""
+    """Return `Retry-After` in whole seconds (RFC 9110, 10.2.3), and milliseconds for OpenAI's and Anthropic's clients."""
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(1000 * seconds)))}

@@ -1,4 +1,4 @@
-"""Fields, messages and tools in OpenAI's and vLLM's shapes that several interfaces share, and their neutral form."""
+"""Fields, messages and tools in the form of OpenAI and vLLM, which several APIs share, and their neutral form."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
         "structural_tag": GrammarKind.STRUCTURAL_TAG,
     }
 )
-"""By the fields of `structured_outputs`."""
+"""Kinds of grammars by the fields of `structured_outputs`."""
 _SYNTAXES: Mapping[str, GrammarKind] = MappingProxyType({"lark": GrammarKind.LARK, "gbnf": GrammarKind.GBNF})
-"""By the values of `grammar_syntax`."""
+"""Kinds of grammars by the values of `grammar_syntax`."""
 
 
 def _an_object_or_text(value: Any) -> Any:
@@ -73,12 +73,12 @@ SchemaOrText = Annotated[
     BeforeValidator(_an_object_or_text),
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_SOURCE_CHARS}]}),
 ]
-"""A schema, or a string that holds one as JSON."""
+"""A schema, or its JSON text."""
 
 
 @has_not_yet("whitespace_pattern disable_fallback=false disable_any_whitespace=false disable_additional_properties=false")
 class StructuredOutputs(Body):
-    """vLLM's word for the form of an answer: one of the first six fields."""
+    """vLLM's field for the form of an answer. Exactly one field besides `grammar_syntax` is set."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -91,16 +91,16 @@ class StructuredOutputs(Body):
         | None
     ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
-    """In Lark's notation, or in GBNF, whose rules are written with `::=`."""
+    """A grammar in Lark's notation or in GBNF."""
     grammar_syntax: Literal["lark", "gbnf"] | None = None
     """The notation of `grammar`. xgrammar's EBNF is read as GBNF."""
     structural_tag: SchemaOrText | None = None
-    """The object that `response_format` is with that type, or its text."""
+    """An object as `response_format` of the type `structural_tag`, or its JSON text."""
 
 
 @has_sampling("openai")
 class GenerationFields(Body):
-    """Fields of `penstock.SamplingParams`, and of completions and chats. Null is the same as absent."""
+    """Fields that `penstock.SamplingParams`, completions and chats share. Null is the same as absent."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
@@ -119,7 +119,7 @@ class GenerationFields(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep only this many last tokens of a prompt. -1: as many as fit beside `max_tokens`, or beside 16 if it is absent."""
+    """Keep only this many last tokens of a prompt. -1: as many as fit beside `max_tokens` (16 if absent)."""
     structured_outputs: StructuredOutputs | None = None
     """The form of the answer."""
 
@@ -131,7 +131,7 @@ class PythonFields(GenerationFields):
 
 
 def fields_of(body: GenerationFields) -> dict[str, Any]:
-    """Return the fields of a neutral request, except the grammar."""
+    """Return the body's fields for a neutral request, except the grammar."""
     return {
         "n": body.n or 1,
         "max_tokens": body.max_tokens,
@@ -149,7 +149,7 @@ def fields_of(body: GenerationFields) -> dict[str, Any]:
 
 
 def structured_grammar(asked: StructuredOutputs | None) -> AskedGrammar | None:
-    """Return the grammar of `structured_outputs`. Raises 400 unless exactly one field says what the answer must be."""
+    """Return the grammar of `structured_outputs`. Raises 400 unless exactly one form is given."""
     if asked is None:
         return None
     values = {"json": asked.json_, **{name: getattr(asked, name) for name in _KINDS if name != "json"}}
@@ -172,10 +172,7 @@ def structured_grammar(asked: StructuredOutputs | None) -> AskedGrammar | None:
 
 
 def grammar_of(kind: GrammarKind, value: Any, param: str) -> AskedGrammar:
-    """Return the grammar that a text or a JSON value describes. Raises 400 for a value that is nested too deeply.
-
-    orjson reads 1,024 levels and writes 254.
-    """
+    """Return the grammar of a text or a JSON value. Raises 400 for a value that is nested too deeply."""
     if isinstance(value, str):
         return AskedGrammar(Grammar(kind, value), param)
     try:
@@ -185,7 +182,7 @@ def grammar_of(kind: GrammarKind, value: Any, param: str) -> AskedGrammar:
 
 
 def json_grammar(schema: Any, param: str) -> AskedGrammar:
-    """Return the grammar of answers that follow a JSON schema, or are any object if it is None. Raises 400."""
+    """Return the grammar of a JSON schema, or of any JSON object if the schema is None. Raises 400."""
     if schema is None:
         return AskedGrammar(Grammar(GrammarKind.JSON_OBJECT, ""), param)
     return grammar_of(GrammarKind.JSON_SCHEMA, schema, param)
@@ -196,7 +193,7 @@ def json_grammar(schema: Any, param: str) -> AskedGrammar:
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
 PART_NO_EFFECT = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Fields of a message's part without effect: prefixes are cached in any case."""
+"""Fields of a message's part that have no effect, because prefixes are always cached."""
 
 
 @has_not_yet('annotations=[] audio function_call="none"|"auto" refusal')
@@ -205,14 +202,14 @@ class ChatMessage(Body):
     content: Any = None
     name: str | None = None
     parsed: Unread = None
-    """OpenAI's client parses `content` into this field, and sends it when an answer comes back as a message."""
+    """OpenAI's client parses `content` into this field, and sends it back with the history."""
     provider_specific_fields: Unread = None
-    """litellm copies unknown fields of an answer here, and sends them in the same way."""
+    """litellm copies unknown fields of an answer here, and sends them back with the history."""
     cache_control: Unread = None
     reasoning: str | None = None
     """vLLM's name for `reasoning_content`."""
     reasoning_content: str | None = None
-    """An assistant's reasoning. The template decides whether it is shown."""
+    """An assistant's reasoning. The chat template decides whether the model sees it."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
@@ -221,7 +218,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 
 class ChatTemplateFields(Body):
-    """How messages become a prompt."""
+    """Fields that decide how messages become a prompt."""
 
     messages: Messages
     add_generation_prompt: bool | None = None
@@ -232,7 +229,7 @@ class ChatTemplateFields(Body):
 
 
 def read_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Return the conversation without its tools. Only text is supported: other parts are refused by name. Raises 400."""
+    """Return the conversation without its tools. Raises 400, also for parts other than text."""
     continues = bool(fields.continue_final_message)
     # To continue the last message means that no new turn is opened.
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
@@ -241,7 +238,7 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
 
 
 def read_tools(tools: Sequence[ToolBody], at: str = "tools[{}].function") -> list[FunctionTool]:
-    """Return the functions. `at` says where the function of an index stands. Raises 400 for schemas that are too deep."""
+    """Return the tools in neutral form. `at`: a tool's path in the body, by index. Raises 400 for schemas nested too deeply."""
     for index, tool in enumerate(tools):
         check_depth(tool.function.parameters, f"{at.format(index)}.parameters")
     return [
@@ -256,7 +253,7 @@ def read_tools(tools: Sequence[ToolBody], at: str = "tools[{}].function") -> lis
 
 
 def read_told_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Return the conversation and its tools as the template sees them. Raises 400 and `Rejected`."""
+    """Return the checked conversation, with its tools as the chat template gets them. Raises 400 and `Rejected`."""
     names = Names(fields={"tools.*": "tools[{}].function"})
     conversation = read_conversation(fields)
     check_conversation(conversation, names)
@@ -288,7 +285,7 @@ def make_message(
     call_id: str | None = None,
     reasoning: str = "",
 ) -> Message:
-    """Return a message. `at` says where it stands in the body, and `content` is a text or a list of text parts. Raises 400."""
+    """Return a message. `at`: its path in the body. `content`: a text or a list of text parts. Raises 400."""
     role = _role(role, f"{at}.role")
     past_calls: list[PastCall] = []
     for index, call in enumerate(calls):
@@ -311,7 +308,7 @@ def make_message(
 
 
 def _role(role: Any, param: str) -> str:
-    """`developer`, OpenAI's newer word, becomes `system`."""
+    """Return the role, with `developer` as `system`. Raises 400."""
     if role == "function":
         raise invalid(f"'{param}' 'function' is not supported: send the role 'tool', which took its place.", param)
     if not isinstance(role, str) or role not in _ROLES:

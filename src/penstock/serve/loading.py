@@ -1,7 +1,7 @@
-"""Requests wait here for their model to be loaded, for a look into the folder of models, or for one at an adapter's name.
+"""Makes requests wait for a load of their model, or for a search on disk for their model or adapter.
 
-`app` puts `Waits.around` around every endpoint, which is called again when what was missing is there. Nothing was sent before.
-A request for a loaded model and a known adapter passes at no cost.
+`app` wraps every endpoint in `Waits.around`. If the endpoint raises that something is missing, the request waits, and the
+endpoint is called again. A request for a loaded model and a known adapter does not wait.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 
 MAX_LOOK_S = 5.0
-"""A disk that takes longer has nothing new."""
+"""After this time, a search on disk counts as finding nothing."""
 MAX_WAITING_BYTES = 64 << 20
-"""Bodies of the requests that wait for one model, or for the folder of adapters: sixteen of the largest."""
+"""Most bytes of bodies that wait for one model, or for the folder of adapters: sixteen of the largest bodies."""
 MAX_LOOK_THREADS = 4
-"""Names that the folder of adapters is asked for at once. A disk that hangs keeps this many threads."""
+"""Adapter names searched for at once. A hanging disk blocks this many threads."""
 MAX_LOOKS = 1024
-"""Names, and requests, that wait for the folder of adapters."""
+"""Most names, and most requests, that wait for the folder of adapters."""
 
 
 class FolderWatch:
-    """Looks into the folder of models, off the event loop, when somebody asks for an unknown model. Belongs to the loop."""
+    """Looks for new models in the folder of models when a request names an unknown one. For the event loop."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._turn = asyncio.Lock()
         self._began_s = self._ended_s = 0.0
-        """The last look."""
+        """When the last look into the folder began and ended."""
 
     async def find(self, name: str) -> ServedModel | None:
         """Return the model with this name, or None if it was removed from the folder."""
@@ -56,7 +56,7 @@ class FolderWatch:
         return self._deployment.find(name)
 
     async def look(self) -> None:
-        """Return after a look that began later than this call, or after `MAX_LOOK_S`. Many callers share one look."""
+        """Wait for a look into the folder that begins after this call, for `MAX_LOOK_S` at most. Callers share looks."""
         if not self._deployment.may_grow:
             return
         asked_s = time.monotonic()
@@ -75,7 +75,7 @@ class FolderWatch:
 
 
 class Waits:
-    """Has requests wait for what they need before they are answered. Belongs to the event loop."""
+    """Makes requests wait for missing models and adapters. For the event loop."""
 
     def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight) -> None:
         self._deployment = deployment
@@ -84,7 +84,7 @@ class Waits:
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
-        """Return an endpoint that answers once a missing model or adapter was found and, if it `loads`, loaded."""
+        """Wrap `answer` so that it is retried after a missing model or adapter was found. `loads`: also load models."""
 
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
@@ -113,7 +113,7 @@ class Waits:
         return answer_when_there
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
-        """Return when the model is loaded. Raises `Rejected`, and 404 if it was taken from the folder."""
+        """Wait until the model is loaded. Raises `Rejected`, or 404 if the model was removed from the folder."""
         clock, config = self._deployment.clock, self._in_flight.config
         served = await unless_gone(http, self._folder.find(name))
         if served is None:
@@ -130,20 +130,20 @@ class Waits:
 
 
 class _AdapterLooks:
-    """Asks the folders of adapters, off the event loop, for unknown names."""
+    """Searches the folders of adapters for unknown names, in threads."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._looks: dict[str, asyncio.Task[tuple[ServedModel, AdapterRef] | None]] = {}
-        """By the name, including those that wait for a thread."""
+        """Searches by name, including those that wait for a thread."""
         self._turns = asyncio.Semaphore(MAX_LOOK_THREADS)
         self._num_asking = 0
         self._num_asking_bytes = 0
 
     async def find(self, name: str, num_bytes: int) -> tuple[ServedModel, AdapterRef] | None:
-        """Return the adapter on disk with this name, or None. Callers share one look. `num_bytes`: size of the waiting body.
+        """Return the adapter on disk with this name, or None. Callers share a search. `num_bytes`: size of the body.
 
-        Raises 503 if too many wait, or if the look takes too long.
+        Raises 503 if too many requests wait, or if the search takes too long.
         """
         is_under_way = name in self._looks
         num_names = len(self._looks) + (not is_under_way)
@@ -165,7 +165,7 @@ class _AdapterLooks:
             self._num_asking_bytes -= num_bytes
 
     def _look(self, name: str) -> asyncio.Task[tuple[ServedModel, AdapterRef] | None]:
-        """Return the look that is under way, or a new one. It goes on if nobody waits for it any more."""
+        """Return the running search for the name, or start one. A search goes on even if all callers have left."""
         task = self._looks.get(name)
         if task is None:
             task = self._looks[name] = asyncio.create_task(self._ask(name))
@@ -189,9 +189,9 @@ class _AdapterLooks:
 
 
 async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:
-    """Return the model when it is loaded. `num_bytes`: the body, which waits, too.
+    """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
 
-    Raises `Rejected` if too many requests wait for it, or if it takes longer than the request may wait.
+    Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
     if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
         detail = f"{served.num_waiting} requests wait for {served.name} to be loaded already"
@@ -215,7 +215,7 @@ async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, nu
 
 
 def _limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
-    """Return the instant up to which a request may wait: its own limit or the server's. Raises 400 for a malformed one."""
+    """Return the time until which a request may wait: its own limit or the server's, if earlier. Raises 400."""
     terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
     return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
 

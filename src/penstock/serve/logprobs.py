@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API. Each choice has its own writer."""
+"""Log-probabilities in the two forms of OpenAI's API. Each choice has its own writer."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ PromptTokens = list[dict[str, PromptToken] | None]
 class CompletionLogprobs:
     """Log-probabilities of completions.
 
-    `text_offset` is where each token begins in the answer's text, in characters. A token that starts within a character begins
-    where that character does.
+    `text_offset` is each token's position in the answer's text, in characters. A token that starts within a character has the
+    position of that character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, text_offset: int) -> None:
@@ -76,10 +76,10 @@ class CompletionLogprobs:
         }
 
     def _num_hidden(self, token_ids: Sequence[int], begins: Sequence[int], num_chars: int) -> int:
-        """Return how many characters before the prompt's text its tokens have. `num_chars`: length of the text.
+        """Return the number of characters at the start of the decoded tokens that the prompt's text lacks.
 
-        They belong to special tokens, as many of which as fit stand at the end. Or they are a space, or what a normaliser
-        changes. `begins`: where each token begins, and where the last ends.
+        These come from special tokens, from an added space, or from a normaliser. `begins`: where each token begins, and where
+        the last one ends. `num_chars`: length of the text.
         """
         is_special, num_tokens = self._tokenizer.is_special, len(token_ids)
         most = min(num_tokens, 4)  # no model wants more of them at an end
@@ -90,7 +90,7 @@ class CompletionLogprobs:
         return begins[-1] - num_chars
 
     def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
-        """Return where this token begins. `is_shown`: count it although it is special."""
+        """Move past this token, and return where it begins. `is_shown`: count the token even if it is special."""
         begin = self._offset
         if self._skips_special_tokens and not is_shown and self._tokenizer.is_special(token_id):
             return begin
@@ -113,9 +113,9 @@ class CompletionLogprobs:
     def write_prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, text: str
     ) -> CompletionTokens:
-        """Return the same for a prompt, before any other call. The first token has null.
+        """Return the log-probabilities of a prompt; null for its first token. Call this before `write`.
 
-        `text`: the prompt as it is shown. Tokens that the text does not have, such as a start token, begin where it does.
+        `text`: the prompt as the answer shows it. Tokens before it, such as a start token, get the offset 0.
         """
         begins = [self._advance(token_id, is_shown=True) for token_id in token_ids]
         num_hidden = self._num_hidden(token_ids, [*begins, self._offset], len(text))
@@ -130,7 +130,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> PromptTokens:
-    """Return vLLM's `prompt_logprobs`: by token id, each prompt token and its likeliest alternatives. The first is null."""
+    """Return vLLM's `prompt_logprobs`: for each token, it and its likeliest alternatives by token id. The first is null."""
     return [None, *[_of_prompt(tokenizer, entry, num_top) for entry in entries]]
 
 
@@ -146,8 +146,8 @@ def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict
 class ChatLogprobs:
     """Log-probabilities of chats: each shown token with its text, bytes and likeliest alternatives.
 
-    The bytes of all entries join to the message's content, in which invalid UTF-8 became U+FFFD. End tokens, skipped special
-    tokens, and tokens within or behind a stop string have no entry. A token that is shown in part has the bytes of that part.
+    The bytes of all entries together are the message's content, where invalid UTF-8 becomes U+FFFD. End tokens, skipped special
+    tokens, and tokens in or after a stop string have no entry. A token that is partly shown has only the bytes of that part.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
@@ -155,14 +155,14 @@ class ChatLogprobs:
         self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_decoded = 0
-        """Characters of all tokens so far, without an incomplete one."""
+        """Number of complete characters in all tokens so far."""
         self._num_shown = 0
-        """Characters of the content so far: fewer while text is held back that may begin a stop string."""
+        """Number of characters of content so far. Text that may begin a stop string is held back."""
         self._waiting: deque[tuple[TokenLogprobs, bytes, list[int]]] = deque()
         """Tokens not completely shown: (entry, bytes, characters that must be shown for each byte)."""
 
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
-        """Return the entries of tokens that are now shown. `text`: the next content; `entries`: the tokens beside it."""
+        """Return the entries of tokens that are now shown. `text`: the next part of the content; `entries`: its tokens."""
         self._num_shown += len(text)
         waiting = self._waiting
         for entry in entries:
@@ -198,7 +198,7 @@ def _chat_token(data: bytes, logprob: float) -> Token:
 
 
 def _legacy_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the token's text, or its bytes as OpenAI writes parts of characters (`bytes:\\xe2\\x82`)."""
+    """Return the token's text or, for a part of a character, its bytes as OpenAI writes them (`bytes:\\xe2\\x82`)."""
     token_bytes = tokenizer.token_bytes(token_id)
     try:
         return token_bytes.decode()

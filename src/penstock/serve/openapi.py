@@ -1,6 +1,6 @@
-"""The server's operations as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). `app` calls it once, when asked.
+"""The server's operations as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). `app` makes it at first use.
 
-pydantic describes bodies by the models that check them, and answers and errors by the types that the writers fill.
+pydantic derives the schemas of bodies from the models that check them, and the schemas of answers from their `TypedDict`s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path, with the routes that share it: the last one answers what belongs to no other."""
+    """A method and a path, with the routes that share both. The last route answers if no other's condition is true."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class Operation:
 def write_document(operations: Sequence[Operation], open_paths: Set[str] | None = None) -> dict[str, Any]:
     """Return the document of all operations, in their order.
 
-    `open_paths`: those that need no key, or None if no route needs one.
+    `open_paths`: paths that need no key. None: no path needs a key.
     """
     schemas = _Schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
@@ -85,7 +85,7 @@ def _error_type(words: Callable[..., Any]) -> Any:
 
 
 def _with_nulls(schema: _Schema) -> _Schema:
-    """Return a schema in which null is the same as absent for fields of a body whose type is one of ours, too."""
+    """Return the schema, with null allowed for all fields that default to null."""
     for name, field in schema.get("properties", {}).items():
         about = {word: field[word] for word in ("title", "description", "default") if word in field}
         rest = {word: value for word, value in field.items() if word not in about}
@@ -148,7 +148,7 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _answers(operation: Operation, schemas: _Schemas) -> dict[str, _Schema]:
-    """Return the schemas of the answer by its media type; of a stream, that of one event or line."""
+    """Return the schemas of the answer by media type. A stream has the schema of one event or line."""
     plain = [route.returns for _, route in operation.routes if route.returns is PlainText]
     whole = [route.returns for _, route in reversed(operation.routes) if route.returns not in (None, PlainText)]
     answers = {"text/plain": schemas.of(PlainText)} if plain else {}

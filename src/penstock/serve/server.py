@@ -2,8 +2,8 @@
 
 - The first SIGTERM or SIGINT drains: new requests get a 503, running ones have the shutdown timeout to finish.
 - A second one ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
-- SIGHUP reads the files of TLS and keys again. If a terminal was closed, or there are no such files, it drains. It never counts
-  as a second signal: a shell and the kernel may both send it, and systemd after SIGTERM. Under `nohup` it stays ignored.
+- SIGHUP reads the files of TLS and keys again. Without such files, or when a terminal was closed, SIGHUP drains. It never
+  counts as the second signal, because it may come twice, or after SIGTERM from systemd. Under `nohup` it stays ignored.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_TIMEOUT_S = 5
-"""Time for the last bytes to reach their clients after the engine has ended."""
+"""Time for the last bytes to reach clients after the engine has ended."""
 READY, STOPPING = "READY=1", "STOPPING=1"
 _NOTIFY_TIMEOUT_S = 1.0
 _NEW_OBJECTS = 10_000
-"""The garbage collector runs when so many objects more were made than freed. A running request has some two hundred; with
-Python's default of 700, the collector ran in vain for every third or fourth of a burst."""
+"""The garbage collector's first threshold: objects made minus objects freed. A running request has some two hundred. At 700,
+Python's default, every third or fourth request of a burst made it run in vain."""
 
 
 def print_line(text: str) -> None:
@@ -164,7 +164,7 @@ class Server:
         self._tell_of_keys()
 
     def _tell_of_keys(self) -> None:
-        """Have the metrics count by the names in the file of keys, and warn of priorities without effect."""
+        """Give the metrics the names in the file of keys, and warn of priorities without effect."""
         if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
@@ -174,12 +174,12 @@ class Server:
             _log.warning("the priority of API keys has no effect: that needs --policy priority")
 
     def reload(self) -> None:
-        """Read the files of TLS and keys again. For any thread."""
+        """Read the files of TLS and keys again. Thread-safe."""
         if self._loop is not None and self._watch is not None:
             self._loop.call_soon_threadsafe(self._watch.ask)
 
     def request_shutdown(self) -> None:
-        """Begin to drain. Idempotent."""
+        """Begin to drain. Thread-safe and idempotent."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
@@ -276,7 +276,7 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
 
 
 def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.socket) -> str:
-    """Return the text to print when requests can come: the address, and a command that works."""
+    """Return the text to print when the server is ready: its address, and an example command."""
     url = _base_url(config, listener)
     default = deployment.default
     name, names = default.name, ", ".join(served.name for served in deployment.served)
@@ -292,7 +292,7 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
 
 
 def _first_request(running: RunningModel | None) -> tuple[str, dict[str, object]]:
-    """Return a route that the model answers, as far as that is known before it is loaded, and a body without its name."""
+    """Return an example for the model: a path, and a body without `model`. Assumes chat for a model that is not loaded."""
     encoder = None if running is None else running.model.encoder
     if encoder is not None and encoder.task is Task.RERANK:
         return "/v1/rerank", {"query": "Hello!", "documents": ["Good morning.", "Goodbye."]}

@@ -1,6 +1,6 @@
-"""Types of which the answers of several APIs are made. pydantic makes the schemas of the OpenAPI document of them.
+"""Types that the answers of several APIs share. pydantic derives the schemas of the OpenAPI document from them.
 
-An answer's type is a `TypedDict` beside the code that fills it. At run time that is a plain dictionary.
+Other types of answers are `TypedDict`s next to the code that fills them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=0)]
 Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 """Any JSON object."""
 Vector = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "number"}})]
-"""NumPy's array of one dimension, or a list."""
+"""A one-dimensional NumPy array, or a list of numbers."""
 Base64 = Annotated[str, WithJsonSchema({"type": "string", "description": "float32 in little-endian order, as base64"})]
 
 
@@ -30,7 +30,7 @@ Version = TypedDict("Version", {"version": str})
 
 
 class TokenUsage(TypedDict):
-    """Tokens of texts, which have no answer in tokens."""
+    """Token counts of texts for an encoder, which generates none."""
 
     prompt_tokens: Count
     total_tokens: Count
@@ -41,7 +41,7 @@ ReasoningTokens = TypedDict("ReasoningTokens", {"reasoning_tokens": Count})
 
 
 class Usage(TokenUsage):
-    """Tokens of a question and of its answer, in OpenAI's shape."""
+    """Token counts of a prompt and its answer, in OpenAI's form."""
 
     completion_tokens: Count
     prompt_tokens_details: CachedTokens
@@ -52,7 +52,7 @@ FunctionCall = TypedDict("FunctionCall", {"name": str, "arguments": str})
 
 
 class ToolCall(TypedDict):
-    """A call of a tool in an answer, in OpenAI's shape."""
+    """A tool call in an answer, in OpenAI's form."""
 
     id: str
     type: Literal["function"]
@@ -60,7 +60,7 @@ class ToolCall(TypedDict):
 
 
 def told_calls(answer: Answer) -> list[ToolCall]:
-    """Return the calls of an answer in OpenAI's shape."""
+    """Return an answer's tool calls in OpenAI's form."""
     return [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in answer.calls
@@ -68,6 +68,6 @@ def told_calls(answer: Answer) -> list[ToolCall]:
 
 
 class ApiVersion(TypedDict):
-    """Cohere's word for which of its API's versions an answer follows."""
+    """The version of Cohere's API that an answer follows."""
 
     version: str

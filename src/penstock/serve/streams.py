@@ -1,7 +1,7 @@
-"""Answers to a call: one JSON value, or a stream, as an API's `Writer` spells them.
+"""Answers to a call: one JSON value or a stream, in the form of an API's `Writer`.
 
-A stream's events are bytes, built once per step. The call's own task sends them and waits for slow clients. A stream begins as
-soon as its call was admitted, so later failures are events.
+A stream's events are bytes, built once per step. The call's own task sends them and waits for slow clients. A stream begins
+when its call is admitted, so later failures are sent as events.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 
 def as_object(arguments: str) -> orjson.Fragment | None:
-    """Return a call's arguments as a part of other JSON: on one line, otherwise as the model wrote them, with all digits.
+    """Return a tool call's arguments as JSON to embed, or None if they are not a JSON object.
 
-    None if they are not a JSON object.
+    Numbers keep all digits that the model wrote.
     """
     try:
         value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
@@ -65,7 +65,7 @@ def as_object(arguments: str) -> orjson.Fragment | None:
 _log = logging.getLogger(__name__)
 
 FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-"""OpenAI's words. Every other end is an error."""
+"""OpenAI's words for finish reasons. Other reasons are errors."""
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and may stand in a JSON string, with JSON's escapes."""
@@ -77,7 +77,7 @@ _HEADERS = (
 
 
 async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
-    """Return the response to a call. Raise `ApiError` if an answer that is not streamed fails."""
+    """Return the response to a call. Raises `ApiError` if the call fails and is not streamed."""
     with call:
         writer = new_writer(call, call.running.tokenizer)
         entry = entry_of(http.scope)
@@ -92,7 +92,7 @@ async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -
 
 
 class Usage:
-    """Token counts of one call. A prompt with several choices counts once, with what its first choice found in the cache."""
+    """Token counts of one call. A prompt with several choices counts once, with the cached tokens of its first choice."""
 
     def __init__(self, call: RunningCall) -> None:
         self._num_choices = call.num_choices
@@ -110,7 +110,7 @@ class Usage:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of all prompts that the cache had."""
+        """Number of prompt tokens found in the cache."""
         return sum(self._num_cached[:: self._num_choices])
 
     def body(self) -> UsageTold:
@@ -143,9 +143,10 @@ class ChoiceRecord:
 
 
 class Writer(ABC):
-    """Spells one answer in some API: `whole`, or as the bytes of a stream.
+    """Writes one answer in the form of an API: `whole`, or as the bytes of a stream.
 
-    A stream is `open`, a `keepalive` now and then, `begin` before the first chunk, `write` for each chunk, and `end` or `fail`.
+    A stream calls `open`, `begin` before the first chunk, `write` for each chunk, and `end` or `fail`. While it is silent, it
+    calls `keepalive`.
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -156,15 +157,15 @@ class Writer(ABC):
         self.usage = Usage(call)
 
     def open(self) -> bytes:
-        """Return the first bytes, sent when the call was admitted."""
+        """Return the first bytes, sent when the call is admitted."""
         return self.keepalive()
 
     def keepalive(self) -> bytes:
-        """Return bytes that clients skip, which show that the server is at work."""
+        """Return bytes that clients ignore, sent to show that the server is at work."""
         return _comment("keepalive")
 
     def begin(self, timing: str) -> bytes:
-        """Return what precedes the first chunk; may be empty. An adapter is loaded by then. `timing`: as `Server-Timing`."""
+        """Return the bytes before the first chunk; may be empty. The adapter is loaded. `timing`: value of `Server-Timing`."""
         del timing
         return b""
 
@@ -189,10 +190,10 @@ NewWriter = Callable[[RunningCall, Tokenizer], Writer]
 
 
 class ReadChoice:
-    """One choice whose text is split into parts: reasoning, content, calls."""
+    """Splits the text of one choice into parts: reasoning, content, tool calls."""
 
     def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
-        """`id_prefix`: begins the ids of calls, unless the model's template has a form of its own."""
+        """`id_prefix`: prefix of the tool calls' ids, unless the model's template requires another form."""
         form = call.form or AnswerForm()
         self._has_reasoning = call.answer.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
@@ -201,10 +202,10 @@ class ReadChoice:
         self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
         self.num_calls = 0
         self.is_cut = False
-        """The limit of tokens, or a stop string, ended a call in the middle."""
+        """Whether the token limit or a stop string cut a tool call off."""
 
     def read(self, chunk: OutputChunk) -> list[Part]:
-        """Return the parts that are certain with this chunk. With the last one, that is all that is left."""
+        """Return the parts that are certain after this chunk. The last chunk returns everything left."""
         text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
         parts = self._reader.push(text)
         if chunk.finish_reason is not None:
@@ -219,16 +220,16 @@ class ReadChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, marks included, shown or not."""
+        """Number of reasoning tokens so far, including marks, shown or not."""
         return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def has_calls(self) -> bool:
-        """Whether the choice has calls, all of them whole."""
+        """Whether the choice has tool calls, all complete."""
         return self.num_calls > 0 and not self.is_cut
 
     def finish_word(self, chunk: OutputChunk) -> ChatFinishWord | None:
-        """Return OpenAI's word for how the choice ended, or None if this is not its last chunk."""
+        """Return OpenAI's word for how the choice ended, or None before its last chunk."""
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
         return _finish_word(chunk)
@@ -244,12 +245,12 @@ class _ReasoningTokens:
         self._token_bytes = tokenizer.token_bytes
         self._num_tokens = 0
         self._tail = b""
-        """The last bytes, fewer than the closing mark has."""
+        """The last bytes, fewer than the closing mark's."""
         self._has_reasoned = form.is_reasoning
         self._has_ended = False
 
     def add(self, token_ids: Sequence[int], parts: Sequence[Part]) -> None:
-        """Count the next tokens. `parts`: what the answer says in them."""
+        """Count the next tokens. `parts`: the parts of the answer in them."""
         if self._has_ended:
             return
         self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
@@ -265,13 +266,13 @@ class _ReasoningTokens:
 
 
 def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
-    """Return the log probabilities, without a hidden stop token's: it might complete a character of the text."""
+    """Return the chunk's log-probabilities, without that of a hidden stop token."""
     ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
     return chunk.logprobs[:-1] if ends_with_stop_token and not options.include_stop_str_in_output else chunk.logprobs
 
 
 def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
-    """Return the id of a call, unique in this process."""
+    """Return the id of a tool call, unique in this process."""
     name = short_id(f"{engine_id}.{index}", id_chars or 24)
     return name if id_chars else prefix + name
 
@@ -280,7 +281,7 @@ def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
 
 
 async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list[ChoiceRecord]:
-    """Return all that the choices say, when they have ended."""
+    """Wait for the end of all choices, and return them."""
     records = [ChoiceRecord() for _ in call.requests]
     with client_watch(http, partial(call.stream.cancel, CLIENT_LEFT)):
         while chunks := await call.next_chunks():
@@ -295,7 +296,7 @@ async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list
 
 
 async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer, off_loop: OffLoop) -> Response:
-    """Return the whole answer, with `Server-Timing` of its first choice."""
+    """Return the whole answer, with the `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
@@ -308,10 +309,10 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
 
 
 class EventStream(Response):
-    """The stream of one call, which it closes."""
+    """Streams one call, and closes the call at the end."""
 
     keepalive_s: ClassVar[float] = 10.0
-    """A silent stream sends a keepalive after this time, or twice this time at most. Some clients give up after 30 s."""
+    """A silent stream sends a keepalive after once to twice this time. Some clients give up after 30 s."""
 
     def __init__(self, http: HttpRequest, call: RunningCall, writer: Writer) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class EventStream(Response):
         self._call = call
         self._writer = writer
         self._is_silent = False
-        """No event was sent since the last look."""
+        """Whether no event was sent since the last `_look`."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -340,7 +341,7 @@ class EventStream(Response):
                 self._call.close()
 
     def _look(self) -> None:
-        """Have a keepalive sent if the stream was silent since the last look, unless it waits for its client."""
+        """Send a keepalive if the stream was silent since the last call, unless it waits for its client."""
         if self._is_silent:
             self._call.stream.flush()
         self._is_silent = True
@@ -406,7 +407,7 @@ def _piece(events: bytes, *, more: bool) -> Message:
 
 
 def whole_lines(events: bytes) -> bytes:
-    """Return the same JSON for clients that split lines at more than LF and CR (`str.splitlines`, httpx's `iter_lines`).
+    """Escape Unicode's other line ends, for clients that split lines there (`str.splitlines`, httpx's `iter_lines`).
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """
@@ -429,9 +430,9 @@ def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
 
 
 def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
-    """Return the error that ended a request, or None if it ended by itself or goes on.
+    """Return the error that ended a request, or None if the request goes on or ended normally.
 
-    A `reject_reason` means that the engine failed, the server stops, or the client's grammar cannot be followed.
+    A `reject_reason` means that the engine failed, the server stops, or the client's grammar can't be enforced.
     """
     if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
         return None
@@ -448,9 +449,9 @@ def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
 
 
 def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
-    """Return how long a request queued, prefilled and decoded until its first or its finish chunk.
+    """Return the milliseconds of queueing, prefill and decoding up to this chunk.
 
-    Queueing ends with its first step, prefill with its first token.
+    Queueing ends with the first step, prefill with the first token.
     """
     scheduled_ns = chunk.at_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
     decode_ns = chunk.at_ns if chunk.first_token_ns is None else chunk.first_token_ns
@@ -462,7 +463,7 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
 
 
 def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
-    """Return a `Server-Timing` header's value: the parts that have ended, and `model`, the part of `queue` for loading.
+    """Return the value of `Server-Timing`: `parts_ms`, and as `model` the part of `queue` spent on loading.
 
     https://www.w3.org/TR/server-timing/
     """
@@ -473,7 +474,7 @@ def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
 
 
 def fingerprint(options: AnswerOptions) -> str:
-    """Return the model's fingerprint, with its adapter's once that is loaded."""
+    """Return the model's fingerprint, followed by that of a loaded adapter."""
     adapter = options.adapter
     return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
 

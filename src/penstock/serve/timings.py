@@ -14,7 +14,7 @@ class Timings:
     def __init__(self, call: RunningCall) -> None:
         self._call = call
         self._times_ns: dict[int, tuple[int, int]] = {}
-        """By choice: when its first step began, and when its first token came."""
+        """By choice: the times of its first step and of its first token."""
 
     def of(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         """Return `timings` up to this chunk."""
@@ -28,7 +28,7 @@ class Timings:
         }
 
     def progress(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        """Return `prompt_progress` of a choice whose prompt is computed."""
+        """Return `prompt_progress` of a choice after its prefill."""
         begun_ns, first_ns = self._times(index, chunk)
         num_tokens = self._call.requests[index].num_prompt_tokens
         return {
@@ -39,7 +39,7 @@ class Timings:
         }
 
     def _times(self, index: int, chunk: OutputChunk) -> tuple[int, int]:
-        """Return when the choice's first step began, and when its first token came."""
+        """Return the times of the choice's first step and of its first token."""
         if index not in self._times_ns and chunk.first_token_ns is not None:
             begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
             self._times_ns[index] = begun_ns, chunk.first_token_ns

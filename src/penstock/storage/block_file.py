@@ -2,8 +2,8 @@
 worker.
 
 The file may be damaged or cut short at any moment, so each read verifies a checksum and nothing is synced. Reads use system
-calls: an unreadable page of a mapping would end the process. One process at a time has the file (`flock`). It contains
-users' text: mode 0600.
+calls, because an unreadable page of a mapping would kill the process. One process at a time uses the file (`flock`). Its mode
+is 0600, because it contains users' text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 MAGIC = b"PENSTOCK KV\x00\x00\x00\x00\x01"
 _FILE_HEADER = struct.Struct("<16sQQ32sI")
-"""Magic, bytes of a slot, bytes of a content, fingerprint, checksum of these."""
+"""Magic, bytes of a slot, bytes of a block's content, fingerprint, checksum of these."""
 RECORD_MAGIC = 0x4B565042
 _RECORD = struct.Struct("<IIQ16sQ24x")
 """Magic, checksum of all that follows and the content, sequence number, hash, length."""
@@ -66,7 +66,7 @@ class BlockFile:
             raise
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Return (slot, hash) of slots that seem to have content, first written first. Reads one page of each."""
+        """Return (slot, hash) of slots with a plausible header, oldest first. Reads one page of each slot."""
         found: list[tuple[int, int, bytes]] = []
         with self._lock:
             for slot in range(min(self.num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
@@ -101,7 +101,7 @@ class BlockFile:
             raise CorruptBlock(f"Slot {slot} of {self.path} does not contain what was written there.")
 
     def emptied(self) -> BlockFile:
-        """Close this object and return one for the same file with nothing in it.
+        """Close this object, empty the file, and return a new object for it.
 
         Raises OSError (EBUSY) if the device has not finished its last task.
         """
@@ -118,7 +118,7 @@ class BlockFile:
     def close(self) -> None:
         """Release the file, keeping its content. Idempotent.
 
-        If the device does not answer, the file stays open: its number could mean another file by the time it does.
+        If the device hangs, the file stays open, because a late write to a reused descriptor would hit another file.
         """
         try:
             self._lock_or_fail()

@@ -1,8 +1,8 @@
 """Host memory below a GPU's KV pool: equal slots, each with a block's content and hash. `Transfers` calls it from its
 worker.
 
-It ends with the process and needs no checksum. The memory is mapped at once and committed as slots are first written. It is
-not pinned: the device copies through the executor's own staging memory, which is.
+The content ends with the process and needs no checksum. The memory is mapped at once and committed as slots are first written.
+The memory need not be pinned, because the device copies through the executor's pinned staging memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostMemory:
     outlives_process = False
 
     def __init__(self, num_slots: int, *, content_bytes: int) -> None:
-        """Raises MemoryError if there is not enough."""
+        """Map the memory. Raises MemoryError."""
         self.num_slots = num_slots
         self._memory = np.empty((num_slots, content_bytes), np.uint8)
         self._names: dict[int, bytes] = {}
@@ -50,8 +50,7 @@ class HostMemory:
             np.copyto(np.frombuffer(out, np.uint8), self._memory[slot])
 
     def emptied(self) -> HostMemory:
-        """Close this object and return one for the same memory with nothing in it. Raises OSError (EBUSY) if a copy has not
-        ended."""
+        """Close this object, and return an empty one with the same memory. Raises OSError (EBUSY) while a copy runs."""
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             raise OSError(errno.EBUSY, "a copy of a block does not end")
         try:

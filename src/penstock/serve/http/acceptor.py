@@ -1,8 +1,8 @@
-"""Takes connections from the listening socket, and keeps their number below what the process may open.
+"""Accepts connections, and keeps their number below the process's limit of open files.
 
 - At the limit, each new connection closes the one that has been idle for the longest.
-- If all are busy, `NUM_EXTRA_CONNECTIONS` more are accepted: requests are answered 503 there, and health probes as always.
-- Beyond that, new connections wait in the listening socket's queue. Without descriptors, too: `accept` is tried again later.
+- If all are busy, `NUM_EXTRA_CONNECTIONS` more are accepted. They get 503, except for health probes.
+- Beyond that, or out of descriptors, new connections wait in the listening socket's queue, and `accept` is retried later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock.serve.http.tls import Encryption
 _log = logging.getLogger(__name__)
 
 GRACE_S = 0.5
-"""A connection that has been idle for less is not closed for others: its request may be on the way from far away."""
+"""A connection idle for less than this is not closed for others, because its request may be on the way."""
 _CLOSING_S = 0.1
-"""Time for a client to take the bytes that it was sent, if others need its place."""
+"""Time for a client to receive its last bytes when its connection is closed for others."""
 _MAX_AT_ONCE = 64
-"""Connections that are accepted before the event loop turns to other work."""
+"""Connections to accept before the event loop turns to other work."""
 _READ_BYTES = 1 << 14
-"""Most that is read of a connection at once. It can be hundreds of requests, and each takes 3 kB of memory."""
+"""Most bytes to read from a connection at once. These can be hundreds of requests, of 3 kB of memory each."""
 _RETRY_S = 0.5
 _REPORT_EVERY_S = 1.0
 _POLL_S = 0.05
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 class Acceptor:
     """The open connections of a server, and the tasks that answer their requests.
 
-    asyncio's own server (`loop.create_server`) has no limit: out of descriptors, it pauses for a second, again and again.
+    asyncio's own server (`loop.create_server`) has no limit of connections, and stalls without descriptors.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Acceptor:
         max_connections: int,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
-        """Begin to accept. Call `close` before closing the listener."""
+        """Begin to accept connections. Call `close` before closing the listener."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_connection = make_connection
@@ -56,14 +56,14 @@ class Acceptor:
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.buffer = bytearray(_READ_BYTES)
-        """Connections read into it in turn."""
+        """All connections read into this buffer, one after another."""
         self._is_closed = False
         self._num_opening = 0
-        """Connections that are accepted and have no transport yet."""
+        """Accepted connections that have no transport yet."""
         self._idle_since_s: dict[Connection, float] = {}
-        """Idle connections, the longest first."""
+        """When each idle connection became idle, earliest first."""
         self._retry_timer: asyncio.TimerHandle | None = None
-        """Set while nothing is accepted."""
+        """Set while accepting is paused."""
         self._num_closed = 0
         self._num_refused = 0
         self._reported_at_s = -_REPORT_EVERY_S
@@ -71,7 +71,7 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         self._is_closed = True
         self._loop.remove_reader(self._listener)
         if self._retry_timer is not None:
@@ -79,7 +79,7 @@ class Acceptor:
             self._retry_timer = None
 
     async def drain(self, timeout_s: float) -> None:
-        """Close every connection when its client has its answers; after `timeout_s`, at once."""
+        """Close each connection once its client has all answers, or after `timeout_s`."""
         for connection in list(self.connections):
             connection.leave(unavailable("The server is shutting down."))
         try:
@@ -113,18 +113,18 @@ class Acceptor:
             connection.close()
 
     def begin(self, connection: Connection) -> bool:
-        """Count the connection as busy: it has a request. Return False if too many are: refuse it with `too_many`."""
+        """Count the connection as busy. Return False if too many are busy: the caller then answers with `too_many`."""
         self._idle_since_s.pop(connection, None)
         return len(self.connections) - len(self._idle_since_s) <= self._max_connections
 
     def too_many(self) -> ApiError:
-        """Return a 503 for a request beyond the limit, counted for the log."""
+        """Return a 503 for a request beyond the limit, and count it for the log."""
         self._num_refused += 1
         self._report()
         return unavailable(f"All {self._max_connections} connections (--max-connections) have a request.")
 
     def idle(self, connection: Connection) -> None:
-        """Count the connection as idle, so that it may be closed for others: no answer is due, or its client takes none."""
+        """Count the connection as idle, so that it may be closed for others."""
         if connection in self.connections:
             self._idle_since_s.setdefault(connection, self._loop.time())
 
@@ -165,7 +165,7 @@ class Acceptor:
             self._num_opening -= 1
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for the longest, unless it has just come."""
+        """Close the connection that has been idle for the longest, but for at least `GRACE_S`."""
         connection = next(iter(self._idle_since_s), None)
         if connection is None or self._loop.time() - self._idle_since_s[connection] < GRACE_S:
             return

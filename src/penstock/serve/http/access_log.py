@@ -3,8 +3,8 @@
     request --> LoggedRequests (a layer of the app) --> Entry --> queue --> thread: text or JSON --> standard output
     refusal of the connection -----------------------> Entry -----^
 
-A reader that is too slow delays no answer: beyond `MAX_QUEUED` lines are dropped, and the log says how many. A client's words
-are quoted, in printable ASCII: no request can begin a line, or move a terminal's cursor.
+A slow reader of standard output does not delay answers: beyond `MAX_QUEUED`, lines are dropped and counted. Text from clients
+is quoted in printable ASCII, so that it can't begin a line or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from penstock.serve.http.checks import ENTRY_KEY, Entry, identity_of, key_name
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED = 10_000
-"""Lines that may wait for the thread that writes them, some 3 MB."""
+"""Most lines that wait to be written, some 3 MB."""
 _MAX_AT_ONCE = 256
 _MAX_TOLD_CHARS = 200
-"""Limit of a client's own words in a line: an address, a model's name."""
+"""Most characters of a text from the client in a line, such as a path or a model's name."""
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class AccessLog:
     def __init__(self, *, as_json: bool, write: Callable[[str], object] | None = None) -> None:
-        """Start the thread; `close` it. `write` gets whole lines; the default writes them to standard output."""
+        """Start the thread, which `close` ends. `write` gets whole lines. The default writes to standard output."""
         self._format = json_line if as_json else text_line
         self._write = write or _to_stdout
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
@@ -44,7 +44,7 @@ class AccessLog:
         self._thread.start()
 
     def add(self, entry: Entry) -> None:
-        """Have a line written. Never waits; for the event loop alone."""
+        """Queue a line. Returns at once. Only for the event loop."""
         entry.ended_unix_s = time.time()
         if self._is_broken or self._queue.qsize() >= MAX_QUEUED:
             self._num_dropped += 1
@@ -52,7 +52,7 @@ class AccessLog:
             self._queue.put(entry)
 
     def close(self) -> None:
-        """Write what waits, in `_CLOSE_TIMEOUT_S` at most."""
+        """Write the queued lines, for at most `_CLOSE_TIMEOUT_S`."""
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         num_lost = self._num_dropped + (self._queue.qsize() if self._thread.is_alive() else 0)
@@ -78,7 +78,7 @@ class AccessLog:
 
 
 class LoggedRequests:
-    """The layer of the app that gives each request an `Entry`, and logs it at the end of the answer."""
+    """ASGI middleware that gives each request an `Entry`, and logs the entry at the end of the answer."""
 
     def __init__(self, app: ASGIApp, *, log: AccessLog) -> None:
         self._app = app
@@ -116,25 +116,25 @@ class LoggedRequests:
 
 
 def client_name(client: tuple[str, int] | None) -> str:
-    """Return address and port, or nothing if they are unknown."""
+    """Return address and port, or an empty text if unknown."""
     if client is None:
         return ""
     return f"[{client[0]}]:{client[1]}" if ":" in client[0] else f"{client[0]}:{client[1]}"
 
 
 def refusal(client: tuple[str, int] | None, method: bytes, url: bytes, status: int, num_bytes: int) -> Entry:
-    """Return the entry of a request that the connection refuses before the app sees it. Method and URL may be empty."""
+    """Return the entry of a request that is refused before the app sees it. Method and URL may be empty."""
     path = _words(url.partition(b"?")[0])
     return Entry(client=client_name(client), method=_words(method), path=path, status=status, num_bytes=num_bytes)
 
 
 def json_line(entry: Entry) -> str:
-    """Return one object; a name is always there, and null if nothing is known."""
+    """Return a line with a JSON object that always has the same names. Unknown values are null."""
     return _quoted(_fields(entry)) + "\n"
 
 
 def text_line(entry: Entry) -> str:
-    """Return a line for people, and for tools that split it at spaces outside of quotes; `-` is what is not known."""
+    """Return a line for people, and for tools that split at spaces outside of quotes. Unknown values are `-`."""
     fields = _fields(entry)
     words = [
         str(fields["time"]),
@@ -174,7 +174,7 @@ def _words(text: bytes) -> str:
 
 
 def _quoted(value: object) -> str:
-    """Return JSON in printable ASCII. Python's `json` leaves one control character as it is."""
+    """Return JSON in printable ASCII. Python's `json` would leave the control character DEL."""
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 

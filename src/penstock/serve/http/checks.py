@@ -1,7 +1,7 @@
-"""The checks that a request passes before its endpoint: its id, its key or its origin, and its body.
+"""The checks of a request before its endpoint: id, key or origin, and body.
 
-`RequestChecks` is the outermost layer of the app. Every answer carries the request's id, and an exception that nothing else
-caught becomes a 500 here. `takes_json` makes an endpoint that gets its body whole, as bytes.
+`RequestChecks` is the app's outermost middleware. It adds the request's id to every answer, and turns uncaught exceptions into
+500. `takes_json` makes an endpoint that gets the whole body as bytes.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from penstock.types.errors import Rejected
 _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Routes that need no key. They are answered also when too many connections have a request."""
+"""Paths that need no key, and are answered even when too many connections are busy."""
 ID_HEADER = b"x-request-id"
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
-"""Called with the body, which is not empty, and with the request."""
+"""Takes the body's bytes and the request, and returns the response."""
 
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 ENTRY_KEY = "penstock.access_entry"
-"""Keys of a request's scope for what is known about it."""
+"""Keys of a scope for facts about the request."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
 _OWN_SITES = frozenset({b"same-origin", b"none"})
-"""Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for requests that no page made."""
+"""Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for requests without a page."""
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """Return name, in small letters -> value; of several values, the first."""
+    """Return the headers by name, in small letters. A repeated header has its first value."""
     table: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
     if table is None:
         table = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
@@ -77,18 +77,18 @@ def values_of(scope: Scope, name: bytes) -> Sequence[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How an API spells errors, and for which requests."""
+    """An API's form of errors, and the requests that get it."""
 
     words: ErrorWords
     paths: str = ""
-    """Separated by spaces. A path that ends with a slash stands for all paths below it."""
+    """Paths with errors in this form, separated by spaces. A path that ends with a slash includes all paths below it."""
     client_header: bytes = b""
-    """A header of every request of this API's clients, in small letters: errors of other paths are spelled so for them, too."""
+    """A header that all clients of this API send, in small letters. Requests with it get this form on other paths, too."""
     id_header: bytes = b""
-    """The header in which clients with `client_header` look for the request's id."""
+    """Header for the request's id in answers to requests with `client_header`."""
 
     def owns(self, path: str) -> bool:
-        """Return whether errors at this path are spelled so."""
+        """Return whether errors at this path have this form."""
         paths = self.paths.split()
         return path in paths or path[: path.find("/", 1) + 1] in paths
 
@@ -99,7 +99,7 @@ class RequestIdentity:
     is_from_header: bool
 
     def adopt(self, request_id: str) -> None:
-        """Use the id that the body gives. Raises 400 if it is malformed, or if the header said another."""
+        """Replace the id by the one in the body. Raises 400 if it is malformed, or if the header has another id."""
         if not _VALID_ID.fullmatch(request_id):
             raise invalid(f"'request_id' must be {_ID_RULE}.", "request_id")
         if self.is_from_header and request_id != self.request_id:
@@ -113,23 +113,23 @@ def identity_of(scope: Scope) -> RequestIdentity:
 
 
 def add_header(scope: Scope, name: bytes, value: bytes) -> None:
-    """Add a header to the answer, also if that is an error. `name`: in small letters."""
+    """Add a header to the answer, which may be an error. `name`: in small letters."""
     scope[_ANSWER_HEADERS_KEY].append((name, value))
 
 
 def key_name(scope: Scope) -> str:
-    """Return a short, stable name of the request's key, safe to log. Empty if the server has no keys."""
+    """Return the name of the request's key, which is safe to log. Empty if the server has no keys."""
     name: str = scope.get(_KEY_NAME_KEY, "")
     return name
 
 
 def is_admin(scope: Scope) -> bool:
-    """Return whether the request may change what is served: its key is an admin's, or the server has no keys."""
+    """Return whether the request may load and unload models: it has an admin's key, or no key is needed."""
     return bool(scope[_IS_ADMIN_KEY])
 
 
 def require_admin(scope: Scope) -> None:
-    """Raise 401 or 403 unless the request may change what is served."""
+    """Raise 401 or 403 unless `is_admin`."""
     if not is_admin(scope):
         if not key_name(scope):
             raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
@@ -139,7 +139,7 @@ def require_admin(scope: Scope) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """The access log's facts about one request. None: not known."""
+    """The access log's facts about one request. None means unknown."""
 
     client: str
     method: str
@@ -150,20 +150,20 @@ class Entry:
     """Name of the API key."""
     status: int | None = None
     num_bytes: int = 0
-    """Bytes of the answer's body that the connection was given."""
+    """Bytes of the answer's body handed to the connection."""
     duration_s: float | None = None
     """From the end of the request's head to the end of its answer."""
     ttft_s: float | None = None
     model: str | None = None
     count_tokens: Callable[[], tuple[int, int]] | None = None
-    """Returns the numbers of tokens of the prompts and of the answers."""
+    """Returns the numbers of prompt tokens and of answer tokens."""
     request_id: str = ""
     client_left: bool = False
     """The client closed its connection before the end of the answer."""
 
 
 def entry_of(scope: Scope) -> Entry | None:
-    """Return the entry of a request, or None if there is no access log."""
+    """Return the request's entry, or None without an access log."""
     entry: Entry | None = scope.get(ENTRY_KEY)
     return entry
 
@@ -181,11 +181,13 @@ class RequestChecks:
         wordings: Sequence[Wording] = (),
         max_body_bytes: int,
     ) -> None:
-        """`keys`: None if no key is needed. Then pages of other sites are refused.
+        """Wrap the app in the checks.
 
-        `admin_keys`: keys that open everything. Without them, requests may do what admins do only if no key is needed.
-        `cors`: None if pages of other origins may read nothing. `more_open_paths`: further paths to read without a key.
-        `wordings`: how the APIs spell errors. Errors of all other paths are spelled OpenAI's way.
+        - `keys`: None if no key is needed. Then requests from pages of other sites are refused.
+        - `admin_keys`: keys that allow everything. If None, requests are an admin's only if no key is needed.
+        - `cors`: None if pages of other origins may read nothing.
+        - `more_open_paths`: further paths to read without a key.
+        - `wordings`: forms of errors. All other paths get OpenAI's form.
         """
         self._app = app
         self._new_request_id = new_request_id
@@ -240,7 +242,7 @@ class RequestChecks:
         return RequestIdentity(self._new_request_id(), is_from_header=False)
 
     def _check_head(self, scope: Scope, identity: RequestIdentity) -> None:
-        """Raises `ApiError`."""
+        """Check id, origin and keys, and note the key. Raises `ApiError`."""
         if not identity.is_from_header and (given := values_of(scope, ID_HEADER)):
             rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
             raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")
@@ -257,7 +259,7 @@ class RequestChecks:
             scope[_KEY_NAME_KEY] = key.name
 
     def _look_for_admin(self, scope: Scope, admin_keys: KeyRing) -> None:
-        """Note whether the key is an admin's. The check of all keys complains about malformed ones."""
+        """Note whether the key is an admin's. Malformed keys are refused later, with the ordinary keys."""
         scope[_IS_ADMIN_KEY] = False
         with suppress(ApiError):
             scope[_KEY_NAME_KEY] = _sent_key(scope, admin_keys).name
@@ -265,7 +267,7 @@ class RequestChecks:
 
 
 class _Exchange:
-    """A request and its answer between server and app: adds the answer's headers, and counts the body's bytes."""
+    """Wraps ASGI's `receive` and `send`: limits the body's bytes, and adds headers to the answer."""
 
     def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._identity = identity
@@ -274,7 +276,7 @@ class _Exchange:
         self._max_body_bytes = max_body_bytes
         self._num_body_bytes = 0
         self.has_begun = False
-        """The head of the answer was sent."""
+        """Whether the head of the answer was sent."""
         self.more_headers: Headers = []
 
     def check_length(self, num_body_bytes: int) -> None:
@@ -316,7 +318,7 @@ class KeyRing:
         return self._keys.values()
 
     def find(self, key: bytes) -> ApiKey | None:
-        """Return the known key, or None. Looks at every key, whichever matches."""
+        """Return the known key, or None. Compares all keys, so that the time does not depend on the match."""
         digest = self._seal(hashlib.sha256(key).digest())
         found: ApiKey | None = None
         for known, one in self._keys.items():
@@ -329,7 +331,7 @@ class KeyRing:
 
 
 def key_of(scope: Scope) -> ApiKey | None:
-    """Return the request's key, with its limits. None if the server has no keys, or for an admin's key."""
+    """Return the request's key with its limits, or None without keys or for an admin's key."""
     key: ApiKey | None = scope.get(_KEY_KEY)
     return key
 
@@ -357,9 +359,9 @@ def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
 def _keep_other_sites_out(scope: Scope) -> None:
     """Raise 403 for a POST from a page of another origin, unless it is declared as JSON.
 
-    A browser sends a form, or text, to any address without asking first, also to localhost. It sends JSON only after a CORS
-    preflight, which this server answers to pages of `--allowed-origins` alone. A page whose host name resolves to this machine
-    (DNS rebinding) has the same origin; only a key keeps it out.
+    A browser sends forms and plain text to any address, even localhost, without asking first. It sends JSON only after a CORS
+    preflight, which this server answers only for `--allowed-origins`. DNS rebinding gives a page the same origin, so that only
+    a key keeps the page out.
     """
     headers = headers_of(scope)
     is_json = headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
@@ -369,7 +371,7 @@ def _keep_other_sites_out(scope: Scope) -> None:
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Programs other than browsers send neither header."""
+    """Return whether a page of another site sent the request. Programs other than browsers send neither header."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in _OWN_SITES
@@ -385,9 +387,9 @@ def _announced_bytes(scope: Scope) -> int:
 
 
 def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-    """Return an endpoint of a route, which reads the body and calls `answer`.
+    """Return an endpoint that reads the body and calls `answer`.
 
-    `of_any_type`: the body is JSON whatever its content type says, for APIs whose users send it by `curl -d` alone.
+    `of_any_type`: ignore the content type, for APIs with users who send JSON by plain `curl -d`.
     """
 
     async def endpoint(http: HttpRequest) -> Response:
@@ -402,13 +404,13 @@ def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[
 
 
 def words_of(scope: Scope) -> ErrorWords | None:
-    """Return how errors of this request are spelled; None: OpenAI's way."""
+    """Return the form of this request's errors. None: OpenAI's form."""
     words: ErrorWords | None = scope.get(_WORDS_KEY)
     return words
 
 
 def use_words(scope: Scope, words: ErrorWords) -> None:
-    """Spell errors of this request so from now on: another API than its path suggests turned out to be meant."""
+    """Set the form of this request's errors. Called if its body or headers belong to another API on the same path."""
     scope[_WORDS_KEY] = words
 
 
@@ -432,7 +434,7 @@ async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
 
 
 def _refuse_encoding(scope: Scope) -> None:
-    """Raise a 415 for a compressed body: a body's size is bounded by what was announced."""
+    """Raise a 415 for a compressed body, because decompressing could exceed the size limit."""
     encoding = headers_of(scope).get(b"content-encoding", b"").decode("latin-1")
     if encoding.strip().lower() not in ("", "identity"):
         # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what the server takes.
@@ -446,7 +448,7 @@ def _refuse_encoding(scope: Scope) -> None:
 
 
 def _is_json(scope: Scope) -> bool:
-    """Return whether the body is declared as JSON, or not declared."""
+    """Return whether the content type is JSON or missing."""
     content_type = headers_of(scope).get(b"content-type")
     if not content_type or content_type == b"application/json":
         return True

@@ -1,7 +1,7 @@
-"""A client's connection: HTTP/1.1 on httptools' parser, with bounds on what a client can make the server wait for or hold.
+"""A client's connection: HTTP/1.1 on httptools' parser, with limits on the memory and the time that a client can take.
 
-The acceptor makes one `HttpConnection` per client. Each request that passes the checks of its head is an `Exchange`, which the
-app sees as ASGI's `receive` and `send`. docs/decisions/http-connections.md lists the bounds and says why this code is ours.
+The acceptor makes one `HttpConnection` per client. Each request with a valid head becomes an `Exchange`, which gives the app
+ASGI's `receive` and `send`. docs/decisions/http-connections.md lists the limits and says why we do not use a library.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from penstock.serve.http.tls import Encryption
 _log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 1 << 16
-"""Limit of a request's head, and of whatever else brings no body: trailers, chunk extensions."""
+"""Limit of a request's head, and of bytes that are not body, such as trailers and chunk extensions."""
 _BYTES_PER_HEADER = 32
-"""A header counts this beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2). An empty one takes 100 bytes of memory."""
+"""Added to each header's size in the limit, as in HTTP/2 (RFC 9113, 6.5.2): an empty header takes 100 bytes of memory."""
 MIN_BYTES_PER_CHECK = 1 << 14
-"""Bytes that a request, once it has begun, must bring in every `read_timeout_s`, and that a client must take of an answer in
-every `write_timeout_s`: 4.4 and 2.2 kbit/s."""
+"""Bytes that a client must send of a request in each `read_timeout_s`, and receive of an answer in each `write_timeout_s`: 4.4
+and 2.2 kbit/s."""
 _MAX_BEHIND = 8
-"""Requests that wait for the answer to an earlier one. With more, reading stops."""
+"""Pipelined requests that may wait for an earlier answer. With more, reading stops."""
 STALL_S = 5.0
-"""A client that takes nothing of its complete answer for longer loses its place. TCP has repeated a segment thrice then."""
+"""A client that receives nothing of a complete answer for longer counts as idle. TCP has sent a segment four times by then."""
 _LOOK_EVERY_S = 0.5
 LINGER_S = 2.0
-"""Time for which further bytes are dropped of a request that is refused before its end."""
+"""For this time after an early refusal, the rest of the request is read and dropped."""
 
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
-"""RFC 3986, 3.2.2. Empty where the address has no host."""
+"""The header Host (RFC 3986, 3.2.2). It may be empty."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client: parses its requests, refuses malformed ones, and has the app answer the others in turn."""
+    """One client's connection: parses requests, refuses malformed ones, and lets the app answer the others in order."""
 
     read_timeout_s: ClassVar[float] = 30.0
-    """A request that has begun must go on in this time."""
+    """Time in which a client must send more of a request."""
     write_timeout_s: ClassVar[float] = 60.0
-    """A client that takes almost nothing of an answer in this time is cut off."""
+    """A client that receives almost nothing of an answer in this time is disconnected."""
     keep_alive_s: ClassVar[float] = 75.0
-    """Time that an idle connection stays open. Proxies and client libraries keep theirs for less, so that they close first."""
+    """Time that an idle connection stays open. Longer than in proxies and client libraries, so that they close first."""
 
     transport: asyncio.Transport
 
@@ -88,29 +88,29 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._parser: httptools.HttpRequestParser | None = self._new_parser()
         self.exchanges: deque[Exchange] = deque()
-        """Requests without a complete answer. The app works on the first."""
+        """Requests without a complete answer. The app answers the first one."""
         self.is_taken = asyncio.Event()
         self.is_taken.set()
         self.is_reading = False
-        """A request has begun and not ended."""
+        """Whether a part of a request has come, but not its end."""
         self._reading: Exchange | None = None
-        """The request of which body is read. None in a head, and between requests."""
+        """The request to add body to. None in a head, and between requests."""
         self._url = b""
         self._headers: Headers = []
         self._num_head_bytes = 0
         self._is_offered_upgrade = False
         self.is_refused = self._is_lingering = False
         self._refusal: ApiError | None = None
-        """Set by a parser's callback that stops the parser."""
+        """The error, if one of the parser's callbacks refused the request."""
         self._num_bytes = 0
-        """Bytes that came since the last check."""
+        """Bytes received since the last check of progress."""
         self._num_bytes_without_body = 0
         self._has_news = False
-        """A request began, or a piece of body came, with the last bytes."""
+        """Whether the last bytes had body or began a request."""
         self._read_timer: asyncio.TimerHandle | None = None
-        """Set while the client is expected to send something."""
+        """Set while the client has to send something."""
         self._write_timer: asyncio.TimerHandle | None = None
-        """Set while the client is expected to take something."""
+        """Set while the client has to receive something."""
         self._num_untaken = self._num_owed = 0
         self._taken_at_s = self._owed_at_s = 0.0
 
@@ -303,8 +303,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _wrong_in_head(self, version: str) -> ApiError | None:
         """Return why a head that can be parsed is refused, or None.
 
-        Host and version are checked as RFC 9112 wants it (2.3, 3.2, 6.1): a proxy that reads such a head in another way could
-        be made to smuggle a request in.
+        The rules for host and version (RFC 9112, 2.3, 3.2, 6.1) prevent request smuggling by a proxy that reads the head in
+        another way.
         """
         if version[:2] != "1.":
             return version_not_supported()
@@ -329,7 +329,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise self._refusal
 
     def _meaning_of(self, error: Exception) -> ApiError:
-        """Return the answer to a parser's error, of which there is only a text."""
+        """Return the answer to a parser's error, by the error's text."""
         match str(error):
             case "Content-Length overflow":  # 2^64 or more
                 return request_too_large(self._max_body_bytes)
@@ -362,7 +362,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return Exchange(self, scope, keeps_alive=keeps_alive, expects_continue=expects_continue)
 
     def _address(self, name: str) -> tuple[str, int] | None:
-        """Return one end of the connection, or None if the client had left when it was accepted."""
+        """Return one end of the connection, or None if the client has already left."""
         address: Sequence[Any] | None = self.transport.get_extra_info(name)
         return (address[0], address[1]) if address else None
 
@@ -431,10 +431,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._acceptor.idle(self)
 
     def _num_untaken_bytes(self) -> int:
-        """Return the number of bytes that asyncio and the system hold for the client (tcp(7), SIOCOUTQ).
+        """Return the number of bytes that asyncio and the system still have for the client (tcp(7), SIOCOUTQ).
 
-        While nothing is written, it changes only if the client takes some. asyncio's part alone changes by megabytes at a time,
-        since a socket is writable only when a third of the system's buffer is free.
+        asyncio's part alone would change by megabytes at a time, since a socket is writable only when a third of the system's
+        buffer is free.
         """
         queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
@@ -442,11 +442,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     # Refusing
 
     def _is_behind(self) -> bool:
-        """Return whether the request that is read, or comes next, waits for the answer to an earlier one."""
+        """Return whether the request being read, or the next one, waits for an earlier answer."""
         return bool(self.exchanges) and self.exchanges[0] is not self._reading
 
     def _refuse(self, error: ApiError, *, lingers: bool = True) -> None:
-        """Answer, if the answer to this request has not begun and no earlier one is due. Close after all answers."""
+        """Refuse the request being read, and close after all earlier answers.
+
+        The error is only sent if no earlier answer is due and this answer has not begun.
+        """
         self.is_refused = True
         self._stop_read_timer()
         reading, self._reading = self._reading, None

@@ -1,6 +1,6 @@
-"""Pages of other origins that may read answers (`--allowed-origins`; https://fetch.spec.whatwg.org/#http-cors-protocol).
+"""Lets pages of other origins read answers (`--allowed-origins`; https://fetch.spec.whatwg.org/#http-cors-protocol).
 
-`Cors` only adds headers, which browsers obey. It refuses nothing.
+`Cors` adds headers for browsers. It refuses nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.types.errors import ConfigError
 
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out"
-"""Headers that a page may read, beside those that it always may."""
+"""Headers that a page may read in addition to the usual ones."""
 _MAX_AGE_S = 600
-"""Time for which a browser remembers the answer to a preflight."""
+"""For this time, a browser reuses the answer to a preflight."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TOKENS = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z, \t-]{1,4096}")
 """A list of headers' names (RFC 9110, 5.6.2)."""
@@ -30,9 +30,9 @@ Headers = list[tuple[bytes, bytes]]
 
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: like `https://example.org:8443`; a host with or without a port, for both schemes; `*` for any.
+        """`origins`: like `https://example.org:8443`; or a host with or without a port, for both schemes; or `*` for any.
 
-        Raise `ConfigError` for values that no browser would send.
+        Raises `ConfigError` for values that no browser would send.
         """
         self._takes_any = "*" in origins
         hosts = [origin.strip().lower() for origin in origins if _HOST.fullmatch(origin.strip().lower().encode())]
@@ -42,7 +42,7 @@ class Cors:
         )
 
     def headers(self, request: Mapping[bytes, bytes]) -> Headers:
-        """Return the headers of the answer to a request with the headers `request`."""
+        """Return headers to add to the answer. `request`: the request's headers."""
         origin = request.get(b"origin")
         # Caches must keep the answers to different origins apart.
         found: Headers = [] if self._takes_any else [(b"vary", b"Origin")]
@@ -54,9 +54,9 @@ class Cors:
         return found
 
     def preflight(self, method: str, request: Mapping[bytes, bytes]) -> Message | None:
-        """Return the head of the answer to a preflight of an allowed origin, which has no key. None for other requests.
+        """Return the head of the answer to an allowed origin's preflight. None for other requests.
 
-        The requested headers are allowed as they are: clients have names of their own, and `*` leaves out Authorization.
+        Preflights have no key. All requested headers are allowed by name, because `*` would not include Authorization.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in request:
             return None

@@ -1,4 +1,4 @@
-"""One request and its answer, as the app sees them: ASGI's `receive` and `send`, and a watch over the client meanwhile."""
+"""One request and its answer as ASGI's `receive` and `send`, and functions that notice when a client leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.serve.http.cors import Headers
 _log = logging.getLogger(__name__)
 
 _MAX_BUFFERED_BODY_BYTES = 1 << 16
-"""Bytes of a body that wait for the app. With more, the connection is not read."""
+"""Most bytes of a body that wait for the app. With more, reading from the connection stops."""
 CLIENT_LEFT = "the client closed the connection"
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -29,27 +29,27 @@ _Result = TypeVar("_Result")
 
 
 class Connection(Protocol):
-    """A connection, as exchanges and the acceptor see it."""
+    """The methods of a connection that exchanges and the acceptor call."""
 
     is_taken: asyncio.Event
-    """Set while the client's system, or ours, has taken all that was written."""
+    """Set while the operating system has taken all written bytes."""
 
     def write(self, data: bytes) -> None: ...
 
     def resume_reading(self) -> None:
-        """Read on, unless too many requests wait already."""
+        """Continue to read, unless too many requests wait already."""
 
     def on_answered(self, exchange: Exchange) -> None:
-        """Begin the next request, or wait for it."""
+        """Go on to the next request after a complete answer."""
 
     def leave(self, error: ApiError) -> None:
-        """Close after the answers that are due. A request that has not come whole is answered with the error."""
+        """Close after all due answers. An incomplete request is answered with the error."""
 
     def close(self) -> None:
-        """Close when the client's system has taken what was written, or takes nothing for `write_timeout_s`."""
+        """Close after the written bytes were sent, or after `write_timeout_s` without progress."""
 
     def cut_off(self) -> None:
-        """Close now."""
+        """Close at once, and drop unsent bytes."""
 
 
 class Exchange:
@@ -58,24 +58,24 @@ class Exchange:
     def __init__(self, connection: Connection, scope: Scope, *, keeps_alive: bool, expects_continue: bool) -> None:
         self.scope = scope
         self.keeps_alive = keeps_alive
-        """The connection stays open after the answer."""
+        """Whether the connection stays open after the answer."""
         self.is_whole = False
-        """All of the request has come."""
+        """Whether the whole request has been received."""
         self.has_begun = False
-        """The app has given the head of the answer."""
+        """Whether the app has begun the answer."""
         self.is_answered = False
         self.has_left = False
-        """Nothing can be sent to the client any more."""
+        """Whether the client has left, so that nothing can be sent."""
         self._connection = connection
         self._expects_continue = expects_continue
         self._body = bytearray()
         self._news = asyncio.Event()
         self._head = b""
-        """The head of the answer, until it is written together with the first piece of the body."""
+        """The head of the answer, to be written together with the first piece of the body."""
         self._has_body = self._is_chunked = False
 
     async def run(self, app: ASGIApp) -> None:
-        """Have the app answer."""
+        """Run the app, which answers the request."""
         try:
             await app(self.scope, self.receive, self.send)
         except Exception:
@@ -85,7 +85,7 @@ class Exchange:
                 self._connection.close()
 
     def add_body(self, data: bytes) -> bool:
-        """Take a piece of the request's body. Return False if the client should wait before it sends more."""
+        """Add a piece of the request's body. Return False if reading should stop until the app has taken it."""
         if self.is_answered:
             return True
         self._body += data
@@ -172,7 +172,7 @@ def answer_head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 @contextmanager
 def client_watch(http: HttpRequest, on_gone: Callable[[], object]) -> Iterator[None]:
-    """Call `on_gone` if the client leaves meanwhile. The body was read before: nothing else may call `receive`."""
+    """Call `on_gone` if the client leaves before the block ends. Nothing else may call `receive` in the block."""
     task = asyncio.create_task(_wait_for_end(http.receive, on_gone))
     try:
         yield
@@ -181,7 +181,7 @@ def client_watch(http: HttpRequest, on_gone: Callable[[], object]) -> Iterator[N
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`. If the client leaves before, cancel the work and raise 499."""
+    """Return the result of `work`. If the client leaves, cancel `work` and raise 499."""
     task = asyncio.current_task()
     assert task is not None
     has_left = False

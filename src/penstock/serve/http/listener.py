@@ -1,4 +1,4 @@
-"""The socket that the server listens on, and how many connections it may have.
+"""Opens the socket that the server listens on, and computes the limit of connections.
 
 `cli serve` uses this before it loads the model. It imports no web library, because those take time.
 """
@@ -17,16 +17,16 @@ from penstock.types.errors import ConfigError
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 NUM_EXTRA_CONNECTIONS = 32
-"""Open connections beyond the limit: for probes, for a 503, and while others are closing."""
+"""Open connections beyond the limit, for health probes, for 503s, and while others are closing."""
 
 _NUM_SPARE_FILES = 32
-"""Files that the server may open while it runs: weights and the disk tier, when the engine is made anew."""
+"""Files that the server may open later: weights and the disk tier, when the engine is rebuilt."""
 _MAX_CONNECTIONS = 8192
 """Default of `--max-connections`. An idle connection takes 2 kB of memory, with TLS 18 kB."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket, on which early clients wait. Raise `ConfigError`."""
+    """Return a listening socket. Clients can connect and wait from now on. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -44,14 +44,14 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit to the hard one. The usual 1024 is meant for programs that call select(2), which takes no more."""
+    """Raise the soft limit to the hard one. The usual 1024 only protects programs that call select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS names a hard limit that it does not grant.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_limit(config: ServerConfig) -> int:
-    """Return how many connections may have a request at once. Raise `ConfigError` if the limit of open files is too low."""
+    """Return how many connections may be busy at once. Raises `ConfigError` if the limit of open files is too low."""
     asked = config.max_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_taken = sum(1 for _ in Path("/dev/fd").iterdir()) + _NUM_SPARE_FILES + NUM_EXTRA_CONNECTIONS

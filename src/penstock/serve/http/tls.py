@@ -1,6 +1,6 @@
 """TLS: the server's certificate and key as a context, and one connection's encryption.
 
-A context is made when the server starts and again when the files change. Connections keep the context that they began with.
+The server makes a new context when the files change. Open connections keep theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FLAGS = "--ssl-certfile and --ssl-keyfile"
 
 
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
-    """Return a context for TLS 1.2 and later. `key`: None if the certificate's file has the key too. Raises `ConfigError`."""
+    """Return a context for TLS 1.2 and later. `key`: None if the certificate's file contains the key. Raises `ConfigError`."""
     for path in filter(None, (certificate, key)):
         if not Path(path).is_file():
             raise ConfigError(f"There is no file {path}.", remedy=f"Check {_FLAGS}.")
@@ -30,15 +30,15 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
 
 
 def _refuse_password() -> str:
-    """Called for a key with a password, which OpenSSL would otherwise request on the terminal."""
+    """Raise `ConfigError`. OpenSSL calls this for a key with a password, instead of asking on the terminal."""
     remedy = "Take the password off (`openssl pkey -in key.pem -out plain.pem`) and let only the server's user read the file."
     raise ConfigError("The TLS key has a password, which nobody could type while the server runs.", remedy=remedy)
 
 
 class Encryption:
-    """The server's side of one TLS connection, in memory. The caller moves the bytes.
+    """The server's side of one TLS connection, in memory. The caller reads and writes the socket.
 
-    After each `decrypt`, the caller sends what `encrypt(b"")` returns: a part of the handshake, or an alert.
+    After each `decrypt`, the caller must send the result of `encrypt(b"")`: a part of the handshake, or an alert.
     """
 
     def __init__(self, context: ssl.SSLContext) -> None:
@@ -46,10 +46,10 @@ class Encryption:
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
         self._is_ready = False
         self.is_over = False
-        """The client has said goodbye, or broken the protocol."""
+        """Whether the client has closed TLS, or broken the protocol."""
 
     def decrypt(self, data: bytes) -> bytes:
-        """Return what the client said in these bytes, empty if nothing is complete yet."""
+        """Return the decrypted bytes, which may be empty until a record is complete."""
         self._received.write(data)
         pieces = []
         try:
@@ -66,7 +66,7 @@ class Encryption:
         return b"".join(pieces)
 
     def encrypt(self, data: bytes) -> bytes:
-        """Return the bytes to send for `data`, after whatever else waits to be sent."""
+        """Return the bytes to send: pending ones of the protocol, then `data` encrypted."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._tls.write(rest) :]

@@ -1,7 +1,7 @@
-"""Reads the server's files of TLS and keys again: when they change, and at once at a SIGHUP.
+"""Reloads the server's files of TLS and keys when they change, and at once after a SIGHUP.
 
-A file is taken when it is the same in two looks, so that it is not read while it is written. A file that cannot be used leaves
-everything as it is, and the log says why.
+A changed file is read once it is the same in two checks, so that it is not read while it is written. If a file can't be used,
+the log says why and nothing changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 EVERY_S = 2.0
-"""Time between two looks."""
+"""Time between two checks."""
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[_Value]):
-    """Files that belong together, such as a certificate and its key."""
+    """Files that are read together, such as a certificate and its key."""
 
     def __init__(self, name: str, paths: Sequence[str], *, read: Callable[[], _Value], use: Callable[[_Value], object]) -> None:
         """`name` is for the log. `read` runs on a thread and may raise `ConfigError`; `use` runs on the event loop."""
@@ -36,7 +36,7 @@ class Watched(Generic[_Value]):
         self._seen = self._taken = self._stamp()
 
     async def look(self, *, at_once: bool) -> None:
-        """Take the files if they have changed. `at_once`: in any case."""
+        """Read the files if they have changed. `at_once`: read them in any case."""
         seen, self._seen = self._seen, await asyncio.to_thread(self._stamp)
         if not at_once and (self._seen == self._taken or self._seen != seen):
             return
@@ -49,7 +49,7 @@ class Watched(Generic[_Value]):
             _log.info("%s was read again", self.name)
 
     def _stamp(self) -> _Stamp:
-        """Return a value that differs when a file was written or replaced, also behind a symbolic link."""
+        """Return a value that changes when a file is written or replaced, also behind a symbolic link."""
         return tuple(map(_stamp_of, self._paths))
 
 
@@ -62,7 +62,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 class FileWatch:
-    """Looks after files on the event loop. `close` it."""
+    """A task on the event loop that reloads files until `close`."""
 
     def __init__(self, watched: Sequence[Watched[object]]) -> None:
         self._watched = watched
@@ -70,7 +70,7 @@ class FileWatch:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def ask(self) -> None:
-        """Read all files again, now."""
+        """Reload all files now."""
         self._is_asked.set()
 
     def close(self) -> None:
