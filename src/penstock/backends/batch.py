@@ -14,20 +14,20 @@ from penstock.types.errors import ModelError
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
-"""Stands for blocks of padding, and for the first ones of rows that do not read them."""
+"""Id in place of blocks of padding, and of a row's blocks before its window."""
 
 NO_TOKEN = -1
-"""Stands for the token of a row that failed, and for one that only the device knows."""
+"""Id in place of the token of a row that failed, and of a token that only the device knows."""
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
 """Why a row fails."""
-NO_USABLE_STATE = "the model's answer to this text has an entry that is no number, or is infinite"
+NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite or not a number"
 
 
 def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
-    """Return the capacity of an executor on the CPU. `sizes` are the first five fields.
+    """Return the capacity of an executor on the CPU. `sizes` are its first five fields. Raises ModelError for a wrong ending.
 
-    With a large vocabulary, fewer positions of prompts have logits at a time: 32 MiB. Raises ModelError for a wrong ending.
+    The logits of a step's scored prompt positions take at most 32 MiB.
     """
     is_one_pass = program.is_one_pass
     if is_one_pass != isinstance(program.ending, States):
@@ -54,7 +54,7 @@ class StepBatch:
     slot_mapping: NDArray[np.int64]  # [T], block_id * block_size + offset
     sample_rows: NDArray[np.int32]  # [S], indices of rows that sample, ascending
     admitted: tuple[tuple[int, AdmitRow], ...]
-    """(slot, row) in the plan's order. A slot may be in `released`, too, which comes first."""
+    """(slot, row) in the plan's order. Releases come first, so a slot may be in `released`, too."""
     released: tuple[int, ...]  # slots
 
     @property
@@ -97,7 +97,7 @@ class BatchBuilder:
         return slot
 
     def apply(self, plan: StepPlan) -> StepBatch:
-        """Forget the releases, take in the admits, then describe the rows."""
+        """Apply the plan's releases, then its admits, and return its rows."""
         released = tuple([self._release(request_id) for request_id in plan.releases])
         admitted = tuple([(self._admit(row), row) for row in plan.admits])
         rows = plan.rows
@@ -186,7 +186,7 @@ class BatchBuilder:
         return token_ids
 
     def _append_blocks(self, slot: int, request_id: str, block_ids: Sequence[int], num_unread: int = 0) -> None:
-        """The first `num_unread` may be null blocks."""
+        """Append blocks to a row's table. The first `num_unread` may be null blocks."""
         start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
         if end > self.block_tables.shape[1]:
             raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
@@ -222,7 +222,7 @@ class BatchBuilder:
         samples: NDArray[np.bool_],
         num_step_tokens: int,
     ) -> None:
-        """`seq_lens` is context + query. All arrays are [R]."""
+        """Raise ValueError if a row breaks the contract. All arrays are [R]."""
         if num_step_tokens > self.capacity.max_step_tokens:
             raise ValueError(f"{num_step_tokens} tokens in a step; max_step_tokens is {self.capacity.max_step_tokens}")
         num_tokens = self.num_tokens[row_slots]

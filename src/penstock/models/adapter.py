@@ -1,4 +1,4 @@
-"""The factors of a low-rank adapter, and the matrices of a program that they can change.
+"""The factors of a low-rank adapter, and its sites: the matrices of a program that it can change.
 
 With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. For `Embed`, a row
 becomes W[token] + A[:, token] @ B.T, before scaling. Source: LoRA, arXiv 2106.09685.

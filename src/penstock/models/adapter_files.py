@@ -15,7 +15,7 @@ from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
-"""Largest memory per number while an adapter is read: as stored, as float32, reordered, and packed."""
+"""Largest memory per number of an adapter while it is read, in bytes: stored, as float32, reordered and packed."""
 _PIECE_BYTES = 1 << 24  # the time limit is checked after each piece of this size
 
 
@@ -31,9 +31,9 @@ class AdapterFiles:
         timeout_s: float | None = None,
         take: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Read from `roots`, resolved folders or files (None: anywhere), within `timeout_s`.
+        """Allow files in `roots`, resolved folders or files (None: any file), and reading for at most `timeout_s`.
 
-        `take` gets the memory that the reading needs, and raises ModelError if there is too little.
+        `take` gets the bytes that reading needs, and raises ModelError if there is too little memory.
         """
         self._roots = roots
         self._timeout_s = timeout_s
@@ -86,7 +86,7 @@ class AdapterFiles:
             raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
 
     def take(self, num_values: int) -> None:
-        """Reserve memory for so many numbers."""
+        """Reserve memory for `num_values` numbers. Raises ModelError."""
         self._take(READ_BYTES * num_values)
 
     def _check(self, found: Path, path: Path) -> None:

@@ -59,9 +59,9 @@ _ROWS = (
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
     ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
 )
-"""File in this folder, our name, classes in config.json (`*`: an encoder's ends), `general.architecture` of GGUF files.
+"""File in this folder, our name, classes in config.json (`*`: `_ENCODER_ENDS`), `general.architecture` in GGUF files.
 
-The value of `glm4` is called `GLM4`.
+The file has an `Architecture` by our name in capitals.
 """
 _ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -98,12 +98,12 @@ _REASONS = {
     "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
-"""`_family` -> why it is not served."""
+"""Family, as `_family` returns it -> why Penstock can't serve it."""
 _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 
 
 def _family(name: str) -> str:
-    """Return the family in a class's name: `Kimi_K25ForCausalLM` is of `kimik25`."""
+    """Return the family of a class: `kimik25` for `Kimi_K25ForCausalLM`."""
     return re.sub(r"[^a-z0-9]", "", _CLASS_END.sub("", name).lower())
 
 
@@ -126,7 +126,7 @@ OLD_KEYS: Mapping[str, str] = {
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
 }
-"""Keys of GPT-2's config.json, which others have, too -> the usual ones."""
+"""Keys in config.json of GPT-2 and other old models -> the usual keys."""
 HF_TOP: Mapping[str, str] = {
     "model.embed_tokens.weight": "embed",
     **with_biases({"model.norm": "norm"}),
@@ -137,7 +137,7 @@ GGUF_TOP: Mapping[str, str] = {
     **with_biases({"output_norm": "norm"}),
     "output.weight": "output",
 }
-"""Tensors outside of layers -> ours, in most models."""
+"""Names of tensors outside of layers -> our names, in most models."""
 HF_LAYER: Mapping[str, str] = with_biases(
     {
         "input_layernorm": "attn_norm",
@@ -148,7 +148,7 @@ HF_LAYER: Mapping[str, str] = with_biases(
         **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
     }
 )
-"""Ends of tensors' names -> ends of ours, after "model.layers.{i}." and "layers.{i}."."""
+"""Names of a layer's tensors after "model.layers.{i}." -> our names after "layers.{i}."."""
 GGUF_LAYER: Mapping[str, str] = with_biases(
     {
         "attn_norm": "attn_norm",
@@ -162,19 +162,19 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
         "post_ffw_norm": "post_mlp_norm",
     }
 )
-"""The same after "blk.{i}."."""
+"""Names of a layer's tensors in GGUF files after "blk.{i}." -> our names after "layers.{i}."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a file's tensor, or each expert's matrix in it, is divided among our weights: by rows, in a bias by columns."""
+    """How the rows (in a bias: columns) of a file's tensor, or of each expert's matrix in it, are divided among our weights."""
 
     names: tuple[str, ...]
     """Ends of our names, in the order of their rows. The program says how many rows each has."""
     is_transposed: bool = False  # the file has inputs as rows and outputs as columns
     is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
-    """The file has the rows of all weights for one key-value head after the other."""
+    """The rows come by key-value head: those of all weights for the first head, then for the next."""
 
 
 QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
@@ -193,7 +193,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The layers that a class of models has after the last one."""
+    """How a model makes scores of its last layer's states: a pooling, and the layers after it."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -207,7 +207,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that no file has: it is computed from another weight, or from the spec alone."""
+    """A weight that is not in files: it is computed from another weight, or from the spec alone."""
 
     source: str  # our name of the other weight, which no operation reads; empty without one
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
@@ -216,7 +216,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """All that Penstock knows of one architecture. docs/how-to/add-a-model.md explains how to write one."""
+    """All that Penstock knows about an architecture. docs/how-to/add-a-model.md explains how to write one."""
 
     describe: Callable[[ModelSpec], Program]
     of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = lambda _, spec: spec
@@ -227,7 +227,7 @@ class Architecture:
     hf_name: Callable[[str], str | None] = lambda name: name
     """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
-    """Ends of tensors' names -> ends of ours, or `Parts`. `*` stands for an expert's number."""
+    """Like `HF_LAYER`; a tensor of several weights has `Parts`, and `*` stands for an expert's number."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
     hf_head: Callable[[str, JsonFile], Head | None] = lambda *_: None  # returns the head of a class, or None
@@ -238,7 +238,7 @@ class Architecture:
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False
-    """Neighbouring columns of a head turn as a pair. The loader makes q and k half-split, except in `Parts`."""
+    """Neighbouring columns of a head rotate as a pair. The loader makes q and k half-split, except in `Parts`."""
     is_interleaved_in_gguf: bool = False
     has_partial_rope: bool = False  # only the first columns of a head may rotate
     is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs

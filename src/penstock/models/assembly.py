@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the file, or a part of it, that is one of our weights or a part of it."""
+    """A tensor of the file or a part of it, which makes one of our weights, alone or with other pieces."""
 
     tensor: str
     names: tuple[str, ...]  # our names of all parts of the tensor
@@ -39,8 +39,10 @@ class Piece:
     layout: Parts | None = None  # how the tensor is divided; None: it is the weight
 
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
-        """Return (matrices, columns, runs of rows in each matrix: first row, number of rows, step); no rows if the parts do not
-        fit."""
+        """Return (number of matrices, columns, runs of rows in each matrix).
+
+        A run is (first row, number of rows, step). It has no rows if the parts do not fit.
+        """
         *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
             rows, cols = cols, rows
@@ -65,7 +67,7 @@ def find_pieces(
 ) -> dict[str, list[Piece]]:
     """Return the pieces of each of our weights. An unknown tensor keeps its name, for the error message.
 
-    `block` matches a layer's number and the end of a tensor's name. `layer` has these ends, and `top` all other tensors.
+    `block` matches a layer's number and the rest of a tensor's name. `layer` maps such rests, `top` all other tensors.
     """
     found: dict[str, list[Piece]] = {}
     for name in names:
@@ -117,7 +119,7 @@ def put_together(
 ) -> WeightTensor:
     """Return the weight of these pieces. `load` returns the matrices of a piece's tensor.
 
-    Raises ModelError if their formats differ. Rows of matrices stay in the file; biases become F32.
+    Raises ModelError if the matrices' formats differ. Their rows stay in the file; biases become F32.
     """
     of_matrices = [[Cut(matrix, *run) for run in piece.cut(name, sizes)[2]] for piece in pieces for matrix in load(piece)]
     if name.endswith("_bias"):

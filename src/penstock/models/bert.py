@@ -42,7 +42,7 @@ from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pool
 
 
 def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
-    """`has_down_bias`: an MLP's last projection has a bias, even if the others have none."""
+    """Return the program of one step. `has_down_bias`: an MLP's last projection has a bias even if the others have none."""
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.norm(build.add_positions(x) if has_positions else x, "embed_norm", "x")
@@ -69,13 +69,13 @@ _DEFAULTS = {
 
 
 def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
-    """`tie_word_embeddings` is about a head that is not computed."""
+    """Add defaults. `tie_word_embeddings` is about a head that is not computed."""
     found = with_defaults(values, {**_DEFAULTS, **defaults}, renamed)
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
 def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The table of positions begins with rows up to that of the padding."""
+    """Add defaults, and leave out the first positions: their rows, up to the padding token's number, are unused."""
     found = _bert_values(values, pad_token_id=1, **defaults)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
@@ -140,7 +140,7 @@ _roberta_head = partial(
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The converter leaves out the rows of positions that no text has."""
+    """Apply BERT's settings. The converter has left out the unused rows of positions."""
     return replace(_with_bert(spec, "gelu"), num_types=_num_types_of_gguf(file))
 
 
@@ -153,7 +153,7 @@ def _num_types_of_gguf(file: GgufFile) -> int:
 
 
 def _gguf_head(file: GgufFile) -> Head | None:
-    """The converter leaves out the first layer of a BERT's head, but not of a RoBERTa's."""
+    """Return the head, if any. Raises ModelError if its first layer is missing: the converter leaves out a BERT's."""
     has_first, has_last = "cls.weight" in file.tensors, "cls.output.weight" in file.tensors
     if has_first != has_last:
         raise ModelError(
@@ -222,7 +222,7 @@ _DISTILBERT_KEYS = {
 
 
 def _distilbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The epsilon of the norms is fixed in transformers."""
+    """Rename keys and add defaults. As in transformers, the epsilon of the norms is fixed."""
     fixed = {key: value for key, value in values.items() if key != "layer_norm_eps"}
     return _bert_values(fixed, _DISTILBERT_KEYS, num_hidden_layers=6)
 
@@ -322,7 +322,7 @@ _PADDING = 1  # fixed in the class, whatever config.json says.
 
 
 def bucket(distance: int) -> int:
-    """Return the bucket of keys so many tokens after the query (before, if negative). Source: arXiv 1910.10683 (T5)."""
+    """Return the bucket of a key `distance` tokens after the query (before, if negative). Source: arXiv 1910.10683 (T5)."""
     half = NUM_BUCKETS // 2
     near, first = half // 2, half * (distance > 0)
     far = abs(distance)
@@ -373,7 +373,7 @@ _JINA_ACTIVATIONS: Mapping[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 def slopes(num_heads: int) -> list[float]:
     """Return how much the scores of each of n heads fall per token of distance: 2^(-8/n), 2^(-16/n), ...
 
-    If n is no power of two: those of the next lower power, then every other one of the next higher.
+    If n is not a power of two: the slopes of the power below, then every other slope of the power above.
     """
     below = 1 << (num_heads.bit_length() - 1)
     found = [2.0 ** (-8.0 * (head + 1) / below) for head in range(below)]
@@ -419,7 +419,7 @@ JINA_BERT = replace(
 
 
 def _describe_modernbert(spec: ModelSpec) -> Program:
-    """The first layer reads the embeddings, which are normed already."""
+    """Return the program of one step. The first layer's input, the embeddings, is normed already."""
     build = Decoder(spec)
     x = build.norm(build.embed(), "embed_norm", "x")
     for layer in range(spec.num_layers):

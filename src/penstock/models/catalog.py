@@ -162,7 +162,7 @@ class ModelSource:
 
     @property
     def is_present(self) -> bool:
-        """Whether the files are there, judging by their sizes or the marker."""
+        """Whether the files are there, by their sizes or the marker."""
         if self.entry is not None:
             places = self.entry.locate(self.path)
             return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
@@ -321,7 +321,10 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """A snapshot in the Hugging Face cache is `org/repo`; `model` gets the name in its config.json, or its parent's."""
+    """Return the folder's name, `org/repo` for a snapshot in the Hugging Face cache.
+
+    A folder called `model` has the name in its config.json, or its parent's.
+    """
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
         return repo.removeprefix("models--").replace("--", "/", 1)

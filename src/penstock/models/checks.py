@@ -74,7 +74,7 @@ def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
 
 
 def check_spec(spec: ModelSpec, path: Path) -> None:
-    """Raise ModelError for windows and numbers far above every published model, with which float32 overflows or underflows."""
+    """Raise ModelError for windows and numbers far from those of published models: float32 would overflow or underflow."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
     attentions = set(spec.attentions)
@@ -170,9 +170,9 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
 
 
 def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:
-    """Raise ModelError unless the weights are those that the program reads, with the same shapes.
+    """Raise ModelError unless `shapes` has exactly the weights that the program reads.
 
-    A tensor that the program does not read means that we would compute the model wrongly.
+    If a file has another tensor, we would compute its model wrongly.
     """
     wanted = weight_shapes(program)
     if missing := [name for name in wanted if name not in shapes]:

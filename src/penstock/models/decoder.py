@@ -131,13 +131,13 @@ class Decoder:
         return self.attention(layer, x, qk_norms=qk_norms)
 
     def add_output(self, layer: int, to: str, mixed: str) -> str:
-        """to += the output projection of what `mix` returned."""
+        """to += the output projection of `mixed`, which `mix` returned."""
         mixer = self._spec.layers[layer].mixer
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """After the last layer's attention, return only the rows that the answer is made of; else return all.
+        """Return the buffers, in the last layer with only the rows that the answer needs.
 
         Call this before the output projection of each layer, so that a prompt skips most of the last layer.
         """
@@ -200,7 +200,7 @@ class Decoder:
         return out
 
     def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False) -> str:
-        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias in any case."""
+        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none."""
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             return self.add(to, self.experts(layer, x))
@@ -208,7 +208,7 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """Return the program, which ends in logits of x or as the spec says."""
+        """Return the program, which ends in the spec's `ending` or in logits of x."""
         ending = self._spec.ending
         if ending is None:
             self._finish_with_logits(x)

@@ -35,9 +35,9 @@ def choose_ending(
 ) -> TextEnding | None:
     """Return the ending of a model, or None if it writes text. Raises ModelError for what the model can't do.
 
-    - `files`: what the files at `path` say of embeddings
-    - `writes_none`: it can't write text; otherwise it does, unless `files` have a pooling or `task` asks for another ending
-    - `labels`: the columns of its head
+    - `files`: the settings of embeddings in the files at `path`
+    - `writes_none`: the model can't write text. Others do, unless `files` have a pooling or `task` asks for another ending
+    - `labels`: names of the head's columns
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
     is_asked = task not in ("auto", "generate")
@@ -73,7 +73,7 @@ def choose_ending(
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """Return the spec with this ending. Only a model that writes text has an output to tie."""
+    """Return the spec with this ending. A model with an ending has no output matrix to tie."""
     return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
@@ -93,7 +93,7 @@ def read_labels(config: JsonFile) -> tuple[str, ...]:
 
 
 def usual_scores(spec: ModelSpec) -> ScoreFunction:
-    """Return the default function of a head's numbers, as in transformers' text_classification.py."""
+    """Return the default function for a head's scores, as in transformers' text_classification.py."""
     if spec.ending is None or not spec.ending.labels:
         return ScoreFunction.NONE
     is_alone = len(spec.ending.labels) == 1 and spec.ending.pooling != "each"
@@ -101,7 +101,7 @@ def usual_scores(spec: ModelSpec) -> ScoreFunction:
 
 
 def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -> EncoderInfo | None:
-    """Return what clients may know of an encoder, or None for a model that writes text."""
+    """Return the facts of an encoder for clients, or None for a model that writes text."""
     ending = spec.ending
     if ending is None:
         return None
@@ -119,12 +119,12 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def dense_names(files: SentenceFiles) -> dict[str, str]:
-    """Return the names of dense modules' tensors -> ours."""
+    """Return the names of sentence-transformers' dense tensors -> our names."""
     return with_biases({f"{folder}/linear": f"dense.{number}" for number, folder in enumerate(files.dense)})
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return names of tensors outside of layers -> ours. Only models that write text have an output matrix."""
+    """Return names of tensors outside of layers -> our names. Only models that write text have an output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 
@@ -132,9 +132,9 @@ def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | No
 def hf_names(
     architecture: Architecture, names: Mapping[str, object], top: Mapping[str, str], ending: TextEnding | None
 ) -> list[tuple[str, str]]:
-    """Return (name in the tables, name in the file) of a directory's tensors that are read.
+    """Return (name in the architecture's tables, name in the file) of the tensors to load.
 
-    A decoder that reads texts has no output matrix, and its names may lack `model.`, as `AutoModel` saves them.
+    A decoder for embeddings has no output matrix, and its names may lack `model.`, as `AutoModel` saves them.
     """
     unread = architecture.hf_unread
     prefix = ""
@@ -149,7 +149,7 @@ def hf_names(
 def shapes_with_made(
     architecture: Architecture, spec: ModelSpec, wanted: Shapes, found: Mapping[str, tuple[int, int]], path: Path
 ) -> Mapping[str, tuple[int, int]]:
-    """Replace the shapes of sources by those of the weights made from them."""
+    """Return the shapes with sources replaced by the weights that `Architecture.made` computes from them. Raises ModelError."""
     shapes = dict(found)
     for name, made in architecture.made.items():
         if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):

@@ -20,13 +20,13 @@ class StoredFormat:
     name: str  # GGML's or safetensors' name, in capitals
     num_tensors: int
     num_values: int
-    """By the tensors' shapes. A packed integer counts once, though it has several weights."""
+    """Product of each shape, summed. An integer that packs several weights counts once."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts that clients may know, except the path. A text is empty if the files do not say."""
+    """Facts of a model's files. Clients may know all but the path. Missing texts are empty."""
 
     path: Path = Path()
     container: str = ""  # the kind of files
@@ -49,7 +49,7 @@ class ModelFacts:
 
     @property
     def num_parameters(self) -> int | None:
-        """None if unknown: packed weights hide their number."""
+        """None for packed weights: their number is unknown."""
         return self.num_values if self.formats and not self.quantisation else None
 
     @property

@@ -65,7 +65,7 @@ E4M3_VALUES = tuple(
     * (math.nan if code & 127 == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 10))
     for code in range(256)
 )
-"""By code. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+"""Numbers by code. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -208,12 +208,12 @@ def _affine_k(blocks: U8, q: U8) -> Parts:
 
 
 def _nibbles_k(packed: U8) -> U8:
-    """[num_blocks, 128] -> [num_blocks, 8, 32]: each 32 bytes hold a group, and the next one above it."""
+    """Unpack nibbles, [num_blocks, 128] -> [num_blocks, 8, 32]. The high ones of 32 bytes are the next group."""
     return _halves(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
 def _pairs_k(packed: U8) -> U8:
-    """[num_blocks, 64] -> two bits each, [num_blocks, 16, 16]."""
+    """Unpack pairs of bits, [num_blocks, 64] -> [num_blocks, 16, 16]."""
     shifts = _PAIRS[:, None]
     pairs: U8 = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
     return pairs.reshape(-1, 16, 16)
@@ -321,7 +321,7 @@ _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 @cache
 def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
-    """`sizes` are the values of a column's bits."""
+    """Read a codebook. `sizes` has the value of each code of a column."""
     found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _CODEBOOKS.read_text())
     assert found is not None
     packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
@@ -341,7 +341,7 @@ def _signs() -> NDArray[np.uint64]:
 
 @cache
 def _even_signs() -> NDArray[np.uint64]:
-    """The same for 7 bits. The eighth sign makes the number of minus signs even."""
+    """Return the signs for 7 bits. The eighth sign makes the number of minus signs even."""
     codes = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1, dtype=np.uint8) & 1
     factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
@@ -419,7 +419,7 @@ def _iq1_s(blocks: U8) -> Parts:
 
 
 def _iq1_m(blocks: U8) -> Parts:
-    """The scale of the block is in the highest bits of four words."""
+    """Decode IQ1_M. A block's scale is in the highest bits of four words."""
     upper, words = _fields(blocks[:, 32:48], _NIBBLES, 15), _words(blocks[:, 48:], np.uint16)
     parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
     scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
@@ -435,7 +435,7 @@ class _Quantised:
     parts: Callable[[U8], Parts]
     held_bits: int = 8  # bits of an integer in memory
     has_table: bool = False
-    """Codes of a table of at most 16 numbers: backends that hold floats as bf16 hold the codes, others `held_bits`."""
+    """Codes index a table of at most 16 numbers. Backends with floats in bf16 hold 4-bit codes, others `held_bits`."""
     has_held_offsets: bool = False
     group: int = 32  # columns that share a scale
 
@@ -472,10 +472,10 @@ BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
 )
 """(columns, bytes) of a block of every quantised format."""
 GROUP_OF_16 = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.group == 16)
-"""Formats in which 16 columns share a scale. In other quantised ones 32 do."""
+"""Formats in which 16 columns share a scale. In other quantised formats 32 do."""
 FOUR_BITS = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.held_bits == 4)
 """Formats whose integers every backend holds in 4 bits."""
 GGML_TYPES: Mapping[int, WeightFormat] = MappingProxyType(
     {0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16} | {kind.ggml: fmt for fmt, kind in _QUANTISED.items()}
 )
-"""GGML's numbers of weight types."""
+"""GGML's number of a type -> our format."""

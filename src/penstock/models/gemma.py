@@ -26,7 +26,7 @@ from penstock.types.model_spec import ModelSpec, Rotation
 
 _LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""The largest models scale scores by hidden_size / num_heads, all others by head_dim."""
+"""Layers of the largest models. They scale scores by hidden_size / num_heads, all others by head_dim."""
 
 
 # Gemma: norms before the halves, too; windows in most layers. Gemma 2 caps scores and logits. Gemma 3 norms queries and keys
@@ -47,7 +47,7 @@ def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Release 5 of transformers writes rotary parameters for each type of layer, which `read_spec` has applied."""
+    """Apply Gemma 3's keys. If rotary parameters are by type of layer, as of transformers 5, `read_spec` has applied them."""
     config.only("attn_logit_softcapping", None)
     found = _of_gemma_hf(config, spec)
     local = (config.get("rope_parameters", dict) or {}).get("sliding_attention")
@@ -59,7 +59,7 @@ def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The file has no key for the scale of the scores. Missing keys have llama.cpp's values."""
+    """Apply Gemma's keys. The scale of the scores has no key. Missing keys have llama.cpp's values."""
     key, attention = spec.architecture, spec.layers[0].attention
     is_27b = spec.num_layers == _LAYERS_OF_27B[key]
     scale = (spec.hidden_size / attention.num_heads if is_27b else attention.head_dim) ** -0.5
@@ -140,7 +140,7 @@ GEMMA3 = replace(
 
 
 def _of_glm4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """GLM 4.1V and GLM-OCR use the same name, with other rows or one layer more."""
+    """Refuse GLM 4.1V and GLM-OCR, which have the same name."""
     if any(file.get_list("glm4.rope.dimension_sections", int)):
         raise checks.unsupported(file.path, "glm4.rope.dimension_sections are there", "a model of text alone is")
     if num_more := file.get("glm4.nextn_predict_layers", int):
@@ -168,14 +168,14 @@ GLM4 = replace(
 
 
 def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """OLMo 3 uses the same name, and has windows."""
+    """Refuse OLMo 3, which has the same name, and windows."""
     if window := file.get("olmo2.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"olmo2.attention.sliding_window is {window}", "OLMo 2, which has none, is")
     return spec
 
 
 def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Null means no window; without the key transformers takes 4096."""
+    """Apply EXAONE's keys. A `sliding_window` of null means none; a missing one 4096, as in transformers."""
     config.only("hidden_act", "silu")
     window = config.get("sliding_window", int) if "sliding_window" in config.values else 4096
     if window is None:
@@ -184,7 +184,7 @@ def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
-    """The pattern is a period, or letters such as LLLG: layers with an L have a window."""
+    """Return which layers have a window. The pattern is a period, or letters such as LLLG, in which L is a window."""
     if not isinstance(config.values.get("sliding_window_pattern"), str):
         return local_layers(spec, config.get("sliding_window_pattern", int))
     letters = config.require("sliding_window_pattern", str)

@@ -40,7 +40,7 @@ _FACTS = (
     *("use_cache", "cache_implementation", "cache_config", "return_dict_in_generate", "output_attentions"),
     *("output_hidden_states", "output_scores", "output_logits"),
 )
-"""Keys that do not change answers, or that the loaders read."""
+"""Keys without a warning: they do not change answers, or the loaders read them."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "do_sample": (True,),
     "max_length": (20,),
@@ -53,15 +53,15 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     _PENALTY_LAST_N: (0, -1),
 }
-"""Values without effect; for all other keys, `_NOTHING`."""
+"""Key -> values without effect. For all other keys these are `_NOTHING`."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 _log = logging.getLogger(__name__)
 
 
 def obeying(model: LoadedModel, choice: str) -> LoadedModel:
-    """Return the model with defaults of sampling: `choice` is `none`, `auto` for the model's own, or a folder.
+    """Return the model with sampling defaults: `choice` is `none`, `auto` for the model's own, or a folder with the file.
 
-    A folder's end tokens are added. Raises ModelError for a value out of range, and ConfigError for a folder without the file.
+    The folder's end tokens are added. Raises ModelError for a value out of range, and ConfigError if the file is missing.
     """
     if choice == "none":
         return model
@@ -93,7 +93,7 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
 
 
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
-    """Return the values that we use. Raises ModelError for one that a request could not have."""
+    """Return the settings that we use. Raises ModelError for a value that a request may not have."""
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}
     for key, (name, kind, low, high) in _NUMBERS.items():
@@ -111,7 +111,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
 
 
 def not_obeyed(generation: Generation) -> list[str]:
-    """Return the keys that would change answers and are not used, with short values."""
+    """Return the keys that we ignore though they would change answers, with their value if it is short."""
     known = {*_NUMBERS, *_SUPPRESSED, *_FACTS}
     names = []
     for key, value in generation.values.items():

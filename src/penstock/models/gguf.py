@@ -47,7 +47,7 @@ _ENDS = frozenset(
 )
 """Tokens that end a turn or a document; many files name only one of them as `eos`. Source: `special_eog_ids` of llama.cpp."""
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
-"""In vocabularies with all of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
+"""If a vocabulary has all tokens of a set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 _FLOATS: Mapping[WeightFormat, type[np.generic]] = {
     WeightFormat.F32: np.float32,
@@ -174,7 +174,7 @@ def _loaded_format(entry: TensorEntry) -> WeightFormat:
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
-    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor."""
+    """Return a tensor as the weight `name`. Row i (in a vector: number i) is `order[i]` of the tensor."""
     num_rows, num_cols = matrix_shape(entry)
     stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) > 1:
@@ -320,7 +320,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
 
 
 def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
-    """Return a factor. Converters also write 0 for an unset one."""
+    """Return a factor, or `default` if it is missing or 0, which converters write for an unset one."""
     value = file.get(key, float) or default
     if not math.isfinite(value) or value <= 0.0:
         raise file.error(f"{key} is {value}, not a positive number")
@@ -399,7 +399,7 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 
 
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
-    """Raise ModelError for settings of tokenization that would give other tokens."""
+    """Raise ModelError for tokenizer settings that we lack: tokens would differ."""
     num = len(file.get_list(_CHARSMAP, int))
     if num and model != "t5":
         raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only an empty one is, but for the model 't5'")
@@ -415,7 +415,7 @@ def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
 
 
 def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
-    """We pad nothing, so an id out of range, as in some fine-tuned models, does no harm."""
+    """Return the padding token, or None if out of range as in some fine-tuned models: we never pad."""
     value = file.get("tokenizer.ggml.padding_token_id", int)
     if value is not None and not 0 <= value < num_tokens:
         _log.info("%s: tokenizer.ggml.padding_token_id is %d, which is not in the vocabulary: ignored", file.path, value)

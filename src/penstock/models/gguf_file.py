@@ -1,7 +1,6 @@
 """The GGUF container: memory-mapped metadata and tensors. Versions 2 and 3, little-endian.
 
-Every count and length is checked against the bytes that are left before anything is read or allocated. A vocabulary of 49,152
-entries takes 0.05 s; the reader of the `gguf` package needs a second.
+Every count and length is checked against the bytes that are left before anything is read or allocated.
 Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -181,7 +180,7 @@ def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> TensorEntry:
-    """Its offset is still relative to the data section."""
+    """Read an entry with an offset from the start of the data section."""
     name = cursor.string()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= 4:
@@ -223,7 +222,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, num: int) -> list[str]:
-        """Most of the time of a vocabulary is spent in this loop, which calls nothing of ours."""
+        """Read strings. Opening a file spends most of its time here, so the loop calls no function of ours."""
         data, end, position = self._data, self._end, self.position
         unpack = _U64.unpack_from
         out: list[str] = []

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory as a `LoadedModel`. The rows of q and k get our rope layout."""
+"""Loads a Hugging Face directory as a `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; config.json says the sam
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A directory by its JSON files."""
+    """A model by its JSON files alone."""
 
     config: JsonFile  # the text model's part, with the keys that its architecture adds
     is_wrapped: bool  # the text model is a part of another one
@@ -172,7 +172,7 @@ def load_hf_directory(
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    Biases are those that the settings name, and those of Qwen 2.
+    Its biases are those that the settings name, and in Qwen 2 also q, k and v.
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}
@@ -182,7 +182,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
 
 
 def _is_copy(output: Stored, embed: Stored) -> bool:
-    """Packed weights are assumed to be copies."""
+    """Return whether the output equals the embedding. Packed ones are assumed to."""
     if not (isinstance(output, StoredTensor) and isinstance(embed, StoredTensor)):
         return True
     if len(embed.shape) != 2 or (output.dtype, output.shape) != (embed.dtype, embed.shape):
@@ -208,7 +208,7 @@ def name_in_tables(architecture: Architecture, name: str) -> str:
 
 
 def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """Return the pieces of each of our weights. `names` are those of the tables."""
+    """Return the pieces of each of our weights. `names` are as `name_in_tables` returns them."""
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     return find_pieces(names, top=top, block=block, layer=architecture.hf_layer)
 
@@ -287,7 +287,7 @@ def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | No
 
 
 def _looked_up_bytes(table: Stored, floats: Floats) -> int:
-    """None, unless the table's rows are unpacked or widened."""
+    """Return the memory of an embedding without logits: 0 unless its rows are unpacked or widened."""
     if isinstance(table, PackedIntegers):
         return stored_bytes(table.format, *table.shape)
     num_rows, num_cols = table.shape
@@ -295,7 +295,7 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
 
 
 def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
-    """One matrix, or one for each expert, with outputs as rows."""
+    """Return a tensor's matrix, or one for each expert, with outputs as rows."""
     if isinstance(tensor, Mxfp4Cube):
         return tensor.matrices()
     is_transposed = piece.layout is not None and piece.layout.is_transposed
@@ -317,7 +317,7 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
 def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
-    """Row i of the weight (or number i, of a vector) is row `order[i]` of the tensor."""
+    """Return a tensor as a weight. Row i (in a vector: number i) is `order[i]` of the tensor."""
     assert not isinstance(tensor, Mxfp4Cube)  # its names are always in `Parts`
     num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):

@@ -17,9 +17,7 @@ from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""Release 5 of transformers calls the first one by the second name, which may also be an object."""
-
-_MOST_TYPES = 16  # limit for types of layers with their own rotation: each takes time to compute
+"""Lists of special tokens. transformers 5 calls the first by the second name, and may write it as an object."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -129,14 +127,14 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Return the first layer's biases according to config.json -> the key that says so."""
+    """Return the biases that config.json says the first layer has -> the key that says so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 
 
 _NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2")
-"""Architectures whose `attention_bias` does not include the output projection."""
+"""Architectures in which `attention_bias` does not include the output projection."""
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
@@ -165,7 +163,7 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 def read_special_tokens(path: Path) -> SpecialTokens:
     """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key.
 
-    The first file wins if it has an `added_tokens_decoder`.
+    If both have a key, the first file wins if it has an `added_tokens_decoder`, else the second.
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     special = read_json(path / "special_tokens_map.json", is_optional=True)
@@ -262,7 +260,7 @@ def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
 
 
 _ROPE_KINDS: Mapping[str, rope.Kind] = {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
-"""`mrope` gives a token three positions, which are equal in a text."""
+"""Kinds in config.json -> ours. `mrope` gives a token three positions, which are equal in texts."""
 _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -272,7 +270,7 @@ _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = {
 
 
 def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapping[str, int]) -> rope.RopeParameters:
-    """`settings` are those under `key`, completed by those beside it."""
+    """Check the rotary parameters. `settings` has the values under `key`, completed by values beside it."""
     name = "rope_type" if settings.values.get("rope_type") else "type"
     kind = _ROPE_KINDS.get(settings.get(name, str) or "default")
     if kind is None:

@@ -1,8 +1,7 @@
 """The quantised matrices of a Hugging Face directory: which settings are supported, and which tensors make up a matrix.
 
-In fp8 (e4m3), the scales of a matrix, its rows or blocks are in a tensor whose name adds `_scale` (compressed-tensors,
-ModelOpt, AutoFP8) or `_scale_inv` (DeepSeek). Scales of activations, keys and values are ignored: backends round activations in
-their own way.
+The scales of a matrix in fp8 (e4m3) are in a tensor of the same name with `_scale` (compressed-tensors, ModelOpt, AutoFP8) or
+`_scale_inv` (DeepSeek) added. Scales of activations, keys and values are ignored: backends round activations in their own way.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _OF_OTHERS = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point"),
     *(".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point"),
 )
-"""Ends of names of scales that are not of weights."""
+"""Ends of the names of scales of activations, keys and values."""
 _FP8_FORMATS = (None, "float-quantized", "naive-quantized")
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _BITS = (4, 8)
@@ -150,7 +149,7 @@ def _unsupported(settings: JsonFile, what: str) -> ModelError:
 @dataclass(frozen=True, slots=True)
 class Matrices:
     tensors: Mapping[str, Stored]
-    """By name: of the unpacked matrix, or for MXFP4 of the blocks, because files of floats have that matrix transposed."""
+    """By the name of the unpacked matrix; in MXFP4 of the blocks, as the unpacked matrix is transposed in files of floats."""
     scales: Mapping[str, BlockScales]  # of matrices in fp8
 
 
@@ -239,7 +238,7 @@ class _Parts:
 
 
 def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
-    """qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows], g_idx [columns]: the group of each."""
+    """Combine qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows] and g_idx [columns], the groups."""
     integers = Integers(parts.matrix(".qweight", "I32").T, quantisation.bits)
     num_cols = integers.shape[1]
     scales, scale_format = _scales(parts, ".scales")
@@ -251,7 +250,7 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
 
 
 def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
-    """Return the columns in the order of their groups (act-order), or None if that is 0, 1, ..."""
+    """Return the columns in the order of their groups (act-order), or None if they are in that order."""
     if (stored := parts.find(end)) is None:
         return None
     groups = stored.integers("I32", "I64").astype(np.int64)
@@ -266,7 +265,7 @@ def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> ND
 
 
 def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
-    """qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]; eight rows of a word in AWQ's order."""
+    """Combine qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]. Words have rows in AWQ's order."""
     words, zeros = (
         Integers(parts.matrix(end, "I32").T, quantisation.bits, is_of_columns=True, nibbles=AWQ_ORDER)
         for end in (".qweight", ".qzeros")
@@ -276,8 +275,12 @@ def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
 
 
 def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
-    """weight [rows, columns], or weight_packed [rows, columns / 8] and weight_shape [2]; weight_scale [rows, groups];
-    weight_zero_point [rows / 8, groups], or [rows, groups] if not packed."""
+    """Combine the tensors of one matrix:
+
+    - weight [rows, columns], or weight_packed [rows, columns / 8] and weight_shape [2]
+    - weight_scale [rows, groups]
+    - weight_zero_point [rows / 8, groups], or [rows, groups] if not packed
+    """
     if parts.end == ".weight":
         integers = Integers(parts.matrix(parts.end, "I8"), 8)
         num_rows, num_cols = integers.shape
@@ -303,7 +306,7 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
-    """A vector becomes a column, a single number a matrix of one."""
+    """Return scales as a matrix: a vector becomes a column, a number [1, 1]."""
     tensor = parts.require(end)
     values = tensor.array()
     if values.ndim > 2 or tensor.dtype == FLOAT8:
@@ -316,7 +319,7 @@ _MAKERS: Mapping[str, tuple[tuple[str, ...], Callable[[Quantisation, _Parts], Pa
     "awq": ((".qweight",), _awq_matrix),
     "compressed": ((".weight_packed", ".weight"), _compressed_matrix),
 }
-"""Ends of the names of integers, and what makes a matrix of them."""
+"""Method -> ends of the names of integers, and the function that makes a matrix of them."""
 
 
 def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]) -> dict[str, StoredTensor]:
@@ -335,7 +338,7 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Return the other tensors, and the scales by matrix."""
+    """Return the tensors without scales, and the scales of fp8 matrices by name."""
     wanted = [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]
     if not wanted:
         return dict(tensors), {}

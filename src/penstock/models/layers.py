@@ -18,7 +18,7 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     **{f"ffn_{name}_exps.weight": Parts((f"expert_{name}",)) for name in ("gate", "up", "down")},
 }
 _PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "smollm3": 4}
-"""One layer in so many sees all positions (in SmolLM3: does not rotate), unless the file says otherwise."""
+"""The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 
 
 def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
@@ -59,7 +59,7 @@ def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
 
 
 def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:
-    """Return the spec whose gated MLPs have another activation and, unless None, biases or none."""
+    """Return the spec with another activation in its gated MLPs, and unless None with this `has_bias`."""
 
     def changed(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, GatedMlp)
@@ -70,7 +70,7 @@ def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool |
 
 
 def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
-    """Return the spec whose local layers, of `layer_types` or else of `usual`, see the last `window` positions."""
+    """Return the spec with a window in the layers that `layer_types` of config.json names, or else in those of `usual`."""
     is_local = usual
     if config.values.get("layer_types") is not None:
         kinds = read_layer_types(config, spec.num_layers)

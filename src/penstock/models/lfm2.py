@@ -21,7 +21,7 @@ from penstock.types.errors import damaged
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
 _MAX_KERNEL = 17
-"""The state has fewer columns than the smallest block of the native backend has positions, 16."""
+"""Largest convolution whose state, a column less, fits the native backend's smallest block, 16 positions."""
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
-    """Return the columns of the MLP: unless switched off, 2/3 of the given number, times a factor, rounded up."""
+    """Return the columns of the MLP: the given number or, unless switched off, 2/3 of it, times a factor, rounded up."""
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, GatedMlp)
     width = mlp.intermediate_size
@@ -85,7 +85,7 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Layers without key-value heads have a convolution."""
+    """Apply LFM2's keys. Layers without key-value heads have a convolution."""
     key = file.architecture
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
@@ -98,7 +98,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Shares are always divided by their sum, as in llama.cpp."""
+    """Apply the experts' keys. Shares are always divided by their sum, as in llama.cpp."""
     key = "lfm2moe"
     if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
         raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")

@@ -38,9 +38,9 @@ def describe(
     norms: Literal["before", "behind", "both"] = "before",
     has_positions: bool = False,
 ) -> Program:
-    """Return the program of one step: each half of a layer adds to the residual stream.
+    """Return the program of one step. The halves of a layer, attention and MLP, add to the residual stream.
 
-    `norms`: whether what a half reads is normed, what it adds, or both. `has_positions`: positions are learned embeddings.
+    `norms`: a half has a norm before it, behind it, or both. `has_positions`: positions are learned embeddings.
     """
     build = Decoder(spec)
     x = build.add_positions(build.embed()) if has_positions else build.embed()
@@ -86,7 +86,7 @@ def _is_ministral3(values: Mapping[str, Any]) -> bool:
 
 
 def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A missing key means the window of the first Mistral 7B, null none."""
+    """Add the window of the first Mistral 7B if the key is missing. Null means no window."""
     return values if _is_ministral3(values) else {"sliding_window": 4096, **values}
 
 
@@ -105,7 +105,7 @@ MISTRAL = Architecture(
 
 
 def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Windows are off unless a setting turns them on: in the last layers, or in those that `layer_types` names."""
+    """Add windows if a setting turns them on: in the layers that `layer_types` names, or else in the last ones."""
     config.only("hidden_act", "silu")
     if not config.get("use_sliding_window", bool):
         return spec
@@ -171,7 +171,7 @@ def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """A missing factor is 1, or for the scores Llama's."""
+    """Apply Granite's factors. A missing factor is 1, or Llama's for the scores."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
@@ -199,7 +199,7 @@ GRANITE = Architecture(
 
 
 def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Old files call longrope `su` or `yarn`."""
+    """Rename `yarn`, by which old files mean longrope."""
     for key in ("rope_scaling", "rope_parameters"):
         scaling = values.get(key)
         if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) == "yarn":
@@ -233,7 +233,7 @@ GLM = Architecture(
     is_interleaved_in_hf=True,
     has_partial_rope=True,
 )
-"""Its GGUF files are not read: they have q, k and v in one tensor, with pairs side by side."""
+"""GGUF files are not supported: they have q, k and v in one tensor, in which neighbouring rows rotate as pairs."""
 
 
 # StarCoder 2 (BigCode; arXiv 2402.19173): layer norms, biases everywhere, and an MLP without a gate.
@@ -300,7 +300,7 @@ def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _gpt2_name(name: str) -> str | None:
-    """Old files lack `transformer.` before their names, and have each layer's causal mask, which is not a weight."""
+    """Return the name without `transformer.`, which old files lack, or None for a layer's causal mask."""
     bare = name.removeprefix("transformer.")
     return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
 

@@ -67,7 +67,7 @@ def load_adapter(
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
     """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
 
-    They depend on names, sizes, samples and, with `has_times`, the times of the last change, which differ between copies.
+    The bytes depend on names, sizes, samples of the content and, with `has_times`, on the times of the last change.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

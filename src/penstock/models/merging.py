@@ -1,4 +1,4 @@
-"""Merges an adapter into a model's weights (--merge-lora): W + B A, a part at a time when a backend reads rows.
+"""Merges an adapter into a model's weights (--merge-lora): W + B A, a few rows at a time when a backend reads them.
 
 Quantised matrices become Q8_0: rounding to four bits again would lose most of the adapter.
 """
@@ -31,13 +31,13 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.BF16: WeightFormat.BF16,
     WeightFormat.F8_E4M3: WeightFormat.BF16,
 }
-"""Others become Q8_0."""
+"""Format of a matrix -> format once merged. Others become Q8_0, or BF16 unless 32 divides the columns."""
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
     """Return the model with an adapter in its weights. Raises ModelError.
 
-    The model's path stays the same, so a cache keyed by the model's fingerprint needs the adapter's, too.
+    Its path stays the same, so keys of caches must add the adapter's fingerprint.
     """
     program = architectures.describe(model.spec)
     if path.suffix == ".gguf":
@@ -77,7 +77,7 @@ class MergedRows:
 
     @property
     def packed(self) -> NDArray[np.generic]:
-        """The base's array in the file; empty if there are several."""
+        """The base matrix's array in the file, or an empty one if it is stacked from several."""
         stored = self.base.stored
         if isinstance(stored, Stacked):
             return np.empty(0, np.uint8)

@@ -43,7 +43,7 @@ def _of_mixtral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Layers in `mlp_only_layers` keep a dense MLP, and so do all but each `decoder_sparse_step`-th."""
+    """Put experts into every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     config.only("hidden_act", "silu")
     window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
     dense = spec.with_windows(window, [True] * spec.num_layers)
@@ -78,7 +78,7 @@ MIXTRAL = Architecture(
         **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
     },
 )
-"""Its GGUF files call themselves llama."""
+"""Mixtral has no GGUF name of its own: its files say `llama`."""
 QWEN3_MOE = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_qwen3_moe,
@@ -181,4 +181,4 @@ GPT_OSS = Architecture(
     },
     is_yarn_truncated_in_gguf=False,
 )
-"""llama.cpp truncates YaRN's range here, but the models were trained without that."""
+"""YaRN's range is not rounded, as in training; llama.cpp rounds it."""

@@ -1,4 +1,4 @@
-"""Matrices that backends can't read as they are packed: integers and MXFP4. Rows become GGML's blocks when they are read.
+"""Matrices in packings that backends can't read: integers and MXFP4. Rows become GGML's blocks when they are read.
 
 Sources: GPTQ, arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978,
 https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors. A weight is scale * (q - zero).
@@ -69,8 +69,12 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """One matrix. Its rows become Q4_0 or Q8_0 if all zero points are the middle of the range, else Q4_1 with the offset -scale
-    * zero, or floats if half precision can't hold the scales."""
+    """A matrix of packed integers. Its rows become
+
+    - floats if half precision can't hold the scales
+    - Q4_0 or Q8_0 if all zero points are the middle of the range
+    - otherwise Q4_1, with the offset -scale * zero
+    """
 
     path: Path
     shape: tuple[int, int]
@@ -89,7 +93,7 @@ class PackedIntegers:
 
     @property
     def column_order(self) -> Index | None:
-        """Column j of the rows is column `column_order[j]` of the matrix; None: column j."""
+        """Column j of the rows that are read is column `column_order[j]` of the matrix. None: column j."""
         return None if self.format is WeightFormat.F32 else self._order
 
     def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
@@ -147,7 +151,7 @@ def packed_integers(
     """Return the matrix `name`. Reads scales and zero points, but no integers. Raises ModelError.
 
     `scales` are [num_rows, num_groups]. `zero_shift` is added to zero points. `order` has the columns of the first group, then
-    the next.
+    of the next.
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
@@ -190,7 +194,7 @@ def packed_integers(
 
 
 def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
-    """[n, num_groups], or [n, 1] if all are the middle of the range."""
+    """Return zero points [n, num_groups], or [n, 1] if all are the middle of the range."""
     if zeros is None:
         return np.full((len(index), 1), 1 << bits - 1, np.float32)
     return zeros.take(index).astype(np.float32) + np.float32(shift)
@@ -213,7 +217,7 @@ def _is_half(values: F32) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Cube:
-    """One matrix for each expert."""
+    """A matrix in MXFP4 for each expert."""
 
     path: Path
     name: str

@@ -21,7 +21,6 @@ from penstock.types.model_spec import Activation, ModelSpec
 
 
 def describe(spec: ModelSpec) -> Program:
-    """Return the program of one step."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
@@ -53,7 +52,7 @@ _DEFAULTS = {
 
 
 def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files from before Falcon was in transformers have old names, and those of the 40B no `new_decoder_architecture`."""
+    """Rename old keys and add defaults, also of `new_decoder_architecture`, which files of the 40B lack."""
     found = with_defaults(values, _DEFAULTS, {**OLD_KEYS, "n_head_kv": "num_kv_heads"})
     is_new = found.setdefault("new_decoder_architecture", "n_head_kv" in values)
     found["num_key_value_heads"] = found.get("num_kv_heads", found["num_attention_heads"]) if is_new else 1
@@ -76,7 +75,7 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The converter does not write the rotation's base, which in Falcon 2 11B is not the usual one."""
+    """Apply Falcon's settings. Falcon 2 is refused without its rotation's base, which the converter may omit."""
     has_attn_norm = "blk.0.attn_norm_2.weight" in file.tensors
     is_falcon2 = spec.layers[0].attention.num_kv_heads > 1 and not has_attn_norm
     if is_falcon2 and file.get("falcon.rope.freq_base", float) is None:

@@ -46,7 +46,7 @@ _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
 """Accepted patterns for names of modules: matching them is fast."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` for which training began from other matrices."""
+"""Beginnings of `init_lora_weights` for which PEFT changes the model's matrices before training."""
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales the rows of the whole matrix, which is not computed",
     "lora_bias": "biases of factors are not computed",
@@ -58,7 +58,7 @@ _REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow chooses between adapters for each token, which is not computed",
     "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt, which is not computed",
     "trainable_token_indices": "rows of the embedding that were trained by themselves are not computed",
-    "layer_replication": "its model has layers twice, and the one that is served does not",
+    "layer_replication": "its model has layers twice, and the served model does not",
     "target_parameters": "adapters of experts are not computed yet",
 }
 """Settings of PEFT that change the computation -> why they are refused."""
@@ -76,9 +76,9 @@ def _refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
 def read_peft(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of the adapter in a folder. Raises ModelError for files and settings that are not computed.
+    """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
 
-    Memory is limited to factors of `max_rank` for all matrices of the program, and by `files`.
+    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed.
     """
     return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
 
@@ -91,11 +91,11 @@ class AdapterFacts:
     base: str  # the model that it was trained on, by the settings
     targets: tuple[str, ...]
     refusal: ModelError | None
-    """Why every server refuses these settings. Weights are checked only together with a model."""
+    """Why every server would refuse the adapter, or None. Its weights are checked only together with a model."""
 
 
 def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
-    """Return the settings of an adapter, also if it is refused. Raises ModelError for settings that can't be read."""
+    """Return the settings of an adapter, even of one that servers refuse. Raises ModelError if they can't be read."""
     config = read_json(folder / CONFIG_FILE)
     targets = config.values.get("target_modules")
     rank = config.get("r", int)
@@ -127,7 +127,7 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
 def read_to_merge(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
 ) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
-    """Return the factors, and by site the embedding and output that the adapter has as a whole."""
+    """Return the factors, and the embedding and output that the adapter replaces as a whole, by site."""
     whole: dict[str, WeightTensor] = {}
     return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
 
@@ -135,7 +135,7 @@ def read_to_merge(
 def _read(
     folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None, files: AdapterFiles
 ) -> AdapterFactors:
-    """Whole matrices are put into `whole`, if given."""
+    """Read an adapter. Whole matrices are put into `whole`, and refused if it is None."""
     files.check(folder)
     config = _read_config(folder, files)
     settings = _Settings(config)
@@ -183,10 +183,10 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The file's name of a pair, and the rows of B that belong to one matrix (None: all, in order)."""
+    """The pair of factors that changes one matrix."""
 
-    name: str
-    rows: NDArray[np.intp] | None
+    name: str  # of the pair in the file
+    rows: NDArray[np.intp] | None  # rows of B for this matrix; None: all, in order
 
 
 def _place(
@@ -200,10 +200,9 @@ def _place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
-    """Return which pair of factors, by the file's name, changes each site.
+    """Return the pair of factors that changes each site. Raises ModelError.
 
-    `is_interleaved` is the layout of q and k in files of this kind. `known` are examples of the model's names, for the error
-    message.
+    `is_interleaved`: neighbouring rows of q and k rotate as a pair. `known`: names for the error message.
     """
     if spec.ending is not None or program.is_one_pass:
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
@@ -239,7 +238,7 @@ def _place(
 
 
 def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) -> AdapterFactors:
-    """Sites that share a pair share its A in memory."""
+    """Return the factors by site. Sites of one pair share its A."""
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
@@ -250,7 +249,7 @@ def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) 
 def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
     """Return A and B with the scale multiplied into B.
 
-    Raises ModelError if an output's square may not be finite: the next norm squares it.
+    Raises ModelError if the square of an output, which the next norm needs, could overflow.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         b = b * np.float32(scale)
@@ -263,7 +262,7 @@ def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F
 
 
 def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
-    """PEFT never transposes factors."""
+    """Return the shape that the pair's matrix has in a model's file. PEFT never transposes factors."""
     inputs, outputs = pair[0][1], pair[1][0]
     is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
     return (inputs, outputs) if is_transposed else (outputs, inputs)
@@ -334,9 +333,9 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
 def _wholes(
     entries: Mapping[str, TensorEntry], spec: ModelSpec, program: Program, path: Path, *, may_have: bool
 ) -> dict[str, str]:
-    """Return the tensors that are a whole embedding or output, by site. Without `may_have` they are refused.
+    """Return the tensors that replace the embedding or output as a whole, by site. Without `may_have` they are refused.
 
-    PEFT saves a copy of the model's embedding beside an adapter of it, which is left out.
+    Copies of the model's own embedding, which PEFT saves beside an adapter of it, are skipped.
     """
     table = program.vocab_size, spec.hidden_size
     architecture = architectures.find(spec.architecture)
@@ -381,7 +380,7 @@ class _Settings:
         self._config = config
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the scale of a module. Raises ModelError if the factors have another rank."""
+        """Return the scale of a module. Raises ModelError if `rank`, which its factors have, differs from the settings."""
         expected = _of_module(self._ranks, module, self._rank)
         if expected != rank:
             cause = f"the factors of {module} have rank {rank}, and the settings say {expected:g}"
@@ -393,7 +392,7 @@ class _Settings:
 
 
 def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]:
-    """Return patterns for names of modules, and their values."""
+    """Return the (pattern for names of modules, value) pairs of a setting."""
     values = JsonFile(config.path, config.get(key, dict) or {})
     if len(values.values) > 1 << 10:
         raise config.error(f"{key} has {len(values.values)} patterns")
@@ -427,7 +426,7 @@ _LLAMAS = ("llama", "mistral", "mixtral")  # our architectures whose GGUF files 
 def read_gguf_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of the adapter in a file. Raises ModelError and limits memory as `peft.read_peft`."""
+    """Return the factors of a GGUF adapter. Errors and limits are as in `read_peft`."""
     files = files or AdapterFiles()
     files.check(path)
     most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + (1 << 24)  # of metadata

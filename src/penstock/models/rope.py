@@ -22,7 +22,7 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """Settings of the rotary positions of a type of layer. `kind` decides which of them count."""
+    """Settings of rotary positions for a type of layer. `kind` decides which fields are used."""
 
     kind: Kind = "default"
     theta: float = 10000.0
@@ -82,7 +82,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
 
 
 def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
-    """Say which of several possible rotations all texts get; None for a kind with one."""
+    """Return a message on the rotation that all texts get, or None if the kind has only one."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
@@ -137,7 +137,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
     """Return the order that makes the rows of q or k (or columns of their biases) half-split; None for other weights.
 
-    In the file, columns 2 i and 2 i + 1 of a head turn as a pair.
+    In the file, columns 2 i and 2 i + 1 of a head rotate as a pair.
     """
     layer, _, kind = name.rpartition(".")
     if kind.removesuffix("_bias") not in ("q", "k"):
@@ -155,15 +155,15 @@ F32 = NDArray[np.float32]
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
-    """Return the pairs of columns that turn by less than one radian: by less than the vector's length."""
+    """Return the pairs of columns that rotate by less than one radian over `num_positions`."""
     return [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
     """Return a vector to subtract from every key before storing it. [num_kv_heads * head_dim]
 
-    It changes all scores of a query alike, which softmax ignores. It is the bias in columns that hardly turn over
-    `num_positions`, beside which one int8 scale for 32 columns would be too coarse (Qwen2.5).
+    Subtracting it shifts all scores of a query alike, which softmax ignores. It has the bias in columns that hardly rotate over
+    `num_positions`: Qwen2.5's is too large for one int8 scale per 32 columns.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

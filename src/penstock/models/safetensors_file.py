@@ -51,7 +51,7 @@ class StoredTensor:
         return self._raw.nbytes
 
     def array(self) -> NDArray[np.generic]:
-        """Return the values, bf16 and e4m3 as bits; not copied if aligned. Raises ModelError for other types."""
+        """Return the values of floats, bf16 and e4m3 as bits, copied only if not aligned. Raises ModelError for other types."""
         if self.dtype not in FLOATS:
             raise ModelError(
                 f"{self.path}: tensors of type {self.dtype} are not supported.",
@@ -60,7 +60,7 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """Return the values of a tensor of one of these types of integers. Raises ModelError for another."""
+        """Return the values of integers. Raises ModelError unless the tensor has one of these types."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",

@@ -30,7 +30,7 @@ _OLD_POOLINGS: Mapping[str, str] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Switches in older files, instead of `pooling_mode`."""
+"""Switches in older files -> values of `pooling_mode` in newer ones."""
 _ACTIVATIONS: Mapping[str, Activation | None] = {
     "Tanh": "tanh",
     "Identity": None,
@@ -47,11 +47,11 @@ _PROBLEMS: Mapping[str, ScoreFunction] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceFiles:
-    """The content of the files."""
+    """The settings in a directory's files."""
 
     pooling: Pooling | None = None  # None without modules.json
     dense: Mapping[str, Dense] = field(default_factory=dict)
-    """The layers after the pooling by the folders of their weights, in order."""
+    """Folder of weights -> layer after the pooling, in order."""
     is_normalised: bool = False
     max_tokens: int | None = None  # special ones included
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
-    """Read the files of a directory. Raises ModelError for damaged ones, and for settings that are not computed."""
+    """Read the settings of a directory. Raises ModelError for damaged files and unsupported settings."""
     max_tokens = _read_max_tokens(path)
     prompts, default_prompt = _read_prompts(path)
     found = SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
@@ -83,7 +83,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """Return the function that config.json applies to a head's numbers, or the usual one."""
+    """Return the function that config.json names for a head's scores, or `usual`."""
     named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
     named = config.get("sbert_ce_default_activation_function", str) if named is None else named
     if named is not None:
@@ -95,7 +95,7 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
 
 
 def _read_modules(file: Path) -> list[tuple[str, str]]:
-    """Return (type, folder) of each module after the model, which must be first and in the directory itself."""
+    """Return (type, folder) of all modules but the first, which must be the model in the directory itself."""
     try:
         modules = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -49,7 +49,7 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
-    """A value of F8_E4M3 is a number times values[row // block_rows, column // block_cols]."""
+    """Scales of an F8_E4M3 matrix. That of an element is values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
     """Finite. [blocks of rows, blocks of columns]"""
@@ -91,7 +91,7 @@ class WeightTensor:
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return some rows, as a view if possible. Raises ModelError if there is a `column_order`."""
+        """Return some rows, as a view if possible. Raises ModelError for a weight with a `column_order`."""
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
@@ -106,7 +106,7 @@ class WeightTensor:
         return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield ranges of [first, end) of at most 32 MiB as float32, in multiples of `multiple` rows except the last."""
+        """Divide [first, end) into ranges of at most 32 MiB as float32; all but the last have a multiple of `multiple` rows."""
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
         stop = self.num_rows if end is None else end
         for begin in range(first, stop, step):
@@ -117,7 +117,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the pages of stored rows, except rows that `order` takes from elsewhere."""
+        """Let the system drop the file's pages of `stored` rows [begin, end), whatever the `order`."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -187,7 +187,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """Rows of several matrices."""
+    """A matrix made of rows of others."""
 
     cuts: tuple[Cut, ...]
 
@@ -209,7 +209,7 @@ class Stacked:
 
 
 def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
-    """Return one matrix of rows of others. Raises ModelError if these are stored in different ways."""
+    """Return a matrix of the rows of all cuts. Raises ModelError if they are stored in different ways."""
     first = cuts[0].tensor
     kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
     if len(kinds) > 1 or not all(np.array_equal(_columns(cut.tensor), _columns(first)) for cut in cuts):
@@ -227,7 +227,7 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
-    """Embeddings and logits are not rounded to fp8."""
+    """Return how a weight's floats are held: `embed` and `output` are not rounded to fp8."""
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
@@ -237,7 +237,7 @@ def is_of_experts(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The settings of generation in one file."""
+    """The settings of sampling in a model's file."""
 
     path: Path
     values: Mapping[str, Any]
@@ -248,8 +248,10 @@ class LoadedModel:
     name: str
     spec: ModelSpec
     weights: Mapping[str, WeightTensor]
-    """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{q,k,v,o,gate,up,down}` and so on. q and k are half-
-    split."""
+    """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{q,k,v,o,gate,up,down}` and so on.
+
+    The rows of q and k are half-split: `rope.half_split_rows`.
+    """
     tokenizer_source: Path | GgufVocab
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -272,7 +274,7 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory in the native backend. An embedding whose rows are looked up in the file takes none."""
+        """Memory in the native backend. An embedding takes none if its rows are read from the file."""
         return sum(self._held_bytes(name) for name in self.weights)
 
     @property

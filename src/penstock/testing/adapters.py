@@ -38,7 +38,7 @@ class FakeAdapters:
         self._num_pages = num_pages
         self._max_in_memory = max_in_memory
         self._wanted: dict[int, bool] = {}
-        """Number -> whether it is urgent, for loads under way."""
+        """Number of an adapter that is loading -> whether the load is urgent."""
         self._states: OrderedDict[int, AdapterState] = OrderedDict()
         self._wake: Callable[[], None] = lambda: None
 

@@ -51,7 +51,7 @@ def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields:
 
 
 def text_capacity(max_model_len: int = 64, *, max_rows: int = 8, max_step_tokens: int = 128) -> Capacity:
-    """Return the capacity of an executor that computes texts in one step, with blocks for a step in flight too."""
+    """Return the capacity of an executor that computes texts in one step, with blocks for two steps."""
     return Capacity(2 * max_rows + 1, max_model_len, max_rows, max_step_tokens, max_model_len, is_one_pass=True)
 
 

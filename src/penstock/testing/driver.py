@@ -36,7 +36,7 @@ class Outcome:
 
 
 class LateWorker:
-    """A `Worker` that runs its jobs later, urgent ones first: when `run` is called, or in `turn` with a probability."""
+    """A `Worker` that queues its jobs. `run` runs them, urgent ones first, and so does `turn` with a probability."""
 
     def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
         self._promptness = promptness
@@ -136,8 +136,8 @@ def run_to_completion(
 ) -> dict[str, Outcome]:
     """Apply `commands`, then those of `later` at their turns (from 0), until every request has ended.
 
-    `after_turn` is called after each turn. If there is no step to run, the worker runs its next job, or the clock jumps to
-    the core's next wake-up. Raises AssertionError if requests are left after `max_turns`, or nothing could wake the core.
+    Without a step to run, the worker runs its next job, or the clock jumps to the core's next wake-up. Raises AssertionError
+    if requests are left after `max_turns`, or nothing could wake the core.
     """
     driver = Driver(core, executor, clock or VirtualClock(), transfers=transfers, worker=worker)
     script = {turn: list(batch) for turn, batch in (later or {}).items()}

@@ -1,8 +1,7 @@
 """The hash executor: a fake device whose KV slots hold hashes, and which checks every plan.
 
-The "KV" of a position is a 64-bit hash of the previous position's value and the token, so it identifies the whole prefix,
-and any wrong block, stale table, early re-use or lost token changes everything generated after it. A plan that breaks a rule
-raises AssertionError, a token outside the vocabulary ValueError. `HashMatcher` is a made-up grammar.
+The "KV" of a position is a hash of all tokens up to it, so any wrong block, stale table, early re-use or lost token changes
+the answer. A plan that breaks a rule raises AssertionError, a token outside the vocabulary ValueError.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class HashModel:
     vocab_size: int = 1000
     first_token_id: int = 0
     eos_token_id: int | None = None
-    """Sampled with probability 1 / `eos_period`; None: like any other token."""
+    """Sampled with probability 1 / `eos_period`. None: all tokens have equal chances."""
     eos_period: int = 20
 
     def __post_init__(self) -> None:
@@ -67,8 +66,7 @@ class HashModel:
             raise ValueError(f"at least two tokens must be left of [{self.first_token_id}, {self.vocab_size})")
 
     def sample(self, value: int, sampling: SamplingParams, num_generated: int, mask: bytes | None = None) -> int:
-        """Return the token after a prefix of this value. Greedy rows ignore the seed. Stop tokens wait for `min_tokens`,
-        unless the mask (`types.sampling`) allows nothing else."""
+        """Return the token after a prefix of this value. Stop tokens wait for `min_tokens` unless the mask allows no others."""
         state = mix(value, sampling.seed if sampling.temperature > 0 else 0)
         banned = sampling.stop_token_ids if num_generated < sampling.min_tokens else ()
         if mask is not None:
@@ -115,7 +113,7 @@ def expected_tokens(
     matcher: Matcher | None = None,
     adapter: AdapterRef | None = None,
 ) -> Expected:
-    """Return the answer computed from the whole prefix, without cache, blocks or steps. Uses up `matcher`."""
+    """Return the answer computed from the whole prefix, without cache, blocks or steps. `matcher` is advanced."""
     value = root_of(adapter)
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
@@ -175,7 +173,7 @@ class HashRow:
     sampling: SamplingParams
     num_computed_tokens: int
     num_tokens: int
-    """With those that steps in flight sample."""
+    """Tokens that steps in flight sample are included."""
     block_ids: list[int] = field(default_factory=list)
     second_at: int = 0
     num_scored: int = 0
@@ -183,7 +181,7 @@ class HashRow:
     placed: PlacedAdapter | None = None
     """Its adapter as placed when the row was admitted."""
     num_unread: int = 0
-    """First blocks, before the window, which no further row reads. Others may have them."""
+    """Number of first blocks that no later step reads, since they lie before the window. Other rows may take them."""
 
     @property
     def held(self) -> list[int]:
@@ -202,11 +200,12 @@ class HashStep:
 
 
 class HashExecutor:
-    """Checks a step in `submit` and prepares its blocks. Each step takes `step_ns` of its own time.
+    """An executor that checks each step in `submit`. A step takes `step_ns` of virtual time.
 
-    With a depth of 2 it computes a step at a random time before it is collected (`seed`), so that later changes come
-    sometimes before and sometimes after. With a window a row reads and checks the whole window; with `Capacity.has_state` a
-    block is readable only at its last computed position; each step of a row with an adapter reads all its pages.
+    - With a depth of 2, a step is computed at a random time (`seed`) before it is collected.
+    - With a window, a row reads and checks the whole window.
+    - With `Capacity.has_state`, a block is readable only at its last computed position.
+    - A row with an adapter reads all its pages in each step.
     """
 
     max_adapter_rank = 1
@@ -393,7 +392,7 @@ class HashExecutor:
         return max(0, num_computed_tokens - window + 1) // self.capacity.block_size if window else 0
 
     def _forget_unread(self, row: HashRow) -> None:
-        """Let others have the blocks that the row's next step does not read. A step in flight has noted those that it reads."""
+        """Let other rows take the blocks that the row's next step does not read. `HashStep.block_ids` keeps those in flight."""
         num_unread = self._num_unread(row.num_computed_tokens)
         if num_unread > row.num_unread:
             self._holders.subtract(row.block_ids[row.num_unread : num_unread])
@@ -441,7 +440,7 @@ class HashExecutor:
             self._holders[block_id] += 1
 
     def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
-        """Take blocks without content: nobody may hold them, and what they contained is lost."""
+        """Take blocks that no other row has, and wipe them."""
         self._hold(row, block_ids)
         for block_id in block_ids:
             assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
@@ -572,9 +571,9 @@ def _scored(plan: RowPlan, row: HashRow) -> range:
 
 
 class HashMatcher:
-    """Allows a third of the vocabulary, and after `max_tokens` only `end_token_id`, if these are given.
+    """A grammar that allows a third of the vocabulary, and after `max_tokens` only `end_token_id`, if these are given.
 
-    With `num_forced`, that many of 8 places, and the end, allow one token only. `forced` returns some of them.
+    With `num_forced`, that many of 8 positions, and the end, allow a single token. `forced` returns some of these tokens.
     """
 
     def __init__(

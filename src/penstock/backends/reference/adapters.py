@@ -13,7 +13,7 @@ from penstock.models.program import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedFactors:
-    """An adapter's pages of `page_bytes`: A and B of one site after the other, without gaps."""
+    """An adapter as pages: A and B of one site after the other, without gaps."""
 
     pages: tuple[memoryview, ...]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # site -> shapes of A and B
@@ -38,7 +38,7 @@ class PagedFactors:
 
 
 def pack_factors(factors: AdapterFactors, program: Program, *, page_bytes: int, max_rank: int) -> PagedFactors:
-    """Raise ModelError for an adapter of another model, or of a rank above `max_rank`."""
+    """Pack an adapter. Raises ModelError if it is of another model, or its rank is above `max_rank`."""
     factors.check(program, max_rank=max_rank)
     numbers = b"".join(np.ascontiguousarray(x, np.float32).tobytes() for pair in factors.by_weight.values() for x in pair)
     num_pages = max(1, -(-len(numbers) // page_bytes))

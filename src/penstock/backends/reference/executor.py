@@ -44,8 +44,7 @@ class _Awaits:
 
 
 class ReferenceExecutor:
-    """Rows never see each other. With `poison`, blocks are NaN where they hold no KV of their row: a stale read makes the step
-    fail."""
+    """Computes rows independently. With `poison`, positions without KV are NaN, so that a stale read makes its row fail."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class ReferenceExecutor:
             self._cache.forget(block_ids, 0)
 
     def _adapter(self, number: int) -> AdapterFactors | None:
-        """Return the factors as the pages have them now."""
+        """Return an adapter's factors, read back from its pages, or None for the base model."""
         if number == BASE:
             return None
         if number not in self._adapters:

@@ -239,7 +239,7 @@ class Interpreter:
             scores = scores / scores.sum()
         else:
             scores = sigmoid(raw)
-        # A softmax may round what the router tells apart to one number.
+        # A softmax may round different logits to equal scores.
         wanted = raw if op.scoring == "softmax" else scores
         if op.selection_bias is not None:
             wanted = scores + self._vector(op.selection_bias)
@@ -306,7 +306,7 @@ def attend(
     sinks: F32 | None = None,
     biases: F32 | None = None,
 ) -> F32:
-    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim].
+    """Return the attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim].
 
     sinks [num_heads] are scores without a value; biases [num_heads, n] are added to the scores.
     """
@@ -369,4 +369,4 @@ def sigmoid(x: F32) -> F32:
 
 
 _normal = np.frompyfunc(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)), 1, 1)
-"""The normal distribution's function, of each number."""
+"""The normal distribution's cumulative function, elementwise."""

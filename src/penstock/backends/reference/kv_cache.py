@@ -17,8 +17,7 @@ SMALLEST_SCALE = np.float32(1e-24)  # its inverse is finite
 
 
 class KvCache:
-    """Keys and values as float32 that hold what `dtype` can, [num_blocks, block_size, num_kv_heads, head_dim], and recurrent
-    states.
+    """Keys and values [num_blocks, block_size, num_kv_heads, head_dim], rounded to `dtype`, and recurrent states, in float32.
 
     Raises ValueError if a block has more columns of state than positions. With `poison`, slots that hold no KV are NaN, except
     those of the null block, which padding reads.
@@ -67,11 +66,11 @@ class KvCache:
         return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
-        """Keep the columns [num_tokens, width] of each block's last positions."""
+        """Store the columns [num_tokens, width] of each block's last positions."""
         blocks, offsets = slots // self._block_size, slots % self._block_size
         later = blocks[self._num_columns :]
         is_kept = np.full(len(slots), True)
-        is_kept[: len(later)] = blocks[: len(later)] != later  # else that one comes to the same place
+        is_kept[: len(later)] = blocks[: len(later)] != later  # else a later column overwrites this one
         self._states[layer, blocks[is_kept], offsets[is_kept] % self._num_columns] = columns[is_kept]
 
     def read_state(self, layer: int, block_table: NDArray[np.int32], context_len: int) -> F32:
@@ -101,7 +100,7 @@ class KvCache:
             start += size
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """Poison these blocks after their first `num_kept` positions. The state goes if no position is kept."""
+        """Poison these blocks after their first `num_kept` positions, and the state of blocks with none of them."""
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):
@@ -115,7 +114,7 @@ class KvCache:
 
 
 def round_to_int8(x: F32, group: int) -> F32:
-    """Round to integers up to 127 times a scale per `group` columns: the next bf16 above the largest / 127."""
+    """Round to integers times a scale per `group` columns: their largest magnitude / 127, rounded up to bf16."""
     rounded = np.empty_like(x)
     for begin in range(0, x.shape[-1], group):
         part = x[..., begin : begin + group]

@@ -61,7 +61,7 @@ def sample(
 def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
     """Step 1: log-softmax of the model's own logits [vocab_size], for one token and the `num_top` most likely.
 
-    Where no logit is a number, or one is +inf, every log-probability is -inf.
+    If no logit is a number, or one is +inf, the log-probability is -inf.
     """
     raw = np.where(np.isnan(raw), np.float32(-np.inf), raw)
     if not np.isfinite(raw.max()):
@@ -80,9 +80,9 @@ def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
 def restrict(
     logits: F32, params: SamplingParams, token_ids: Sequence[int], num_output_tokens: int, *, mask: bytes | None = None
 ) -> F32:
-    """Step 2: -inf for what is not allowed, for banned continuations and for stop tokens that come too early.
+    """Step 2: set logits to -inf, of tokens that are not allowed, of banned ones, and of stop tokens before `min_tokens`.
 
-    Where the bans would leave nothing, this token is chosen without them.
+    If no token would be left, banned and stop tokens are allowed.
     """
     allowed = logits.copy()
     if mask is not None:
@@ -101,7 +101,7 @@ def restrict(
 
 
 def add_bias(logits: F32, params: SamplingParams) -> F32:
-    """Step 3."""
+    """Step 3: add `logit_bias`."""
     result = logits.copy()
     for token_id, bias in params.logit_bias:
         result[token_id] += np.float32(bias)
