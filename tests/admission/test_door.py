@@ -10,11 +10,13 @@ import pytest
 from penstock.admission.checks import Ask, DoorView
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.admission.estimates import Margin
-from penstock.testing import FakeAdapters, make_adapter, make_load, make_request
+from penstock.testing import make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.loads import make_load
 
 SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.ports import BlockMover
-from penstock.testing import HashMatcher
 from penstock.types.plan import PaddingId, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams
 from support.contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, mask_of, request
+from support.hash_matcher import HashMatcher
 
 BROKEN = (ValueError, AssertionError)
 PADDING = PaddingId("padding")

@@ -17,12 +17,13 @@ from penstock.engine.stepper import Stepper
 from penstock.engine.thread import Engine
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request
+from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request
 from penstock.testing.driver import STEP_NS
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from support.hash_matcher import HashMatcher
 
 SMALL = Capacity(num_blocks=25, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
 END_TOKEN_ID = 3

@@ -12,11 +12,12 @@ from penstock.engine.mask_turns import MaskTurns
 from penstock.engine.ports import NullObserver
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request
+from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request
 from penstock.testing.driver import STEP_NS, Driver
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from support.hash_matcher import HashMatcher
 
 MODEL = HashModel(vocab_size=90)
 CAPACITY = Capacity(num_blocks=1000, block_size=16, max_rows=48, max_step_tokens=64, max_model_len=6000)

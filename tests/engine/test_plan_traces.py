@@ -23,13 +23,14 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, Driver, LateWorker
-from penstock.testing.hash_executor import HashExecutor, HashMatcher
+from penstock.testing.hash_executor import HashExecutor
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from support.engine.thread import Numbers
+from support.hash_matcher import HashMatcher
 from support.memory_store import MemoryStore
 
 CAPACITY = Capacity(num_blocks=17, block_size=4, max_rows=4, max_step_tokens=24, max_model_len=60)

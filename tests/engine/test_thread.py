@@ -22,16 +22,7 @@ from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.storage.host_memory import HostMemory
-from penstock.testing import (
-    Driver,
-    FakeAdapters,
-    HashExecutor,
-    HashMatcher,
-    expected_tokens,
-    make_adapter,
-    make_core,
-    make_request,
-)
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
 from penstock.testing.driver import LateWorker
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
@@ -39,6 +30,8 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import AdapterCounts, RequestStats
 from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Rig, Sink
 from support.failing_executor import FailingExecutor
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.hash_matcher import HashMatcher
 
 
 @pytest.fixture

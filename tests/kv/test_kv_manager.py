@@ -14,12 +14,13 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriori
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.pool_map import BlockState, draw
-from penstock.testing import make_adapter, make_request
+from penstock.testing import make_request
 from penstock.testing.hash_executor import ROOT, HashAdapter
 from penstock.types.adapter import AdapterRef
 from penstock.types.request import Request
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import PrefixEnd
+from support.fake_adapters import make_adapter
 
 BLOCK = 4
 

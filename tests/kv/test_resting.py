@@ -13,10 +13,11 @@ from penstock.kv.block_pool import MAX_RESTING_SHARE, BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
-from penstock.testing import make_adapter, make_request
+from penstock.testing import make_request
 from penstock.testing.hash_executor import HashAdapter
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
+from support.fake_adapters import make_adapter
 
 BLOCK = 4
 NUM_ANSWER_TOKENS = 6

@@ -14,16 +14,7 @@ from penstock.obs.explain.explanation import GRAMMAR, INTAKE, MODEL, ORDER, Expl
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
-from penstock.testing import (
-    FakeAdapters,
-    HashExecutor,
-    HashMatcher,
-    make_adapter,
-    make_core,
-    make_request,
-    make_text,
-    text_capacity,
-)
+from penstock.testing import HashExecutor, make_core, make_request, make_text, text_capacity
 from penstock.testing.driver import Driver, LateWorker
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, Ticket
@@ -31,6 +22,8 @@ from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams, EarlyStopping
 from penstock.types.stats import PreemptReason, PrefixEnd
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.hash_matcher import HashMatcher
 
 CAPACITY = Capacity(num_blocks=33, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=64)
 MS = 1_000_000

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.obs.signals import DOWN_S, UP_S, WINDOW_S, Replicas, Signals
-from penstock.testing import make_load
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepCounts, StepStats, WaitReason
+from support.loads import make_load
 
 SECOND = 1_000_000_000
 ROWS = 10

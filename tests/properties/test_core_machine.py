@@ -16,7 +16,7 @@ from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import expected_tokens, make_adapter, make_request
+from penstock.testing import expected_tokens, make_request
 from penstock.testing.hash_executor import mix, root_of
 from penstock.types.adapter import BASE
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
@@ -25,6 +25,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
+from support.fake_adapters import make_adapter
 from support.strategies import MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 
 MAX_MODEL_LEN = 40

@@ -14,21 +14,13 @@ import pytest
 
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import (
-    Driver,
-    FakeAdapters,
-    HashExecutor,
-    expected_tokens,
-    make_adapter,
-    make_core,
-    make_request,
-    run_to_completion,
-)
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
+from support.fake_adapters import FakeAdapters, make_adapter
 from support.strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)

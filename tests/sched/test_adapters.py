@@ -15,14 +15,11 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import (
     Driver,
-    FakeAdapters,
     HashExecutor,
     HashModel,
     Outcome,
     expected_tokens,
-    make_adapter,
     make_core,
-    make_load,
     make_request,
     run_to_completion,
 )
@@ -32,6 +29,8 @@ from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import StepStats, WaitReason
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.loads import make_load
 
 MODEL = HashModel(vocab_size=100)
 CAPACITY = Capacity(num_blocks=65, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=64)

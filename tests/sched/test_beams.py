@@ -16,17 +16,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
-from penstock.testing import (
-    Driver,
-    FakeAdapters,
-    HashExecutor,
-    Outcome,
-    expected_tokens,
-    make_adapter,
-    make_core,
-    make_request,
-    run_to_completion,
-)
+from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hash_executor import HashModel, mix, root_of
 from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain
@@ -34,6 +24,7 @@ from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
+from support.fake_adapters import FakeAdapters, make_adapter
 from support.memory_store import Faults
 from support.strategies import Engine, LowerTier
 

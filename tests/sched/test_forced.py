@@ -10,11 +10,12 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.running import MAX_FORCED_TOKENS
 from penstock.sched.scheduler import MAX_FORCED_AT_ONCE, Scheduler
-from penstock.testing import Driver, HashExecutor, HashMatcher, HashModel, make_request
+from penstock.testing import Driver, HashExecutor, HashModel, make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import Request
 from penstock.types.stats import StepStats
+from support.hash_matcher import HashMatcher
 
 CAPACITY = Capacity(num_blocks=100, block_size=4, max_rows=4, max_step_tokens=40, max_model_len=160)
 MODEL = HashModel(vocab_size=90)

@@ -22,16 +22,17 @@ from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous, Dynamic, Static
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, LateWorker, Outcome
-from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_prompt_logprobs, expected_tokens
+from penstock.testing.hash_executor import HashExecutor, HashModel, expected_prompt_logprobs, expected_tokens
 from penstock.types.adapter import BASE, AdapterSource
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
+from support.fake_adapters import FakeAdapters, make_adapter
+from support.hash_matcher import HashMatcher
 from support.memory_store import Faults, MemoryStore
 
 EOS_TOKEN_ID = 3

@@ -1,13 +1,11 @@
 """Fakes and builders for tests, ours and users'. Deterministic; no I/O."""
 
-from penstock.testing.adapters import FakeAdapters, make_adapter
-from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, make_text, sizes_of, text_capacity
+from penstock.testing.builders import make_core, make_request, make_scheduler, make_text, sizes_of, text_capacity
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.hash_executor import (
     DEFAULT_CAPACITY,
     Expected,
     HashExecutor,
-    HashMatcher,
     HashModel,
     expected_state,
     expected_tokens,
@@ -17,16 +15,12 @@ __all__ = [
     "DEFAULT_CAPACITY",
     "Driver",
     "Expected",
-    "FakeAdapters",
     "HashExecutor",
-    "HashMatcher",
     "HashModel",
     "Outcome",
     "expected_state",
     "expected_tokens",
-    "make_adapter",
     "make_core",
-    "make_load",
     "make_request",
     "make_scheduler",
     "make_text",

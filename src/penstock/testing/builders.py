@@ -1,4 +1,4 @@
-"""Builders of requests, loads, schedulers and cores with defaults that suit tests."""
+"""Builders of requests, schedulers and cores with defaults that suit tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from penstock.types.adapter import AdapterSource
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import EngineLoad
 
 
 def make_request(
@@ -53,23 +52,6 @@ def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields:
 def text_capacity(max_model_len: int = 64, *, max_rows: int = 8, max_step_tokens: int = 128) -> Capacity:
     """Return the capacity of an executor that computes texts in one step, with blocks for two steps."""
     return Capacity(2 * max_rows + 1, max_model_len, max_rows, max_step_tokens, max_model_len, is_one_pass=True)
-
-
-def make_load(
-    num_running: int = 0,
-    num_waiting: int = 0,
-    num_rows_free: int = 8,
-    *,
-    num_blocks_total: int = 100,
-    num_blocks_free: int = 100,
-) -> EngineLoad:
-    return EngineLoad(
-        num_running=num_running,
-        num_waiting=num_waiting,
-        num_rows_free=num_rows_free,
-        num_blocks_total=num_blocks_total,
-        num_blocks_free=num_blocks_free,
-    )
 
 
 def sizes_of(capacity: Capacity) -> dict[str, int]:

@@ -15,13 +15,13 @@ from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
 from penstock.backends.cuda.stream import HostMark, HostStream
 from penstock.backends.reference.sampling import sample
-from penstock.testing import HashMatcher
 from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from support.backends.cuda.executor import GREEDY, admit, decodes, opened
 from support.backends.cuda.hash_program import VOCAB_SIZE, hash_logits, mix
+from support.hash_matcher import HashMatcher
 from support.interpreted import HAS_DEVICE
 
 GRAMMAR = replace(GREEDY, follows_grammar=True)

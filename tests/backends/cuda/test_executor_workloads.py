@@ -13,12 +13,13 @@ from penstock.backends.cuda import executor as module
 from penstock.backends.reference.sampling import sample
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import Driver, HashMatcher, make_core, make_request, run_to_completion
+from penstock.testing import Driver, make_core, make_request, run_to_completion
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 from support.backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, VOCAB_SIZE, HashProgram, hash_logits, mix
+from support.hash_matcher import HashMatcher
 from support.interpreted import DEVICE, HAS_DEVICE
 
 NUM_REQUESTS = 10

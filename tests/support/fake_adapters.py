@@ -20,7 +20,7 @@ def at_once(job: Callable[[], None], is_urgent: bool) -> None:
 
 
 class FakeAdapters:
-    """An `AdapterSource` whose loads run on a worker; `driver.LateWorker` runs them some turns later."""
+    """An `AdapterSource` whose loads run on a worker; `LateWorker` of `penstock.testing.driver` runs them some turns later."""
 
     def __init__(
         self,
