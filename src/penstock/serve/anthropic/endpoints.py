@@ -22,7 +22,7 @@ from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.exchange import unless_gone
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
-"""Models in one answer, as at Anthropic."""
+"""Default and largest number of models in one answer, as in Anthropic's API."""
 
 
 class CountEndpoint:
@@ -30,7 +30,7 @@ class CountEndpoint:
         self._parts = parts
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
-        """Count the tokens of a conversation with its tools, as the model would read them."""
+        """Count the tokens of a conversation and its tools, as the model reads them."""
         running, conversation = await self._parts.off_loop.run(
             len(data), lambda: read_prompt(data, http.scope, self._parts.reader), limit=INLINE_MAX_BYTES
         )
@@ -52,7 +52,7 @@ class AnthropicModels:
         self._models = ModelsEndpoint(parts.deployment, parts.folder)
 
     async def list(self, http: HttpRequest) -> Response:
-        """List the models in Anthropic's shape, by its `limit`, `after_id` and `before_id`."""
+        """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
         query = http.query_params
         return await self._models.tell(http, lambda listed: orjson.dumps(_page(listed, query)))
 

@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "thinking": frozenset({"thinking", "signature"}),
     }
 )
-"""Supported blocks and their own fields beside `type`. Signatures are ignored."""
+"""Supported types of blocks, with their fields besides `type`. Signatures are ignored."""
 _HINTS: Mapping[str, NotYet] = MappingProxyType(
     {
         "citations": NotYet([]),
@@ -46,7 +46,7 @@ _HINTS: Mapping[str, NotYet] = MappingProxyType(
         "toolset_name": NotYet(),
     }
 )
-"""Fields of any block, and the values that ask for nothing. Clients send back what they keep of an answer."""
+"""Fields of any block with their neutral values. Clients send them back with blocks of earlier answers."""
 _IN_ROLE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "system": frozenset({"text"}),
@@ -58,13 +58,13 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
     {
         "image": "the models here read text alone",
         "document": "the models here read text alone: send the document's text",
-        "redacted_thinking": "it can be read by Anthropic's own models alone: leave it out",
+        "redacted_thinking": "only Anthropic's own models can read it: leave it out",
     }
 )
 _EFFORTS: Mapping[str, str] = MappingProxyType(
     {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 )
-"""Anthropic's efforts, and those of chat templates."""
+"""Anthropic's efforts -> the efforts that chat templates know."""
 
 
 def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
@@ -112,7 +112,7 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
 
 
 def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
-    """Return what the template is told about reasoning. Anthropic's default is not to think."""
+    """Return the template variables for reasoning. Without `thinking`, the model does not reason, as at Anthropic."""
     variables: dict[str, Any] = {}
     if dialect.takes_enable_thinking:
         variables["enable_thinking"] = body.thinking is not None and body.thinking.type != "disabled"
@@ -122,10 +122,7 @@ def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
 
 
 def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
-    """Return the token limit of the reasoning block, or None. If the client turns thinking off and the template can't, it is 0.
-
-    Raises 400.
-    """
+    """Return the token limit of the reasoning, or None. 0 disables it if the template has no variable for that. Raises 400."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     budget = None if thinking is None else thinking.budget_tokens
@@ -176,7 +173,7 @@ def _tool_choice(body: CountTokensBody) -> ToolChoice:
 
 
 def _messages(body: CountTokensBody) -> dict[str, Any]:
-    """Return the fields of a `Conversation` that the messages give. Raises 400."""
+    """Return the messages as fields of a `Conversation`. Raises 400."""
     made = _Messages()
     if body.system not in (None, "", []):
         made.add("system", body.system, "system")
@@ -190,14 +187,13 @@ def _messages(body: CountTokensBody) -> dict[str, Any]:
 
 
 class _Messages:
-    """Builds messages from blocks. Consecutive turns of one role become one, as at Anthropic: many chat templates accept no
-    others."""
+    """Builds messages from blocks. Consecutive messages of one role are joined, as many chat templates require."""
 
     def __init__(self) -> None:
         self._found: list[Message] = []
         self._call_ids: set[str] = set()
         self._role = ""
-        """The role of the open turn, or empty."""
+        """The role of the message that is being built, or empty."""
         self._texts: list[str] = []
         self._calls: list[PastCall] = []
         self._reasoning: list[str] = []
@@ -207,10 +203,7 @@ class _Messages:
         return self._found
 
     def add(self, role: str, content: Any, param: str) -> None:
-        """Add a message. A `system` message within the conversation becomes part of a user's turn: many templates refuse it.
-
-        Raises 400.
-        """
+        """Add a message. Raises 400. A later `system` message joins a user's, since many templates refuse it there."""
         turn = "user" if role == "system" and (self._found or self._role) else role
         if turn != self._role:
             self._end_turn()
@@ -263,7 +256,7 @@ class _Messages:
         self._role = "user"
 
     def _end_turn(self) -> None:
-        """Make a message of the turn. An assistant's texts are joined, and others' are separate lines."""
+        """Finish the message. An assistant's texts are joined, those of other roles become lines."""
         if self._texts or self._calls or self._reasoning:
             between = "" if self._role == "assistant" else "\n"
             message = Message(
@@ -277,7 +270,7 @@ class _Messages:
 
 
 def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the blocks of a content with their places in the body. Raises 400 for a block that this role may not have."""
+    """Return the blocks of a content, each with its place in the body. Raises 400 for a block that the role may not have."""
     if not isinstance(blocks, list) or not blocks:
         raise invalid(f"'{param}' must be a string, or a list of blocks that is not empty.", param)
     checked: list[tuple[str, dict[str, Any]]] = []

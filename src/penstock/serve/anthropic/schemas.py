@@ -53,9 +53,9 @@ class ClientTool(Body):
     input_schema: Schema
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    """True refuses a schema that can't be enforced. Otherwise the input is then any object."""
+    """True refuses a schema that can't be enforced. Otherwise such a tool accepts any object."""
     eager_input_streaming: Unread = None
-    """Input is always streamed as it is written."""
+    """No effect: input is always streamed as the model writes it."""
     cache_control: Unread = None
     allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
     defer_loading: Annotated[Any, NotYet(False)] = None
@@ -72,7 +72,7 @@ class ToolChoiceBody(Body):
 class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Most tokens of the reasoning block. Then its end is forced."""
+    """The end of the reasoning is forced after this many tokens."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` leaves the reasoning out of the answer. Otherwise the answer shows it in full."""
 
@@ -88,7 +88,7 @@ class OutputConfigBody(Body):
 
 
 class ClearThinking(Body):
-    """An edit that drops the reasoning of earlier turns. With `keep` `all` it drops nothing."""
+    """An edit that drops earlier reasoning. Only `keep` `all` is supported, which drops nothing."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -104,7 +104,7 @@ class MetadataBody(Body):
 
 @has_unread("cache_control speed")
 class CountTokensBody(Body):
-    """`POST /v1/messages/count_tokens`: the parts of a prompt."""
+    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     model: str
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -118,7 +118,7 @@ class CountTokensBody(Body):
     ) = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
-    """Without it the model does not reason."""
+    """Without this field the model does not reason."""
     output_config: OutputConfigBody | None = None
 
     context_management: ContextManagementBody | None = None
@@ -141,6 +141,6 @@ class MessagesBody(CountTokensBody):
     ) = None
     metadata: MetadataBody | None = None
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
-    """Refused in `read`, so that the client sends whole conversations."""
+    """Refused by `read` with the code on which clients send whole conversations."""
 
     container: Annotated[Any, NotYet()] = None

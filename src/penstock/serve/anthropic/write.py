@@ -33,9 +33,9 @@ _ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""By status. All others are `invalid_request_error`."""
+"""HTTP status -> type. Other statuses are `invalid_request_error`."""
 NO_THREADS = "thread_unsupported_request"
-"""Code of the error that makes Anthropic's client send the whole conversation each time."""
+"""Error code on which Anthropic's client sends the whole conversation each time."""
 _ID_PREFIX = "toolu_"
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -72,7 +72,7 @@ class AnthropicMessage(MessageHead, MessageEnd):
 
 
 class AnthropicEvent(TypedDict):
-    """An event; its other fields depend on its type."""
+    """An event. Further fields depend on its type."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str
@@ -108,7 +108,7 @@ AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error":
 
 
 def anthropic_words(error: ApiError) -> AnthropicError:
-    """Return an error in Anthropic's shape. The message names the field, as no other field does."""
+    """Return an error in Anthropic's shape, which has no field for the parameter's name."""
     kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
     lead = "Prompt is too long: " if error.code == "context_length_exceeded" else ""  # Claude Code looks for these words
     told: AnthropicErrorDetail = {"type": kind, "message": lead + error.message}
@@ -118,7 +118,7 @@ def anthropic_words(error: ApiError) -> AnthropicError:
 
 
 class MessageWriter(Writer):
-    """A stream is the message's head, blocks that start, grow and end one after the other, and the message's end."""
+    """A stream has the head of the message, its blocks one after the other, and its end."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
@@ -127,13 +127,13 @@ class MessageWriter(Writer):
         self._kind = ""
         """Type of the open block, or empty."""
         self._index = 0
-        """Number of the open block, or of the next one."""
+        """Index of the open block, or of the next block."""
         self._text_head = b""
-        """The bytes before a piece of text."""
+        """First bytes of an event with text."""
         self._signature = hashlib.blake2b(digest_size=16)
 
     def open(self) -> bytes:
-        """Return the head. Its usage counts the whole prompt. The last event says how much of the prompt was cached."""
+        """Return the head. Its usage counts the whole prompt; only the last event knows the cached tokens."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event({"type": "message_start", "message": message}) + _PING
 
@@ -169,7 +169,7 @@ class MessageWriter(Writer):
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
 
     def _usage(self) -> AnthropicUsage:
-        """Return the usage. Anthropic's `input_tokens` do not include tokens that were found in the cache."""
+        """Return the usage. Anthropic's `input_tokens` exclude cached tokens."""
         num_prompt, num_generated = self.usage.counts()
         num_cached = self.usage.num_cached
         return {
@@ -218,7 +218,7 @@ class MessageWriter(Writer):
         return opened + self._text_head + orjson.dumps(text) + b"}}\n\n"
 
     def _open(self, block: dict[str, Any]) -> bytes:
-        """Open a block of this type unless one is open, and close any other."""
+        """Open a block of this type and close any other. Nothing happens if such a block is open."""
         if self._kind == block["type"]:
             return b""
         closed = self._close()
@@ -244,7 +244,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 def _blocks(parts: Sequence[Part]) -> list[Block]:
-    """Return the blocks of a whole answer: reasoning, text and calls. A call that was cut becomes text."""
+    """Return the blocks of a whole answer: reasoning, text and calls. An incomplete call becomes text."""
     answer = gather(parts)
     blocks: list[Block] = []
     if answer.reasoning:

@@ -54,7 +54,7 @@ class CohereMessage(Body):
 class CohereFormat(Body):
     type: Literal["text", "json_object"]
     json_schema: Schema | None = None
-    """The schema of the answer. Without it the answer is any JSON object."""
+    """The schema of the answer. Without a schema, the answer is any JSON object."""
 
 
 class CohereThinking(Body):
@@ -71,9 +71,9 @@ class CohereChatBody(Body):
     stream: bool | None = None
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
-    """Without it the model may call tools."""
+    """Without this field, the model may call tools or not."""
     strict_tools: Unread = None
-    """Calls always follow their schemas."""
+    """No effect: calls always follow their schemas."""
     response_format: CohereFormat | None = None
     thinking: CohereThinking | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
@@ -82,7 +82,7 @@ class CohereChatBody(Body):
     documents: Annotated[Any, NotYet([])] = None
     citation_options: Annotated[Any, NotYet({"mode": "OFF"})] = None
     safety_mode: Annotated[Any, NotYet("OFF", "NONE", "CONTEXTUAL")] = None
-    """The server adds no safety instructions, so there are none to change."""
+    """The server adds no safety instructions."""
     logprobs: Annotated[Any, NotYet(False)] = None
 
 
@@ -147,7 +147,7 @@ def _is_thinking(part: Any) -> bool:
 
 
 def _reasoning(content: Any, param: str) -> str:
-    """Return the text of the parts of reasoning. Raises 400."""
+    """Return the text of all parts with reasoning. Raises 400."""
     texts: list[str] = []
     for index, part in enumerate(content if isinstance(content, list) else ()):
         if _is_thinking(part):
@@ -159,7 +159,7 @@ def _reasoning(content: Any, param: str) -> str:
 
 
 def _as_text(part: Any) -> Any:
-    """Return a tool's document as a part of text, and a part of reasoning as an empty one: indices stay the client's."""
+    """Return a part as text. Reasoning becomes an empty text, so that errors have the client's indices."""
     if _is_thinking(part):
         return {"type": "text", "text": ""}
     document = part.get("document") if isinstance(part, dict) and part.get("type") == "document" else None

@@ -22,7 +22,7 @@ _PROMPTS = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""Names that models' files have for prompts of Cohere's uses of a text."""
+"""Cohere's `input_type` -> names of such a prompt in models' files."""
 _KINDS = ("float", "base64")
 
 
@@ -30,13 +30,13 @@ class CohereEmbedBody(Body):
     texts: read.Texts
     model: str | None = None
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    """The use of the texts. If the model has a prompt for it, that goes before them."""
+    """The purpose of the texts. The model's prompt for this purpose, if any, is put before each text."""
     embedding_types: Annotated[list[str], Field(min_length=1, max_length=8, fail_fast=True)] | None = None
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    """The side to cut off a text that is too long, by default END, as at Cohere."""
+    """The side to cut off a text that is too long. NONE refuses the text. The default is END."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """A longer text is cut, or refused with NONE."""
+    """Longer texts are cut."""
     priority: read.Priority | None = None
     images: Annotated[Any, NotYet([])] = None
     inputs: Annotated[Any, NotYet([])] = None
@@ -60,7 +60,7 @@ class CohereEmbeddings(TypedDict):
 
 
 def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
-    """Turn texts into vectors, by the type of number that is opened for."""
+    """Turn texts into vectors, in each of the requested encodings."""
     opened = read.open_model(asked, model=body.model, priority=body.priority)
     read.require_embeddings(opened)
     encoder = opened.encoder

@@ -1,5 +1,4 @@
-"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`: sorts documents by how well they answer a question, in Jina's and Cohere's
-shapes."""
+"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`: rank documents by relevance to a question, in Jina's and Cohere's shapes."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ class RerankBody(read.TextsBody):
     query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
     documents: read.Documents
     top_n: Annotated[int, Field(ge=1)] | None = None
-    """Return only this many documents, the best ones."""
+    """Return only this many best documents."""
     return_documents: bool | None = None
-    """True by default, except at `/v2/rerank`."""
+    """The default is true, except at `/v2/rerank`."""
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    """Cohere's limit. Longer documents are cut. Most models take fewer tokens."""
+    """Cohere's field. Only values of at least the model's context are supported."""
     max_chunks_per_doc: Annotated[Any, NotYet()] = None
     rank_fields: Annotated[Any, NotYet(["text"])] = None
 
@@ -58,7 +57,7 @@ def rerank(body: RerankBody, asked: Asked) -> Answer:
 
 
 def rerank_v2(body: RerankBody, asked: Asked) -> Answer:
-    """As `/v1/rerank`, by Cohere's second version: long texts are cut, and documents are not returned."""
+    """Rank documents like `/v1/rerank`, with the defaults of Cohere's second version: cut long texts, return no documents."""
     return _rerank(body, asked, is_v2=True)
 
 

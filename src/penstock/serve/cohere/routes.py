@@ -1,4 +1,4 @@
-"""Cohere's API: chats, embeddings and reranking, whose shape Jina and vLLM share."""
+"""Cohere's API: chats, embeddings and reranking. Jina and vLLM have the same reranking."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CohereAnswer(TypedDict):
 
 
 class CohereEvent(TypedDict):
-    """An event; its other fields depend on its type."""
+    """An event. Further fields depend on its type."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str
@@ -60,15 +60,15 @@ def cohere_words(error: ApiError) -> CohereError:
 
 
 class CohereWriter(Writer):
-    """A stream starts, then blocks of content and calls start, grow and end, then it ends."""
+    """A stream has a start, blocks of content and calls one after the other, and an end."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
         self._choice = ReadChoice(call, 0, tokenizer)
         self._kind = ""
-        """Type of the block of content that is open, or empty."""
+        """Type of the open block of content, or empty."""
         self._index = 0
-        """Number of the block of content that is open, or comes next."""
+        """Index of the open block of content, or of the next block."""
 
     def open(self) -> bytes:
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
@@ -135,7 +135,7 @@ class CohereWriter(Writer):
                 return _event("tool-call-end", index=index)
 
     def _say(self, kind: str, text: str) -> bytes:
-        """Return the events of a piece of text or reasoning. Each kind is a block of content."""
+        """Return the events of a piece of text or reasoning. A change of kind begins a new block."""
         opened = b""
         if self._kind != kind:
             opened = self._close() + self._content_event("content-start", {"type": kind, kind: ""})

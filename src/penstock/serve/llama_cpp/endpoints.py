@@ -1,4 +1,4 @@
-"""`POST /apply-template`, the tokens of a chat, and `/tokenize` with `content`."""
+"""`POST /apply-template`, `/chat/completions/input_tokens`, and `/tokenize` with `content`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.serve.shapes import Count
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 ReadChat = Callable[[Asked], Call]
-"""Reads a body of `/v1/chat/completions`."""
+"""Reads a body of `/v1/chat/completions` into a call."""
 
 
 class LlamaTokenizeBody(Body):
@@ -50,7 +50,7 @@ class LlamaEndpoint:
         self._read_chat = read_chat
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
-        """Return the prompt that the model's chat template makes of a body of `/v1/chat/completions`."""
+        """Return the prompt for a body of `/v1/chat/completions`, made by the model's chat template."""
         return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt})
 
     async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
@@ -66,7 +66,7 @@ class LlamaEndpoint:
     async def _of_chat(
         self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
-        """Return what `tell` makes of a chat's prompt and model."""
+        """Render a chat's prompt, and answer with the result of `tell`."""
         call = await self._parts.off_loop.run(
             len(data), lambda: self._read_chat(Asked(self._parts.reader, data, http.scope)), limit=INLINE_MAX_BYTES
         )

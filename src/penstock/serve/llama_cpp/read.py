@@ -1,5 +1,5 @@
-"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), and the neutral
-requests that they make. Runs on any thread and waits for nothing.
+"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), read into neutral
+requests. May run on any thread and never waits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _Body = TypeVar("_Body", bound="LlamaBody")
 MAX_FILES = 1024
 MAX_FILE_NAME_CHARS = 4096
 MAX_TEXTS_BETWEEN = 1024
-"""Most texts between the tokens of all prompts. Each is tokenised by itself."""
+"""Most texts between token ids in all prompts. Each text is tokenised by itself."""
 MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
 MAX_INDENT = 4096
 MAX_BIASED_TOKENS = 1024
-"""Most tokens in `logit_bias`. Each choice repeats them in its answer, and each step bans the banned ones."""
+"""Most tokens in `logit_bias`. Each answer repeats them, and each step applies them."""
 MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
@@ -64,13 +64,13 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         for sampler in dict.fromkeys(one.sampler for one in PARAMETERS.values() if one.sampler)
     }
 )
-"""Samplers in the order in which they apply. Each has its fields of `SamplingParams`, with the values that switch it off."""
+"""Samplers in the order of their use -> the fields of `SamplingParams` that switch them off, with the values."""
 _LLAMA_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-"""llama.cpp's default."""
+"""llama.cpp's default order."""
 _OTHER_SAMPLERS = tuple(name for name in (*_LLAMA_ORDER, "adaptive_p") if name not in SAMPLERS)
-"""Samplers without effect, as the fields that would switch them on are refused."""
+"""Samplers without effect, since the fields that switch them on are refused."""
 _INFILL = "infill"
-"""A sampler that leaves little but the likeliest token, which is taken here."""
+"""A sampler that keeps little but the likeliest token. Here it means greedy sampling."""
 _LETTERS: Mapping[str, str] = MappingProxyType(
     {
         "e": "penalties",
@@ -87,10 +87,10 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 _INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"}, {"top_n_sigma", "temperature"})
-"""Pairs of samplers whose order does not matter."""
+"""Pairs of samplers that may be in either order."""
 
 _LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
-"""Names of one field each."""
+"""Each tuple has the names of one field."""
 
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
@@ -98,7 +98,7 @@ NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 @has_sampling("llama_cpp")
-# There are no slots, and no prompt token is dropped. From `dynatemp_exponent` on they tune samplers that are refused.
+# There are no slots, and no prompt token is dropped. Fields from `dynatemp_exponent` on tune refused samplers.
 @has_unread(
     "id_slot n_keep n_discard t_max_prompt_ms n_cache_reuse sse_ping_interval dynatemp_exponent xtc_threshold "
     "mirostat_tau mirostat_eta adaptive_decay dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
@@ -113,26 +113,26 @@ class LlamaBody(Body):
     """Fields of both `/completion` and `/infill`. Null is the same as absent."""
 
     model: str | None = None
-    """As for llama.cpp's server when it is a router."""
+    """The model's name, as for llama.cpp's router."""
     n_predict: Limit | None = None
-    """0: only compute and cache the prompt. Negative, the default: the rest of the context."""
+    """Most tokens to generate. 0: only compute the prompt. Negative (the default): the rest of the context."""
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
-    """Other names of `n_predict`."""
+    """Like `max_tokens`, another name of `n_predict`."""
     n_cmpl: Choices | None = None
     n: Choices | None = None
     """Another name of `n_cmpl`."""
     stream: bool | None = None
     stop: StopStrings | None = None
     n_indent: Annotated[int, Field(ge=0, le=MAX_INDENT)] | None = None
-    """The answer ends before a line, other than the first, with less indentation."""
+    """The answer ends before a line with less indentation, except the first line."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_PREDICT_MS)] | None = None
-    """The answer ends this long after its first token, once it has a line. 0 and -1: no limit."""
+    """The answer ends this long after its first token, but not within its first line. 0 and -1: no limit."""
 
     samplers: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]})
     ] = None
-    """The samplers to apply, by names or letters. Others are switched off."""
+    """The samplers to apply, by names or letters. Other samplers are switched off."""
     ignore_eos: bool | None = None
     logit_bias: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = None
     """`[[token, bias], ...]` or `{token: bias}`. A token is an id or a text; the bias false bans it."""
@@ -154,11 +154,11 @@ class LlamaBody(Body):
         | None
     ) = None
     cache_prompt: bool | None = None
-    """False: use no cached prefix."""
+    """False disables the prefix cache."""
 
     stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
     lora: Annotated[Any, NotYet([])] = None
-    """`model` names an adapter."""
+    """Refused: send the name of an adapter in `model`."""
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -190,12 +190,12 @@ class LlamaCompletionBody(LlamaBody):
 
 
 class LlamaFileBody(Body):
-    """A file beside the one to fill in."""
+    """Another file, as context for the hole."""
 
     text: str
     filename: Annotated[str, Field(max_length=MAX_FILE_NAME_CHARS)] | None = None
     time: Unread = None
-    """When the editor saw the file."""
+    """Time at which the editor saw the file. No effect."""
 
 
 class LlamaInfillBody(LlamaBody):
@@ -204,17 +204,17 @@ class LlamaInfillBody(LlamaBody):
     input_prefix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
     input_suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
     prompt: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
-    """The end of the text before the hole, such as the current line."""
+    """Text between `input_prefix` and the hole, such as the current line."""
     input_extra: Annotated[list[LlamaFileBody], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
 
 
 def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
-    """Return the first name with a value, and the value; otherwise the first name and None."""
+    """Return the first of the fields `names` with a value, and the value. Otherwise return the first name and None."""
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
 
 
 def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """Return the body of a JSON value. Raises 400. `ignored`: as for `parse_body`."""
+    """Return the body of a JSON value. Raises 400. `ignored` is that of `parse_body`."""
     body = check_body(value, body_type, ignored)
     for names in (_LIMITS, _CHOICES, _PROBS):
         said = {value: name for name in names if (value := getattr(body, name)) is not None}
@@ -271,7 +271,7 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
         has_timings=bool(body.timings_per_token),
         has_progress=bool(body.return_progress),
         logprobs=body.num_probs or None,
-        # A salt that nobody else has.
+        # No other request has this salt.
         cache_salt=asked.reader.deployment.sources.new_request_id() if body.cache_prompt is False else "",
     )
     call = asked.call(request)
@@ -293,7 +293,7 @@ def _call(body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], a
 
 
 def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:
-    """Return one prompt or several. A list that contains a number is one prompt. Raises 400."""
+    """Return one or several prompts. A list with a number in it is one prompt. Raises 400."""
     if not isinstance(value, list) or any(type(item) is int for item in value):
         return (_prompt(value, param),)
     if not 0 < len(value) <= MAX_CHOICES:
@@ -331,7 +331,7 @@ def read_mixed(parts: Sequence[Any], param: str) -> MixedPrompt:
 
 
 def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
-    """Raise 400 for more texts between tokens than are tokenised at once."""
+    """Raise 400 if the prompts have more than `MAX_TEXTS_BETWEEN` texts between token ids."""
     parts = [part for prompt in prompts if isinstance(prompt, MixedPrompt) for part in prompt.parts]
     num_texts = sum([isinstance(part, str) for part in parts])
     if num_texts > MAX_TEXTS_BETWEEN:
@@ -339,7 +339,7 @@ def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
 
 
 def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, float]:
-    """Return the parameters of sampling. Samplers that are not listed are switched off."""
+    """Return the sampling parameters. Samplers outside `samplers` are switched off."""
     values = sampling_of(body, "llama_cpp")
     if "temperature" in values:
         values["temperature"] = max(0.0, values["temperature"])
@@ -372,10 +372,9 @@ def _sampler_names(value: Any) -> list[str]:
 
 
 def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
-    """Raise 400 for samplers in an order that gives other answers than the order of this server.
+    """Raise 400 for an order of samplers with other answers than this server's order.
 
-    llama.cpp's default is taken, also without the samplers that older versions do not list: clients send it without having
-    chosen it.
+    llama.cpp's default is accepted, also from older versions with fewer samplers, since clients send it without choosing it.
     """
     listed = [name for name in names if name in SAMPLERS or name == _INFILL]
     is_default = listed == [name for name in _LLAMA_ORDER if name in listed]
@@ -420,7 +419,7 @@ def _grammar(body: LlamaBody) -> AskedGrammar | None:
 
 
 def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float], tuple[tuple[int, ...], ...]]:
-    """Return biases by token id, and the tokens that can never come. Raises 400."""
+    """Return token id -> bias, and the banned tokens. Raises 400."""
     if value is None:
         return {}, ()
     if isinstance(value, dict):
@@ -461,11 +460,11 @@ _OFF: Mapping[str, Any] = MappingProxyType(
     {name: mark.neutral[0] for name, mark in LlamaBody.unsupported.items() if name != "stream_options"}
     | {"dynatemp_exponent": 1.0, "xtc_threshold": 0.1, "n_keep": 0}
 )
-"""Settings that no request can change."""
+"""Settings that no request can change, for `generation_settings`."""
 
 
 def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
-    """Return how answers are sampled. `n_predict`: as the client asked; -1: the rest of the context."""
+    """Return the settings of an answer in llama.cpp's words. `n_predict` is the client's; -1: the rest of the context."""
     lines = sampling.lines
     return {
         **_OFF,

@@ -51,7 +51,7 @@ _NO_LIST = "Name an adapter in 'model': GET /v1/models lists them."
 
 
 def api(read_chat: ReadChat, chat_body: type[Body]) -> Api:
-    """Return the API. Two of its routes take the body of `/v1/chat/completions`."""
+    """Return the API. `read_chat` and `chat_body` are for two routes with the body of `/v1/chat/completions`."""
     return Api(
         "llama.cpp",
         partial(_routes, read_chat=read_chat, chat_body=chat_body),

@@ -1,6 +1,6 @@
-"""`GET /props` and `/slots`, as llama.cpp's server describes itself.
+"""`GET /props` and `/slots`, in the shapes of llama.cpp's server.
 
-A slot is a row of the engine's steps. Rows of other owners appear only as busy, and no slot shows a text.
+A slot is a row of the engine's steps. Slots show no text, and those of other owners only that they are busy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LlamaStatus:
     async def props(self, http: HttpRequest) -> LlamaProps:
         """Describe a model and its sampling defaults. `model_path` is its name: paths are not shown.
 
-        A model that is not loaded is asleep. Its files describe it.
+        A model that is not loaded is shown as sleeping, with the facts in its files.
         """
         served, _ = find_allowed(http.query_params.get("model"), self._deployment, http.scope)
         try:
@@ -92,7 +92,7 @@ class LlamaStatus:
         }
 
     async def slots(self, http: HttpRequest) -> list[LlamaSlot]:
-        """List the running requests, a slot for each, and the free slots. With `fail_on_no_slot` 503 if none is free."""
+        """List a slot for each running request, and the free slots. With `fail_on_no_slot`, 503 if no slot is free."""
         running = self._find(http)
         owner = read_owner(http.scope, self._in_flight.config)
         total, num_running = _num_slots(running)
@@ -125,7 +125,7 @@ def _props(name: str, *, is_sleeping: bool) -> PropsHead:
 
 
 def _of_files(name: str, card: ModelFacts) -> LlamaProps:
-    """Return `/props` of a model that is not loaded."""
+    """Return the answer of `/props` for a model that is not loaded."""
     template = card.chat_template
     return {
         **_props(name, is_sleeping=True),
@@ -139,21 +139,21 @@ def _of_files(name: str, card: ModelFacts) -> LlamaProps:
 
 
 def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
-    """Return what chats can have. Tools work with every template: the system message describes them if the template can't."""
+    """Return the capabilities of chats. Tools work with every template: a system message describes them if necessary."""
     return {
         "supports_tools": has_template,
         "supports_tool_calls": has_template,
         "supports_parallel_tool_calls": has_template and dialect.tools.ways[0].between is not None,
         "supports_system_role": has_template and dialect.takes_system,
         "supports_string_content": has_template,
-        "supports_typed_content": False,  # parts of a message are joined to a text before the template sees them
+        "supports_typed_content": False,  # the template gets the parts of a message as one text
         "supports_object_arguments": has_template and not dialect.takes_text_arguments,
         "supports_preserve_reasoning": has_template and dialect.reasoning is not None,
     }
 
 
 def _num_slots(running: RunningModel) -> tuple[int, int]:
-    """Return the rows of a step, and how many are busy."""
+    """Return the number of rows in a step, and the number of busy rows."""
     load = running.engine.load()
     return load.num_running + load.num_rows_free, load.num_running
 
@@ -161,8 +161,8 @@ def _num_slots(running: RunningModel) -> tuple[int, int]:
 def _told(request: Request) -> tuple[dict[str, Any], NextToken]:
     """Return a request's settings and progress.
 
-    Without keys the caller may be another client. So stop strings are left out, and biases, of which there may be one for each
-    token.
+    Without API keys, the caller may be another client, so stop strings are left out. Biases are left out because of their
+    number.
     """
     sampling, num_decoded = replace(request.sampling, logit_bias=()), len(request.output_token_ids)
     settings = generation_settings(sampling, n_predict=sampling.max_tokens)

@@ -24,7 +24,7 @@ class LlamaEmbeddingBody(Body):
     model: str | None = None
     content: TextsOrIds
     embd_normalize: Annotated[int, Field(ge=-1, le=64)] | None = None
-    """-1: no change; 0: the largest number becomes 32760; p: the p-norm becomes 1. The default is 2."""
+    """Norm to scale vectors by: -1 keeps them, 0 scales the largest number to 32760, p the p-norm to 1. Default: 2."""
     encoding_format: Literal["float"] | None = None
 
 
@@ -38,7 +38,7 @@ def embedding(body: LlamaEmbeddingBody, asked: Asked) -> Answer:
     encoder, norm = opened.encoder, EUCLIDEAN if body.embd_normalize is None else body.embd_normalize
     if norm != EUCLIDEAN and encoder.is_normalised:
         raise invalid(
-            "The model's own files have its vectors normalised: 'embd_normalize' must be 2, which is the default.",
+            "The model's files say that its vectors are normalised: 'embd_normalize' must be 2, which is the default.",
             "embd_normalize",
         )
     texts = read_prompted(body.content, "content", opened, None)

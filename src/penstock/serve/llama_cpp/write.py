@@ -1,4 +1,4 @@
-"""Writes answers and errors of llama.cpp's server: an object for each choice, or its events. Times are the engine's."""
+"""Writes answers and errors of llama.cpp's server: an object for each choice, or events."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         503: "unavailable_error",
     }
 )
-"""By status. All others have OpenAI's type."""
+"""HTTP status -> type. Other statuses have OpenAI's type."""
 NOT_SUPPORTED = "not_supported"
-"""Code of the error for what another model could do."""
+"""Error code for a request that needs another kind of model."""
 
 
 LlamaToken = TypedDict("LlamaToken", {"id": Count, "token": str, "bytes": list[Count], "logprob": float})
@@ -43,7 +43,7 @@ class LlamaSampledToken(LlamaToken):
 
 
 class LlamaCompletion(TypedDict, total=False):
-    """An answer, or an event of one. A request's `response_fields` choose other fields, such as `timings/prompt_n`."""
+    """An answer, or an event of a stream. `response_fields` choose other fields, such as `timings/prompt_n`."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     index: Count
@@ -78,7 +78,7 @@ LlamaError = TypedDict("LlamaError", {"error": LlamaErrorDetail})
 
 
 def llama_words(error: ApiError) -> LlamaError:
-    """Return an error in llama.cpp's shape: `code` is the status."""
+    """Return an error in llama.cpp's shape, with the HTTP status as `code`."""
     kind = _ERROR_TYPES.get(error.status_code, error.error_type)
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
@@ -92,17 +92,17 @@ def llama_words(error: ApiError) -> LlamaError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Parts of a request that the answer repeats or depends on."""
+    """The request's fields for the answer."""
 
     settings: Mapping[str, Any]
-    """All except the seed."""
+    """`generation_settings`, without the seed."""
     fields: tuple[str, ...]
     """`response_fields`, or empty for all."""
     has_tokens: bool
 
 
 class LlamaWriter(Writer):
-    """Events of a stream are pieces of text with their tokens, and the end of each choice."""
+    """Writes completions. A stream has pieces of text with their tokens, and the end of each choice."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, shown: Shown) -> None:
         super().__init__(call)
@@ -164,7 +164,7 @@ class LlamaWriter(Writer):
         tokens: Sequence[int],
         entries: Sequence[TokenLogprobs] = (),
     ) -> LlamaCompletion:
-        """Return the answer of a choice with its last chunk. `text`, `tokens`, `entries`: what no event has shown."""
+        """Return the whole answer of a choice, or its last event with empty `text`, `tokens` and `entries`."""
         request, call = self._call.requests[index], self._call
         num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
         answer: LlamaCompletion = {
@@ -194,7 +194,7 @@ class LlamaWriter(Writer):
         return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
 
     def _is_at_limit(self, chunk: OutputChunk) -> bool:
-        """Return whether the choice ended at a limit before it had the requested tokens."""
+        """Return whether the choice ended at a limit below the requested tokens."""
         asked = self._call.max_tokens
         return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
 
@@ -219,7 +219,7 @@ def _event(value: LlamaCompletion | LlamaError) -> bytes:
 
 
 def _chosen(answer: LlamaCompletion, fields: Sequence[str]) -> LlamaCompletion:
-    """Return these fields. In a name, `/` leads into an object. Missing fields are left out."""
+    """Return the fields of an answer with these names. `/` separates the names of nested fields."""
     chosen: dict[str, Any] = {}
     for field in fields:
         value: Any = answer

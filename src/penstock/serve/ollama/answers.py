@@ -38,7 +38,7 @@ class OllamaEndpoint:
         self._deployment = parts.deployment
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a conversation. Without messages the model is loaded, or unloaded."""
+        """Answer a conversation. Without messages, the model is loaded, or unloaded if `keep_alive` is 0."""
         body = await self._body(data, OllamaChatBody)
         if not body.messages:
             return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
@@ -49,7 +49,7 @@ class OllamaEndpoint:
         return await self._parts.calls.answer(data, http, read)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
-        """Answer a prompt, through the chat template unless it is `raw`. Without a prompt the model is loaded."""
+        """Answer a prompt, through the chat template unless `raw`. Without a prompt, the model is loaded or unloaded."""
         body = await self._body(data, OllamaGenerateBody)
         if not body.prompt and not body.suffix:
             return self._loaded(body, http, {"response": ""})

@@ -35,7 +35,7 @@ class OllamaNameBody(Body):
 
 class OllamaShowBody(OllamaNameBody):
     verbose: Unread = None
-    """Lists of tokens are never included."""
+    """No effect: lists of tokens are never included."""
 
 
 class OllamaPullBody(OllamaNameBody):
@@ -44,7 +44,7 @@ class OllamaPullBody(OllamaNameBody):
     insecure: Unread = None
     username: Unread = None
     password: Unread = None
-    """Nothing is fetched, so no login is needed."""
+    """No effect, like `insecure` and `username`: nothing is fetched."""
 
 
 class OllamaDetails(TypedDict):
@@ -94,11 +94,11 @@ class OllamaModels:
         self._ignored = parts.ignored
 
     async def version(self, _http: HttpRequest) -> Version:
-        """Return this server's version, not one of Ollama's."""
+        """Return the version of Penstock."""
         return {"version": penstock.__version__}
 
     async def tags(self, http: HttpRequest) -> OllamaModelList:
-        """List the served models that the key opens."""
+        """List the served models that the client's key may use."""
         await self._folder.look()
         models: list[ModelOnDisk] = []
         for served, name in self._seen(http):
@@ -107,7 +107,7 @@ class OllamaModels:
         return {"models": models}
 
     async def ps(self, http: HttpRequest) -> OllamaRunning:
-        """List the models in memory that the key opens, with the memory that they may use and when they leave."""
+        """List the loaded models that the client's key may use, with their memory and the time of their unloading."""
         models: list[ModelInMemory] = []
         for served, name in self._seen(http):
             running = served.running
@@ -136,7 +136,7 @@ class OllamaModels:
         return Response(orjson.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
-        """Confirm that a model is here, as clients pull a model before they use it. Other models are not fetched: 501."""
+        """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
         body = parse_body(data, OllamaPullBody, self._ignored)
         if body.model is None and body.name is None:
             raise invalid("Missing required parameter: 'model'.", "model")
@@ -157,7 +157,7 @@ class OllamaModels:
         return served
 
     def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
-        """Return the models that the request's key opens, with their names."""
+        """Return the models that the client's key may use, with their names."""
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
         return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
 
@@ -167,9 +167,9 @@ def _not_done(message: str) -> ApiError:
 
 
 def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
-    """Return the fields that lists share.
+    """Return the fields of a model in all lists.
 
-    The digest is of the facts but for the path, so that it is the same on every machine; whole files are not read for it.
+    The digest covers the model's facts without its path. It is equal on every machine, and needs no reading of weights.
     """
     digest = hashlib.sha256(f"{served.name} {replace(card, path=Path())}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
@@ -215,7 +215,7 @@ def _show(served: ServedModel, card: ModelFacts) -> OllamaShow:
 
 
 def _capabilities(served: ServedModel, card: ModelFacts) -> list[str]:
-    """Return what the model can do, in Ollama's words. A model that is not loaded is judged by its template."""
+    """Return the model's capabilities in Ollama's words. The template decides for a model that is not loaded."""
     running = served.running
     encoder = None if served.info is None else served.info.encoder
     if encoder is not None:
@@ -228,7 +228,7 @@ def _capabilities(served: ServedModel, card: ModelFacts) -> list[str]:
 
 
 def _parameters(served: ServedModel) -> str:
-    """Return the sampling defaults of the model's files, one per line, or nothing if it is not loaded."""
+    """Return the sampling defaults of a loaded model's files, one per line."""
     if served.running is None:
         return ""
     defaults = served.running.defaults

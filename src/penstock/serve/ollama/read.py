@@ -1,5 +1,6 @@
-"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), and the neutral requests that they make.
-Runs on any thread and waits for nothing.
+"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), read into neutral requests.
+
+May run on any thread and never waits.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ _DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h)
 _PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
 _UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
 _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
-"""A longer time means forever."""
+"""A longer `keep_alive` means forever."""
 
 
 @has_sampling("ollama")
-# The server decides how a model is loaded and runs, and no token of a prompt is dropped.
+# The server's settings decide how a model is loaded and run, and no token of a prompt is dropped.
 @has_unread(
     "mirostat_tau mirostat_eta num_ctx num_keep num_thread numa num_batch num_gpu main_gpu low_vram f16_kv use_mmap use_mlock"
 )
@@ -72,11 +73,11 @@ _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
     "mirostat=0 penalize_newline=true tfs_z=1|1.0 typical_p=1|1.0 embedding_only=false logits_all=false vocab_only=false"
 )
 class OptionsBody(Body):
-    """Null is the same as absent."""
+    """The field `options`. Null is the same as absent."""
 
     stop: StopStrings | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
-    """-1 and -2: the rest of the context."""
+    """Most tokens to generate. -1 and -2: the rest of the context."""
 
 
 class OllamaBody(Body):
@@ -85,7 +86,7 @@ class OllamaBody(Body):
     model: Annotated[str, Field(min_length=1)]
     options: OptionsBody | None = None
     keep_alive: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})] = None
-    """How long the model stays in memory afterwards: seconds, or a duration such as `5m`. Negative: forever."""
+    """How long the model stays loaded after the request: seconds, or a duration such as `5m`. Negative: forever."""
 
 
 class _AnswerBody(OllamaBody):
@@ -98,7 +99,7 @@ class _AnswerBody(OllamaBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     shift: Annotated[Any, NotYet(False)] = None
     truncate: Annotated[Any, NotYet(False)] = None
-    """A prompt that is too long is refused, never cut."""
+    """No effect: a prompt that is too long is refused, never cut."""
 
 
 class OllamaFunction(Body):
@@ -120,7 +121,7 @@ class OllamaMessage(Body):
     images: Annotated[Any, NotYet([])] = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_name: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    """The name of the tool that this message answers for."""
+    """The name of the tool with this result."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
 
 
@@ -128,7 +129,7 @@ class OllamaChatBody(_AnswerBody):
     """`POST /api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """Without messages the model is only loaded, or with `keep_alive` 0 unloaded."""
+    """Without messages, the model is only loaded, or unloaded if `keep_alive` is 0."""
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
@@ -137,11 +138,11 @@ class OllamaGenerateBody(_AnswerBody):
     """`POST /api/generate`."""
 
     prompt: str | None = None
-    """Without a prompt the model is only loaded, or with `keep_alive` 0 unloaded."""
+    """Without a prompt, the model is only loaded, or unloaded if `keep_alive` is 0."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """True: use the prompt without the model's chat template."""
+    """True uses the prompt without the chat template."""
 
 
 OllamaError = TypedDict("OllamaError", {"error": str})
@@ -152,7 +153,7 @@ def error_words(error: ApiError) -> OllamaError:
 
 
 def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """The body of a JSON value. Raises 400. `ignored`: as for `parse_body`, and of options, too."""
+    """Return the body of a JSON value. Raises 400. `ignored` is that of `parse_body`, and also gets unknown options."""
     options = value.get("options") if isinstance(value, dict) else None
     if isinstance(options, dict) and ignored is not None:
         passed_over = [name for name in options if name not in OptionsBody.field_names]
@@ -173,7 +174,7 @@ def name_of(model: str, deployment: Deployment) -> str:
 
 
 def keep_ns(body: OllamaBody) -> int | None:
-    """Return `keep_alive` in nanoseconds; -1: forever; None: absent. Raises 400."""
+    """Return `keep_alive` in nanoseconds. -1 means forever, None absent. Raises 400."""
     value = body.keep_alive
     if value is None:
         return None
@@ -191,7 +192,7 @@ def keep_ns(body: OllamaBody) -> int | None:
 
 
 def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: Scope) -> bool:
-    """Apply `keep_alive` if the server unloads idle models and the client may change what is loaded. Return whether it may."""
+    """Apply `keep_alive` if the server unloads idle models and the client is an admin. Return whether both hold."""
     duration_ns = keep_ns(body)
     may = served.idle_unload_ns is not None and is_admin(scope)
     if duration_ns is not None and may:
@@ -200,12 +201,12 @@ def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: S
 
 
 def chat_call(body: OllamaChatBody, asked: Asked) -> Call:
-    """Raises `ApiError` and `Rejected`."""
+    """Return the call of a chat. Raises `ApiError` and `Rejected`."""
     return _chat(body, _begin(body, asked), Conversation(_messages(body.messages or ())), asked, body.tools or ())
 
 
 def generate_call(body: OllamaGenerateBody, asked: Asked) -> Call:
-    """Raises `ApiError` and `Rejected`. A prompt goes through the chat template, if there is one, as a user's message."""
+    """Return the call of a prompt, as a user's message if there is a chat template. Raises `ApiError` and `Rejected`."""
     running, prompt = _begin(body, asked), body.prompt or ""
     if not body.raw and not body.suffix and running.chat_template is not None:
         messages = [Message(role="system", content=body.system)] if body.system else []
@@ -221,7 +222,7 @@ def generate_call(body: OllamaGenerateBody, asked: Asked) -> Call:
 
 
 def _begin(body: _AnswerBody, asked: Asked) -> RunningModel:
-    """Return the model of the request. Raises 404 and `ModelAway`."""
+    """Return the model of the request and apply `keep_alive`. Raises 404 and `ModelAway`."""
     deployment = asked.reader.deployment
     served, _ = asked.find(name_of(body.model, deployment))
     running = served.answerer()
@@ -262,7 +263,7 @@ def _limit(num_predict: int | None) -> int | None:
 
 
 def _check_words(body: _AnswerBody) -> None:
-    """Raise 400 for unknown words in these fields, also if the model is only loaded."""
+    """Check `format` and `think`. Raises 400."""
     if body.format not in (None, "", "json") and not isinstance(body.format, dict):
         raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
     if body.think is not None and not isinstance(body.think, bool) and body.think not in _EFFORTS:
@@ -276,7 +277,7 @@ def _grammar(asked: Any) -> AskedGrammar | None:
 
 
 def _effort(think: Any, running: RunningModel) -> str | None:
-    """Return the reasoning effort, or None for the model's own way. Raises 400."""
+    """Return the reasoning effort, or None for the model's default. Raises 400."""
     if think is None:
         return None
     dialect = running.dialect
@@ -288,9 +289,9 @@ def _effort(think: Any, running: RunningModel) -> str | None:
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
-    """Return messages in which each call has an id and each tool's answer names one. Raises 400.
+    """Return the messages, with an id for each call and each tool's result. Raises 400.
 
-    Without ids an answer belongs to the first call before it without an answer and, if `tool_name` says so, of that tool.
+    A result without an id belongs to the first earlier call without a result, or to the first such call of `tool_name`.
     """
     found: list[Message] = []
     open_calls = _OpenCalls()
@@ -314,13 +315,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
 
 
 class _OpenCalls:
-    """Calls without an answer, in order. There may be tens of thousands, so no step walks all of them."""
+    """Calls without a result, in order. There may be tens of thousands, so nothing here iterates over all."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
-        """By id."""
+        """Id of a call -> name of its tool."""
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
-        """By name."""
+        """Name of a tool -> ids of its calls."""
 
     def add(self, call_id: str, name: str) -> None:
         self._close(call_id)
@@ -328,7 +329,7 @@ class _OpenCalls:
         self._ids_of.setdefault(name, OrderedDict())[call_id] = None
 
     def answered(self, message: OllamaMessage) -> str | None:
-        """Close the call that a tool's message answers, and return its id, or None."""
+        """Remove the call with the result `message`, and return its id, or None."""
         ids = self._names if message.tool_name is None else self._ids_of.get(message.tool_name, ())
         call_id = message.tool_call_id or next(iter(ids), None)
         return call_id if call_id is not None and self._close(call_id) else None

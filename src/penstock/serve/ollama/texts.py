@@ -19,7 +19,7 @@ from penstock.serve.texts.numbers import embedding
 class OllamaEmbedBody(OllamaBody):
     input: read.TextsOrIds
     truncate: bool | None = None
-    """By default a text that is too long loses its end."""
+    """False refuses a text that is too long. Otherwise its end is cut off."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Writes answers of Ollama's API: lines of JSON, or one object. Times are the engine's."""
+"""Writes answers of Ollama's API: lines of JSON, or one object."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Pa
 from penstock.text.tokenizer import Tokenizer
 
 FOREVER = "2300-01-01T00:00:00Z"
-"""When a model leaves that stays: Ollama's clients take an empty time for one in the past."""
+"""`expires_at` of a model that stays loaded. Ollama's clients take an empty time as past."""
 
 
 def utc(unix_s: float) -> str:
-    """Return a time in RFC 3339's form."""
+    """Return a time in RFC 3339's format."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -40,7 +40,7 @@ class OllamaAnswerMessage(TypedDict):
 
 
 class OllamaLine(TypedDict):
-    """The fields of every line. The optional ones are in the last line."""
+    """The fields of every line. Optional fields are in the last line."""
 
     model: str
     created_at: str
@@ -65,12 +65,12 @@ class OllamaGenerate(OllamaLine):
 
 
 class OllamaWriter(Writer):
-    """Lines of a stream are pieces of text or reasoning, and whole calls of tools."""
+    """Writes chats and completions. Lines of a stream are pieces of text or reasoning, and whole calls."""
 
     media_type: ClassVar[bytes] = b"application/x-ndjson"
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, model_name: str, is_chat: bool) -> None:
-        """`model_name`: as the client calls it. `is_chat`: the answer is a message, as of `/api/chat`."""
+        """`model_name` is the client's name of the model. `is_chat`: the answer is a message, for `/api/chat`."""
         super().__init__(call)
         self._is_chat = is_chat
         self._head = {"model": model_name, "created_at": utc(call.answer.created_unix_s)}
@@ -82,7 +82,7 @@ class OllamaWriter(Writer):
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
 
     def keepalive(self) -> bytes:
-        """Return an empty message: every line is JSON."""
+        """Return an empty message, since every line must be JSON."""
         return orjson.dumps(self._line({"content": ""})) + b"\n"
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
@@ -128,7 +128,7 @@ class OllamaWriter(Writer):
         return {**self._head, "response": said["content"], **thinking, "done": False}
 
     def _said(self, part: Part) -> dict[str, Any] | None:
-        """Return the fields of a message, or None if nothing is complete yet."""
+        """Return a part as fields of a message, or None within a call."""
         match part:
             case Content(text):
                 return {"content": text}
@@ -146,7 +146,7 @@ class OllamaWriter(Writer):
         return None
 
     def _end(self, chunk: OutputChunk) -> dict[str, Any]:
-        """Return the fields of the last line. `total_duration` includes the time to load the model."""
+        """Return the further fields of the last line. `total_duration` includes the time to load the model."""
         assert chunk.finish_reason is not None
         terms = self._call.terms
         num_prompt_tokens, num_generated = self.usage.counts()

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` in OpenAI's shape, with vLLM's names for what OpenAI does not have."""
+"""`POST /v1/embeddings` in OpenAI's shape, with vLLM's further fields."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class EmbeddingsBody(read.TextsBody):
     input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Keep this many first numbers of each vector, scaled to length 1 again."""
+    """Number of first components of each vector to keep, scaled to length 1 again."""
     prompt_name: str | None = None
-    """A prompt in the model's files, put before each text."""
+    """Name of a prompt in the model's files, which is put before each text."""
 
 
 Embedding = TypedDict("Embedding", {"object": Literal["embedding"], "index": Count, "embedding": Vector | Base64})

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: from their bodies to neutral requests, on any thread."""
+"""Reads bodies of `/v1/completions` and `/v1/chat/completions` into neutral requests. May run on any thread."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from penstock.serve.streams import NewWriter
 from penstock.text.grammar import GrammarKind
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions. Chat answers can use the rest of the context."""
+"""OpenAI's default of `max_tokens` for completions. Chats have the rest of the context."""
 _BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
-"""vLLM's name, and those of others."""
+"""Names of the field that limits reasoning: vLLM's, and two of other servers."""
 _ONLY_WITH_BEAMS = {"length_penalty": 1.0, "early_stopping": False}
-"""Fields of a beam search, and vLLM's defaults."""
+"""Fields that need a beam search, with vLLM's defaults."""
 
 
 def read_chat(asked: Asked) -> Call:
-    """Return the call of a body of `/v1/chat/completions`. Raises `ApiError` and `Rejected`."""
+    """Read a body of `/v1/chat/completions`. Raises `ApiError` and `Rejected`."""
     return chat(parse_body(asked.data, ChatCompletionBody, asked.reader.ignored), asked)[0]
 
 
@@ -90,9 +90,9 @@ def completion(body: CompletionBody, asked: Asked) -> tuple[Call, NewWriter]:
 
 
 def _fields(body: GenerationBody, scope: Scope) -> dict[str, Any]:
-    """Return what chats and completions have alike."""
+    """Return the fields common to chats and completions. Raises 400."""
     if body.request_id is not None:
-        identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
+        identity_of(scope).adopt(body.request_id)  # first, so that any later refusal has this id
     options = body.stream_options
     if options is not None and not body.stream:
         raise invalid("'stream_options' needs 'stream': true.", "stream_options")
@@ -100,7 +100,7 @@ def _fields(body: GenerationBody, scope: Scope) -> dict[str, Any]:
         param = "stream_options.continuous_usage_stats"
         raise invalid(f"'{param}' needs 'include_usage': true.", param)
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("'prompt_logprobs' is not told in a stream: ask without 'stream'.", "prompt_logprobs")
+        raise invalid("'prompt_logprobs' is not supported in a stream: leave out 'stream'.", "prompt_logprobs")
     if not body.use_beam_search:
         for field, neutral in _ONLY_WITH_BEAMS.items():
             if getattr(body, field) not in (None, neutral):
@@ -187,7 +187,7 @@ def _prompt(value: str | list[Any], param: str) -> TextPrompt | TokenPrompt:
 
 
 def _choice(body: ChatCompletionBody) -> ToolChoice:
-    """Return which tools the answer calls. Raises 400."""
+    """Return the rules for the answer's tool calls. Raises 400."""
     has_functions = body.functions not in (None, [])
     if has_functions or body.function_call not in (None, "none", "auto"):
         field, instead = ("functions", "tools") if has_functions else ("function_call", "tool_choice")
@@ -230,7 +230,7 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
 
 
 def _budget(body: ChatCompletionBody) -> tuple[str, int | None]:
-    """Return the field that limits the reasoning block, and the limit or None. Raises 400 if two fields differ."""
+    """Return the field that limits reasoning, and the limit or None. Raises 400 if two such fields differ."""
     given: dict[str, int] = {name: value for name in _BUDGETS if (value := getattr(body, name)) not in (None, -1)}
     names = [*given, *_BUDGETS]
     if len(set(given.values())) > 1:

@@ -1,6 +1,6 @@
 """The request bodies of OpenAI's completions and chats, with vLLM's and llama.cpp's fields.
 
-The OpenAPI document is written from these types. Rules that need more than one field are in `read` and in `calls.check`.
+The OpenAPI document is generated from these types. `read` and `calls.check` have rules about several fields.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ Prompt = Annotated[
         }
     ),
 ]
-"""Checked in `read`, where the messages can name the element."""
+"""`read` checks it, so that errors can name the element."""
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: `usage` so far in every chunk, not only in the last one."""
+    """vLLM's: every chunk has the `usage` so far, not only the last chunk."""
     include_obfuscation: Unread = None
 
 
 class JsonSchemaFormat(Body):
-    """OpenAI's. The schema is always followed, whatever `strict` says."""
+    """OpenAI's field. Answers always follow the schema, also without `strict`."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -72,7 +72,7 @@ class JsonSchemaFormat(Body):
 
 
 class TagStructure(Body):
-    """A part of an answer with a form, between two texts."""
+    """A part of an answer that follows a schema, between two fixed texts."""
 
     begin: Annotated[str, Field(min_length=1)]
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -80,14 +80,14 @@ class TagStructure(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's word for the form of an answer."""
+    """OpenAI's field for the form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
-    """llama.cpp's: the schema of a `json_object`."""
+    """llama.cpp's field: the schema of a `json_object`."""
     structures: Annotated[list[TagStructure], Field(min_length=1)] | None = None
-    """`structures` and `triggers`, or instead `format`, are vLLM's, for a `structural_tag`."""
+    """vLLM's fields for a `structural_tag`: `structures` and `triggers`, or `format`."""
     triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     format: Schema | None = None
 
@@ -99,7 +99,7 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
         "json_schema": "Send it as 'structured_outputs': {'json': ...}, or in 'response_format'.",
     }
 )
-"""Fields of llama.cpp's own routes, and the fields with the same effect here."""
+"""Fields of llama.cpp's own routes -> what to send here instead."""
 
 
 @has_unread(
@@ -113,7 +113,7 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
     'thinking_token_budget=-1 truncation_side="left" vllm_xargs={} watermarking=false'
 )
 class GenerationBody(GenerationFields):
-    """Fields that both endpoints have. Null is the same as absent."""
+    """Fields common to completions and chats. Null is the same as absent."""
 
     remedies = LLAMA_REMEDIES
 
@@ -121,25 +121,25 @@ class GenerationBody(GenerationFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = None
-    """The `n` choices are the hypotheses of a search with as many beams, best first."""
+    """Search with `n` beams. They become the choices, best first."""
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_true_false_or_never)] | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     verbose: Unread = None
-    """These three are llama.cpp's."""
+    """llama.cpp's, like `timings_per_token` and `return_progress`."""
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """vLLM's: the log-probabilities of each prompt token and of this many of the likeliest. Not in a stream."""
+    """vLLM's: return log-probabilities of each prompt token and of this many likeliest ones. Not in a stream."""
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     user: Annotated[str | None, NoEffect()] = None
-    """The user's name. `safety_identifier` goes first (docs/ab.md)."""
+    """The user's name, unless `safety_identifier` gives one (docs/ab.md)."""
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
     session_id: Annotated[str | None, NoEffect()] = None
@@ -164,15 +164,15 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
-    """0: compute the prompt, score it if `echo` and `logprobs` say so, and generate nothing."""
+    """0: generate nothing. The prompt is computed, and scored with `echo` and `logprobs`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
-    """The text after the completion: the model fills in the middle. Empty: it continues the prompt."""
+    """The text after the completion, for a model that fills in the middle. Empty: none."""
 
 
-# From `background_tasks` on they are Open WebUI's, which acts on them itself.
+# The fields from `background_tasks` on are for Open WebUI's own use.
 @has_unread(
     "prediction verbosity cache_prompt id_slot background_tasks chat_id features filter_ids id model_item tool_ids "
     "tool_servers variables"
@@ -194,15 +194,15 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """False allows at most one call."""
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
-    """Checked in `read`, as are the next two."""
+    """`read` checks this field, `function_call` and `functions`."""
     function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
     functions: Annotated[Any, WithJsonSchema({"type": "array", "maxItems": 0})] = None
     include_reasoning: bool | None = None
-    """False: leave the reasoning out of the answer."""
+    """False leaves the reasoning out of the answer."""
     reasoning_effort: str | None = None
     thinking_token_budget: ReasoningBudget | None = None
     max_thinking_tokens: ReasoningBudget | None = None
     thinking_budget: ReasoningBudget | None = None
-    """Tokens of the reasoning block, after which its end is forced. Three names of one limit. -1: no limit."""
+    """The last three fields are names of one limit: the end of the reasoning is forced after this many tokens. -1: no limit."""

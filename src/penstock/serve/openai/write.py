@@ -1,7 +1,6 @@
 """Writes completions and chats in OpenAI's shapes: one JSON answer, or server-sent events.
 
-An event is bytes, made once per step from prepared parts. A complete stream ends with `[DONE]`, any other with an error
-object.
+An event is bytes, joined once per step from prepared parts. A complete stream ends with `[DONE]`, a failed one with an error.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class ChatChunk(AnswerHead):
 
 
 class AnswerWriter(Writer):
-    """The parts that chats and completions share."""
+    """The parts of writing that chats and completions share."""
 
     kind: ClassVar[str]
     event_kind: ClassVar[str]
@@ -165,7 +164,7 @@ class AnswerWriter(Writer):
         self._timings = Timings(call) if options.has_timings or options.has_progress else None
         self._has_progress = [False] * len(call.requests)
         self._timed = b""
-        """The fields of `Timings` in a chunk's events."""
+        """Fields of `Timings` for the current chunk's events, as JSON."""
         self._is_plain = not (
             options.has_logprobs or options.has_token_ids or options.has_continuous_usage or self._timings is not None
         )
@@ -174,7 +173,7 @@ class AnswerWriter(Writer):
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
 
     def begin(self, timing: str) -> bytes:
-        """Prepare parts of the events, now that an adapter's fingerprint is known. The comment is a late `Server-Timing`."""
+        """Prepare parts of the events and return `Server-Timing` as a comment. An adapter's fingerprint is known only now."""
         self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
@@ -246,7 +245,7 @@ class AnswerWriter(Writer):
 
 
 class ChatWriter(AnswerWriter):
-    """Events of a stream are the role, pieces of reasoning, content and calls, and the finish reason."""
+    """Writes chats. A stream has the role, pieces of reasoning, content and calls, and the finish reason."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
@@ -257,7 +256,7 @@ class ChatWriter(AnswerWriter):
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ReadChoice] | None = None
-        """None if answers are only content."""
+        """None if all text is content."""
         if not call.is_plain:
             self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
@@ -296,8 +295,7 @@ class ChatWriter(AnswerWriter):
         return usage
 
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
-        """Return the events of a chunk's parts. Log-probabilities and tokens belong to the sampled text and have an event of
-        their own."""
+        """Return the events of a chunk's parts. Log-probabilities and token ids follow in a separate event."""
         parts = choice.read(chunk)
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]
@@ -350,7 +348,7 @@ class ChatWriter(AnswerWriter):
 
 
 def _delta(part: Part) -> ChatDelta | None:
-    """Return the content of an event about a part, or None."""
+    """Return the `delta` of an event for a part, or None if the part needs no event."""
     match part:
         case Content(text):
             return {"content": text}
@@ -376,7 +374,7 @@ def _message(answer: Answer) -> ChatAnswerMessage:
 
 
 class CompletionWriter(AnswerWriter):
-    """Events of a stream are the echo and pieces of text. The last one has the finish reason."""
+    """Writes completions. A stream has the echo and pieces of text, the last with the finish reason."""
 
     kind = event_kind = "text_completion"
     text_key = b'"text":'
@@ -407,7 +405,7 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _scored_echo(self, index: int) -> bytes:
-        """Return the event of a prompt with its log-probabilities, or nothing if the request failed before."""
+        """Return the event of a prompt with its log-probabilities. Empty if the request failed before they were computed."""
         if not self._call.scores_of(index).is_scored:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}

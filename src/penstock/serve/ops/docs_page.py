@@ -1,6 +1,6 @@
 """`/docs`: the OpenAPI document as a page with one row per route.
 
-The page names no other host and runs no script: there may be no internet, and no other host learns about the readers.
+The page works without the internet: it loads nothing from other hosts and runs no script.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import HTMLResponse
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""A browser fetches nothing for the page. https://www.w3.org/TR/CSP3/"""
+"""Forbids the page to load anything (https://www.w3.org/TR/CSP3/)."""
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -1,4 +1,4 @@
-"""`POST /models/load` and `/models/unload`: admins choose which models are in memory."""
+"""`POST /models/load` and `/models/unload`, for admins."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class LoadModelBody(Body):
 class UnloadModelBody(Body):
     model: str
     timeout_s: Annotated[float, Field(ge=0, le=24 * 3600)] = 30.0
-    """Time for the requests that use the model. Then they are aborted."""
+    """Requests that still use the model after this time are aborted."""
 
 
 class LifeEndpoint:
     def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
+        """`ignored` is that of `parse_body`."""
         self._deployment = deployment
         self._ignored = ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
-        """Load a model once there is room. It can be unloaded again when it is idle and another model needs the room."""
+        """Load a model once memory is free. An idle model may later be unloaded to make room for another."""
         require_admin(http.scope)
         body = parse_body(data, LoadModelBody, self._ignored)
         future = self._deployment.want(self._find(body.model))
@@ -61,7 +61,7 @@ class LifeEndpoint:
         return _success()
 
     def _find(self, name: str) -> ServedModel:
-        """Raises 404."""
+        """Return the model of this name. Raises 404."""
         served = self._deployment.find(name)
         if served is None:
             raise model_not_found(name, self._deployment.names)
@@ -69,7 +69,7 @@ class LifeEndpoint:
 
 
 async def _result(future: Future[_Result]) -> _Result:
-    """Wait for the deployment's work, which goes on if the client leaves."""
+    """Wait for a task of the deployment. The task goes on if the client disconnects."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 

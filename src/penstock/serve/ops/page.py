@@ -1,7 +1,7 @@
 """`/` and `/page/...`: the page for a browser, from the files in `serve/page`.
 
-The files are listed here, so no path of a request reaches the disk. They hold no data and need no key; the requests of their
-scripts need one. Each file is read when it is first requested.
+Files are listed here, so no path of a request reaches the disk. They need no key, but the requests of their scripts do. A file
+is read when it is first requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""A browser fetches from this server alone, runs no inline script, and makes no HTML of strings: a model's text stays text.
+"""Browsers load only from this server, run no inline script, and never turn strings (a model's text) into HTML.
 https://www.w3.org/TR/CSP3/, https://www.w3.org/TR/trusted-types/"""
 
 _FOLDER = Path(__file__).parent.parent / "page"
@@ -32,9 +32,9 @@ _LANGUAGES = (
     *("bash", "cpp", "csharp", "diff", "dockerfile", "go", "ini", "java", "json", "makefile", "python", "rust", "shell"),
     *("sql", "typescript", "xml", "yaml"),
 )
-"""Grammars of highlight.js. `highlight.js` says which names of languages they are for."""
+"""Grammars of highlight.js, by file name."""
 _VENDOR = ("temml/temml.min.js", *(f"highlight/{name}.min.js" for name in ("core", *_LANGUAGES)))
-"""Libraries of others, as `packaging/page_libraries.sh` fetches them."""
+"""Third-party libraries, fetched by `packaging/page_libraries.sh`."""
 _FILES = {"/": "index.html"} | {
     f"/page/{name}": name for name in (*_SCRIPTS, "style.css", "icon.svg", *(f"vendor/{name}" for name in _VENDOR))
 }
@@ -46,11 +46,11 @@ PAGE_PATHS = frozenset(_FILES)
 class _Content:
     data: bytes
     etag: str
-    """A strong one, in quotes."""
+    """A strong ETag, in quotes."""
 
 
 def page_routes() -> list[Route]:
-    """A route for each file."""
+    """Return a route for each file."""
     return [Route(path, _send) for path in _FILES]
 
 
@@ -61,7 +61,7 @@ def _content(name: str) -> _Content:
 
 
 async def _send(http: HttpRequest) -> Response:
-    """The file, or 304 if the browser has it already. It asks each time, so that an upgrade shows at once."""
+    """Return the file, or 304 if the browser has the current version. Browsers ask each time, so upgrades show at once."""
     name = _FILES[http.url.path]
     content = _content(name)
     headers = {

@@ -1,4 +1,4 @@
-"""`/kv`: the KV pool as a map of blocks by state and owner. It reads the engine's books and changes nothing."""
+"""`/kv`: a map of the KV pool's blocks by state and owner."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class PoolEndpoint:
         self._in_flight = in_flight
         self._lock = threading.Lock()
         self._drawn: dict[str, tuple[int, PoolMap]] = {}
-        """The last drawing of each model's pool, and when it was made."""
+        """Model -> (time in ns, map) of the last map of its pool."""
 
     async def kv(self, http: HttpRequest) -> Response:
-        """Every block of a model, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
+        """Return all blocks of a model as runs of equal neighbours: `[state, blocks]`, or `["held", blocks, owner]`."""
         running = find_model(http.query_params.get("model"), self._deployment)
         names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
         return await json_answer(lambda: _as_json(self._draw(running), names))
 
     def _draw(self, running: RunningModel) -> PoolMap:
-        """Draw the pool's map, once for all requests within 0.1 s, because drawing holds the interpreter's lock. Raises 503."""
+        """Return a map of the pool, at most 0.1 s old, because drawing a map holds the GIL. Raises 503."""
         with self._lock:
             now_ns = running.clock.now_ns()
             drawn_ns, drawn = self._drawn.get(running.name, (0, None))
@@ -75,7 +75,7 @@ class PoolEndpoint:
 
 
 def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> Pool:
-    """The answer. `names`: the engine's ids of the caller's own requests -> the client's ids and the choices' indices."""
+    """Return the answer. `names` has the caller's requests: engine id -> (client's id, index of the choice)."""
     return {
         "block_size": drawn.block_size,
         "blocks": drawn.num_blocks,
@@ -87,7 +87,7 @@ def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> Pool:
 
 
 def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> Owner:
-    """An owner of blocks. Other callers' requests are told by their blocks alone, which the map shows anyway."""
+    """Return an owner of blocks. `name` is None for other clients' requests, which appear without id and tokens."""
     if name is None:
         return {"request": None, "blocks": owner.num_blocks}
     request_id, choice = name

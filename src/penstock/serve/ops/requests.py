@@ -1,7 +1,4 @@
-"""`/v1/requests`: the requests under an id, why they take as long as they do, and how to cancel them.
-
-Only a request's owner (the same key and tenant) sees it.
-"""
+"""`/v1/requests`: lists, explains and cancels requests for their owner, a client with the same key and tenant."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["
 
 
 async def json_answer(make: Callable[[], Any]) -> Response:
-    """The answer with what `make` returns, which is called in a thread, too. Raises what it raises."""
+    """Call `make` in a thread, and return its result as JSON. Raises what `make` raises."""
     data = await asyncio.to_thread(lambda: orjson.dumps(make()))
     return Response(data, media_type="application/json")
 
@@ -102,17 +99,14 @@ class RequestsEndpoint:
         self._in_flight = in_flight
 
     async def list(self, http: HttpRequest) -> Response:
-        """The caller's requests that wait or run, the oldest first, and those on their way to the engine.
-
-        Then the last `ended` ones, the latest first.
-        """
+        """List the caller's unfinished requests, oldest first, then its last `ended` requests, latest first."""
         owner = read_owner(http.scope, self._in_flight.config)
         max_ended = _max_ended(http.query_params.get("ended"))
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
         return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in (*tell(), *tell_ended())]})
 
     async def explain(self, http: HttpRequest) -> Response:
-        """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
+        """Explain the time that a request takes or took. Its id is its `X-Request-Id`, or the `id` of its answer."""
         owner = read_owner(http.scope, self._in_flight.config)
         request_id = http.path_params["request_id"]
         asks = [self._in_flight.explain(candidate, owner) for candidate in _candidates(request_id)]
@@ -133,7 +127,7 @@ class RequestsEndpoint:
     async def cancel(self, http: HttpRequest) -> RequestCancelled:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
         owner, request_id = read_owner(http.scope, self._in_flight.config), http.path_params["request_id"]
-        # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
+        # The first candidate with a call only: cancelling "cmpl-x" must not also cancel another call "x".
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise ApiError(
                 404,
@@ -145,7 +139,7 @@ class RequestsEndpoint:
 
 
 def _max_ended(text: str | None) -> int:
-    """Raises 400 for what is no number in the range."""
+    """Return the query parameter `ended` as a number. Raises 400."""
     if text is None:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
@@ -167,12 +161,12 @@ def _call(told: Told) -> Request:
 
 
 def _candidates(request_id: str) -> list[str]:
-    """The id as it stands, and as it was before it became an answer's id."""
+    """Return the id itself, and the id without the prefix of an answer's id."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]
 
 
 def _choice(told: Explanation, index: int) -> RequestChoice:
-    """The explanation of one choice. Times are milliseconds."""
+    """Return the explanation of one choice. Times are milliseconds."""
     return {
         "index": index,
         "state": told.phase.value,
@@ -209,7 +203,7 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
 
 
 def _prefix(told: Explanation) -> Prefix | None:
-    """The prefix that was found in the cache; None while the choice waits."""
+    """Return the prefix found in the cache, or None while the choice waits."""
     if told.stop is None:
         return None
     found: Prefix = {
@@ -223,7 +217,7 @@ def _prefix(told: Explanation) -> Prefix | None:
 
 
 def _gap(gap: Gap) -> LongestGap:
-    """A gap between two tokens. Other requests of its step are told in sizes alone."""
+    """Return a gap between two tokens. Other requests of the step appear only as numbers."""
     told: LongestGap = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
     if gap.step is not None:
         told["step"] = {

@@ -58,7 +58,7 @@ class StatusEndpoint:
         self._deployment = deployment
 
     async def health(self, _http: HttpRequest) -> Status:
-        """Report whether the process is alive: 503 only if a restart of the process is the remedy for one of its models."""
+        """Report whether the process is alive. 503 means that a restart of the process is needed."""
         for running in self._deployment.staying:
             state = running.engine.state
             if state in (EngineState.FAILED, EngineState.STOPPED):
@@ -66,7 +66,7 @@ class StatusEndpoint:
         return {"status": "ok"}
 
     async def ready(self, _http: HttpRequest) -> Status:
-        """Report whether the server can take work: 503 while a model drains or restarts, and if no model can be loaded."""
+        """Report whether the server takes requests: 503 while a model drains or restarts, or if no model can be loaded."""
         if all(served.state is ModelState.FAILED for served in self._deployment.served):
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
         for running in self._deployment.staying:
@@ -76,15 +76,15 @@ class StatusEndpoint:
         return {"status": "ready"}
 
     async def load(self, http: HttpRequest) -> Load:
-        """Report how busy a model is, now and over half a minute. `server_load` is vLLM's name.
+        """Report the load of a model, now and over half a minute. `server_load` is vLLM's name.
 
-        Without `model` it is the default model, and all models are listed with the memory that they share.
+        Without `model`, report the default model, and list all models with their memory.
         """
         name = http.query_params.get("model")
         served = find_served(name, self._deployment)
         metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
-        waste = await asyncio.to_thread(metrics.read_waste)  # may wait for the engine's thread
+        waste = await asyncio.to_thread(metrics.read_waste)  # it may wait for the engine
         load: Load = {
             "state": served.state.value,
             "server_load": now.num_running + now.num_waiting,
@@ -118,7 +118,7 @@ class StatusEndpoint:
         return load
 
     def _of(self, running: RunningModel) -> str:
-        """Return the model's name if it is not the only one."""
+        """Return " of NAME" if several models are served, else an empty text."""
         return f" of {running.name}" if len(self._deployment.served) > 1 else ""
 
     async def version(self, _http: HttpRequest) -> Version:
@@ -126,7 +126,7 @@ class StatusEndpoint:
 
     async def metrics(self, _http: HttpRequest) -> Response:
         """Return metrics in Prometheus' text format."""
-        # In a thread of asyncio's, where no text is worked on: it takes a millisecond, and first imports the Prometheus client.
+        # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served])
 
 
@@ -142,7 +142,7 @@ def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
 
 
 def _line(served: ServedModel, now_ns: int) -> ModelLoad:
-    """Return the load of one model. Its memory is what it may use: a KV cache fills with time."""
+    """Return the load of one model. `memory_bytes` is the memory that the model may use."""
     load, running = served.metrics.read_load(), served.running
     return {
         "name": served.name,

@@ -110,7 +110,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """An event; its other fields depend on its type."""
+    """An event. Further fields depend on its type."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str

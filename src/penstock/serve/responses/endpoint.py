@@ -1,6 +1,6 @@
-"""The endpoints of `/v1/responses`, OpenAI's newer API: a response is kept, so that others can follow it.
+"""The endpoints of `/v1/responses`, OpenAI's newer API.
 
-They add to chats a store, and responses in the background, which clients poll.
+Responses are stored, so that a later request can continue one. They can run in the background while the client polls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Running(NamedTuple):
     """A response in the background."""
 
     task: asyncio.Task[None]
-    """Reads its answer to the end."""
+    """Reads the answer to its end."""
     cancel: Callable[[], object]
 
 
@@ -54,12 +54,12 @@ class ResponsesEndpoint:
         self._off_loop = parts.off_loop
         self._store = store
         self._running: dict[Key, _Running] = {}
-        """Responses in the background that have not ended."""
+        """Unfinished responses in the background."""
         self._told_kinds: set[str] = set()
-        """Types of tools that were left out and logged."""
+        """Types of left-out tools that were logged already."""
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
-        """Answer items with items: messages, reasoning, function calls. The answer is kept unless `store` is false."""
+        """Answer a list of items (messages, calls, ...) with further items. The response is kept unless `store` is false."""
         body = await self._off_loop.run(
             len(data), lambda: parse_body(data, ResponsesBody, self._reader.ignored), limit=INLINE_MAX_BYTES
         )
@@ -72,7 +72,7 @@ class ResponsesEndpoint:
         if num_bytes > self._config.max_body_bytes:
             raise ApiError(
                 413,
-                f"The conversation has {num_bytes} bytes with what was said before; at most {self._config.max_body_bytes} are "
+                f"The conversation has {num_bytes} bytes, earlier items included; at most {self._config.max_body_bytes} are "
                 "taken (--max-body-size).",
                 code="request_too_large",
                 param="previous_response_id" if past.items else "input",
@@ -124,7 +124,7 @@ class ResponsesEndpoint:
 
     def _begin(self, opened: RunningCall, question: Question, owner: Owner) -> HttpResponse:
         with opened:
-            self._store.check_room()  # others may have come meanwhile
+            self._store.check_room()  # other requests may have taken the room meanwhile
             queued: Response = {**question.told, "status": "queued"}
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True)
             task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
@@ -165,13 +165,13 @@ class ResponsesEndpoint:
     # Responses that are kept
 
     async def get(self, http: HttpRequest) -> HttpResponse:
-        """Return a kept response in its present state."""
+        """Return a kept response in its current state."""
         if http.query_params.get("stream", "false") not in ("false", ""):
-            raise invalid("'stream' is not supported here yet: poll until 'status' is another one.", "stream")
+            raise invalid("'stream' is not supported here yet: poll until 'status' changes.", "stream")
         return _json((await self._find(http)).response)
 
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
-        """Delete a response. One in the background is cancelled."""
+        """Delete a response. If it runs in the background, it is cancelled."""
         kept = await self._find(http)
         if (running := self._running.get(kept.key)) is not None:
             running.cancel()
@@ -179,7 +179,7 @@ class ResponsesEndpoint:
         return {"id": kept.response_id, "object": "response", "deleted": True}
 
     async def cancel(self, http: HttpRequest) -> HttpResponse:
-        """Cancel a response in the background. One that has ended stays as it is."""
+        """Cancel a response in the background. If it has ended, nothing changes."""
         kept = await self._find(http)
         if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
@@ -190,7 +190,7 @@ class ResponsesEndpoint:
         return _json(kept.response)
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
-        """List the items of a response's question, last first, without those of the responses that it follows."""
+        """List the items of a response's own `input`, last first."""
         kept, query = await self._find(http), http.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):

@@ -1,6 +1,6 @@
 """Reads bodies of `/v1/responses`, with the conversation before them, into neutral requests.
 
-Can run on any thread and waits for nothing.
+May run on any thread and never waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.serve.streams import fingerprint
 from penstock.text.dialects import Message
 
 Item = Any
-"""An item as clients get it and as it is kept: plain JSON data with an `id`."""
+"""An item as clients receive it and the store keeps it: JSON data with an `id`."""
 ItemBody = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 _ITEMS: Mapping[str, type[ItemBody]] = MappingProxyType(
@@ -59,7 +59,7 @@ _FIELDS = {
     "reasoning_effort": "reasoning.effort",
     "max_reasoning_tokens": "thinking_budget",
 }
-"""Fields of a neutral request that have other names here."""
+"""Field of a neutral request -> its name in this API, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,22 @@ class Past:
     """The conversation before a response."""
 
     items: Sequence[bytes]
-    """Each as JSON, oldest first."""
+    """Items as JSON, oldest first."""
     referenced: Mapping[str, bytes]
-    """Items that the body refers to, by id."""
+    """Id -> item, for the items that the body refers to."""
     num_bytes: int
-    """Their size. An item that is named twice counts twice."""
+    """Size of all items. An item counts as often as the body refers to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The parts of a question that are needed until its answer has ended."""
+    """The parts of a request that its answer needs."""
 
     response_id: str
     told: Response
-    """The response without its answer."""
+    """The response object without output."""
     items: list[Item]
-    """Its own items."""
+    """The items of `input`."""
     tools: Tools
 
     def new_id(self, kind: str, index: int) -> str:
@@ -95,23 +95,20 @@ def _item_id(kind: str, response_id: str, index: int) -> str:
 
 
 def references(body: ResponsesBody) -> list[str]:
-    """Return the ids of items that a body refers to."""
+    """Return the ids of the items that a body refers to."""
     items = body.input if isinstance(body.input, list) else ()
     return [item["id"] for item in items if _is_reference(item) and isinstance(item.get("id"), str)]
 
 
 def _is_reference(item: Any) -> bool:
-    """Return whether an item is a reference. Without a type it has nothing but an id."""
+    """Return whether an item is a reference: by its type, or because it has only an id."""
     if not isinstance(item, dict):
         return False
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
 def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
-    """Return the call and its question. Raises `ApiError` and `Rejected`.
-
-    `keeps`: the server keeps responses, unless the body says otherwise.
-    """
+    """Return the call and its question. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
     is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
     items = _own_items(body, past)
     before = [orjson.loads(item) for item in past.items]
@@ -120,7 +117,7 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     bodies = [*map(_body_of, before), *items]
     tools = read_tools(body.tools)
     call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
-    # A name that a client gives may be given twice; an id that is asked for may not.
+    # A client may use a request id twice, but ids of responses are unique.
     name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
@@ -172,12 +169,12 @@ def _checked(item: Any, index: int) -> ItemBody:
 
 
 def _body_of(item: Item) -> ItemBody:
-    """Return the body of an item that was checked before or made here."""
+    """Return the body of an item from the store."""
     return _ITEMS[item["type"]].model_validate(item)
 
 
 def _text(content: Any, *place: str | int) -> str:
-    """Return a text, or the text of parts. Raises 400."""
+    """Return the text of a content: a string, or a list of parts. Raises 400."""
     if isinstance(content, str):
         return content
     param = f"{place[0]}[{place[1]}].{place[2]}"
@@ -196,7 +193,7 @@ def _text(content: Any, *place: str | int) -> str:
 
 
 def _kept(item: ItemBody, index: int, response_id: str) -> Item:
-    """Return an item of the question as it is kept."""
+    """Return an item of `input` in the form in which it is kept."""
     kind = item.type or "message"
     kept: Item = {"id": item.id or _item_id(kind, response_id, index), "type": kind, "status": item.status or "completed"}
     match item:
@@ -217,7 +214,7 @@ def _kept(item: ItemBody, index: int, response_id: str) -> Item:
 
 
 def _kept_parts(content: Any, kind: str) -> list[Item]:
-    """Return the parts of a checked text. `kind`: the type of a string."""
+    """Return the parts of a checked content. A string becomes one part of the type `kind`."""
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     annotations: dict[str, Item] = {"output_text": {"annotations": []}}
@@ -230,12 +227,12 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
 def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
     """Return the messages.
 
-    Leading system messages become one, as templates know one. Consecutive items of the assistant become one message. A call
-    that was cut is left out.
+    Leading system messages are joined, since templates expect one. Consecutive items of the assistant become one message.
+    Incomplete calls are left out.
     """
     messages: list[Message] = []
     of_system = [instructions] if instructions else []
-    has_text = False  # the last message is an assistant's and has its text
+    has_text = False  # whether the last message, an assistant's, has its text
     for item in items:
         is_assistant = bool(messages) and messages[-1].role == "assistant"
         match item:
@@ -319,7 +316,7 @@ def _grammar(asked: TextFormat) -> AskedGrammar | None:
 
 
 def _choice(choice: Any, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    """Return which tools the answer calls. Raises 400."""
+    """Return the rules for the answer's tool calls. Raises 400."""
     match choice:
         case "required" if not names:
             raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
@@ -354,7 +351,7 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
     return name
 
 
-# What the answer says of the question
+# The response repeats the request
 
 
 def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Response:
@@ -397,7 +394,7 @@ def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Resp
 
 
 def _told_choice(choice: Any) -> Any:
-    """Return a checked choice as the response repeats it."""
+    """Return a checked `tool_choice` in the form that the response shows."""
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "name": name}

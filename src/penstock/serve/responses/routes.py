@@ -1,4 +1,4 @@
-"""OpenAI's newer API, `/v1/responses`: answers that are kept, so that others can follow them."""
+"""OpenAI's newer API, `/v1/responses`: answers are stored, so that a later request can continue one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from penstock.serve.bodies import (
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 512
-"""The longest id of an item or a response. Our own are shorter."""
+"""The longest id of an item or a response. The server's own ids are shorter."""
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """OpenAI's own limits."""
 Metadata = Annotated[
@@ -40,7 +40,7 @@ Metadata = Annotated[
     ],
     at_most(MAX_METADATA),
 ]
-"""Kept with a response, and returned with it."""
+"""Type of `metadata`, which is stored and returned with a response."""
 ItemId = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"
@@ -54,11 +54,11 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""The words of `include`. All but the first ask for what answers here never have, or always: reasoning is not encrypted."""
+"""Words of `include`. Only the first has an effect."""
 
 
 class FunctionBody(Body):
-    """A function that an answer can call. Its schema is always enforced. `strict` refuses one that can't be."""
+    """A function that an answer can call. Its schema is always enforced. With `strict`, a schema that can't be is refused."""
 
     type: Literal["function"]
     name: str
@@ -72,7 +72,7 @@ class FunctionBody(Body):
 
 
 class NamespaceTool(Body):
-    """Functions under one name. A call names the function and the namespace."""
+    """A group of functions. A call names the function and the namespace."""
 
     type: Literal["namespace"]
     name: str
@@ -83,7 +83,7 @@ class NamespaceTool(Body):
 class ReasoningOptions(Body):
     effort: str | None = None
     summary: Annotated[Any, NotYet("auto")] = None
-    """The answer shows the reasoning itself instead of a summary."""
+    """Ignored: answers show the reasoning itself."""
     generate_summary: Annotated[Any, NotYet("auto")] = None
     context: Annotated[Any, NotYet("auto")] = None
     mode: Annotated[Any, NotYet("standard")] = None
@@ -114,7 +114,7 @@ class ResponsesBody(Body):
     input: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
     ]
-    """`read` checks its items."""
+    """`read` checks the items."""
     instructions: str | None = None
     """A system message before all others, for this response only."""
     previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
@@ -123,25 +123,25 @@ class ResponsesBody(Body):
     stream_options: ResponseStreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
-    """By default true if the server keeps responses."""
+    """The default is true if the server keeps responses."""
     include: Annotated[list[Included], Field(max_length=32, fail_fast=True)] | None = None
 
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, NoEffect()] = None
-    """No item is dropped: a conversation that is too long is refused."""
+    """No effect: a conversation that is too long is refused."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS})] = None
-    """Checked in `tools`."""
+    """`tools` checks this field."""
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
-    """Checked in `read`."""
+    """`read` checks this field."""
     parallel_tool_calls: bool | None = None
-    """False allows one call."""
+    """False allows at most one call."""
     max_tool_calls: Annotated[Annotated[int, Field(ge=1, le=INT32_MAX)] | None, NoEffect()] = None
-    """A limit of built-in tools."""
+    """OpenAI's limit of built-in tools, which this server lacks."""
 
-    # vLLM's names for what OpenAI does not have.
+    # Further fields, with vLLM's names.
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -150,7 +150,7 @@ class ResponsesBody(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
-    # The answer repeats the first four.
+    # The response repeats these four.
     metadata: Annotated[Metadata | None, NoEffect()] = None
     user: Annotated[str | None, NoEffect()] = None
     safety_identifier: Annotated[str | None, NoEffect()] = None
@@ -172,11 +172,11 @@ class MessageItem(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Any
-    """A string, or a list of parts, which `read` checks."""
+    """A string, or a list of parts. `read` checks it."""
     id: ItemId | None = None
     status: ItemStatus | None = None
     internal_chat_message_metadata_passthrough: Unread = None
-    """Codex CLI sends this field with every item to providers of the name OpenAI."""
+    """Codex CLI sends this field if the provider is called OpenAI."""
     phase: Unread = None
 
 
@@ -207,11 +207,11 @@ class FunctionOutputItem(Body):
     name: str | None = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
-    """This and `name` have no effect: `call_id` names the call."""
+    """`namespace` and `name` have no effect: `call_id` identifies the call."""
 
 
 class TextPart(Body):
-    """A part of a message, of a call's output, or of reasoning: `type` says which."""
+    """A part of a message, of a call's output or of reasoning, depending on `type`."""
 
     type: str
     text: str
@@ -233,7 +233,7 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """An item of a response that is kept."""
+    """A reference to an item of a kept response."""
 
     type: Literal["item_reference"] | None = None
     id: ItemId

@@ -1,7 +1,7 @@
-"""The store of responses: its interface, and the implementation in memory.
+"""The store of responses: its interface, and an implementation in memory.
 
-If memory is short, the owner with the most bytes loses the least recently used response. One in the background stays until it
-has ended.
+If memory is short, the owner with the most bytes loses the least recently used response. Unfinished responses in the background
+are never evicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.serve.responses.read import Item, Past
 from penstock.types.errors import counted
 
 MAX_RUNNING = 256
-"""Responses in the background that have not ended."""
+"""Most unfinished responses in the background."""
 _ENTRY_BYTES = 720
 """Python's overhead of one response, in bytes."""
 
@@ -36,15 +36,15 @@ class Kept:
     owner: Owner
     response_id: str
     response: bytes
-    """As clients get it now: JSON."""
+    """The response's current state, as JSON."""
     items: tuple[bytes, ...]
-    """The items of the question, then those of the answer: each as JSON, which begins with its id."""
+    """Items of the question, then of the answer. Each is JSON that begins with the item's id."""
     num_asked: int
-    """Items of the question."""
+    """Number of items of the question."""
     previous_id: str | None
     is_background: bool = False
     is_running: bool = False
-    """It runs in the background and has not ended."""
+    """The response runs in the background and has not ended."""
 
     @property
     def key(self) -> Key:
@@ -52,17 +52,17 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the response with all that a store in memory needs for it."""
+        """Memory of the response in `MemoryStore`, Python's overhead included."""
         return sum(map(getsizeof, self.items)) + getsizeof(self.items) + getsizeof(self.response) + _ENTRY_BYTES
 
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
-        """Return a later state of a response in the background. With `items` it has ended."""
+        """Return a later state of a response in the background. With `items`, the response has ended."""
         later = replace(self, response=orjson.dumps(response))
         return later if items is None else replace(later, items=as_json(items), is_running=False)
 
 
 class ResponseStore(Protocol):
-    """A store of responses, used on the event loop. An implementation on a disk waits in `get` and writes behind `put`."""
+    """A store of responses, used on the event loop. Only `get` may wait, for example for a disk."""
 
     @property
     def keeps(self) -> bool:
@@ -70,7 +70,7 @@ class ResponseStore(Protocol):
         ...
 
     async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
-        """Raise 404 if this owner has no such response, with the reason. `param`: the field that named it."""
+        """Return a response. Raises 404 with the reason if the owner has none of this id. `param`: the field with the id."""
         ...
 
     def put(self, kept: Kept) -> None:
@@ -78,22 +78,22 @@ class ResponseStore(Protocol):
         ...
 
     def update(self, kept: Kept) -> None:
-        """Replace a response by a later state of it, unless it was deleted meanwhile."""
+        """Replace a response by its later state, unless the response was deleted meanwhile."""
         ...
 
     def delete(self, kept: Kept) -> None: ...
 
     def check_room(self) -> None:
-        """Raise 429 if those in the background leave no room for another one."""
+        """Raise 429 if unfinished responses in the background leave no room for another."""
         ...
 
 
 async def past_of(store: ResponseStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
-    """Return the conversation before a response that follows another one, and the items that it names. Raises 404 and 409."""
+    """Return the conversation up to the response `previous_id`, and the items with the ids `referenced`. Raises 404 and 409."""
     groups: list[tuple[bytes, ...]] = []
     response_id, param = previous_id, "previous_response_id"
     while response_id is not None:
-        # From the last to the first, so that a conversation loses its beginning last.
+        # From the last to the first, so that the beginning counts as used most recently and is evicted last.
         kept = await store.get(owner, response_id, param)
         if kept.is_running:
             message = f"The response {shorten(response_id)!r} has not ended. Poll it, and follow it when it has."
@@ -107,7 +107,7 @@ async def past_of(store: ResponseStore, owner: Owner, previous_id: str | None, r
 
 
 async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
-    """Return an item by the id that it got here, which is made of its kind, its response's name and its place there."""
+    """Return an item by its id, which has its kind, the name of its response and its index there. Raises 404."""
     _, _, rest = item_id.partition("_")
     name, _, place = rest.rpartition("_")
     kept = await store.get(owner, f"resp_{name}", "input")
@@ -118,12 +118,12 @@ async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
 
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
-    """Return items as they are kept."""
+    """Return items as JSON for the store."""
     return tuple([_compact(orjson.dumps(item)) for item in items])
 
 
 def _compact(data: bytes) -> bytes:
-    """Copy bytes into an allocation of their own size: those of `orjson.dumps` lie in a buffer of 4 KB or more."""
+    """Copy bytes into memory of their own size, since `orjson.dumps` uses a buffer of 4 KB or more."""
     return bytes(memoryview(data))
 
 
@@ -142,19 +142,19 @@ class _Shelf:
 
 class MemoryStore:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14) -> None:
-        """`max_bytes`: of all responses; 0 keeps none. `ttl_s`: time after its last use for which a response is kept."""
+        """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use."""
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._max_kept = max_kept
         self._shelves: dict[Owner, _Shelf] = {}
         self._used_ns: OrderedDict[Key, int] = OrderedDict()
-        """When each response was used, the least recently used first."""
+        """Time of the last use of each response, least recent first."""
         self._num_bytes = 0
         self._running: dict[Key, Kept] = {}
-        """Those in the background that have not ended, also if they were deleted."""
+        """Unfinished responses in the background, including deleted ones."""
         self._gone: OrderedDict[Key, str] = OrderedDict()
-        """Why the last forgotten ones were forgotten."""
+        """Recently forgotten responses -> the reason."""
 
     @property
     def keeps(self) -> bool:

@@ -1,6 +1,6 @@
-"""The tools of a response: those that the model sees, under which names, and those that are left out.
+"""Reads the tools of a response.
 
-The model knows only functions, so functions of a namespace join the others under a longer name.
+Models know only functions. So functions of a namespace get longer names, and some other types of tools are left out.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.serve.errors import invalid, shorten
 from penstock.serve.responses.schemas import FunctionBody, NamespaceTool
 
 LEFT_OUT = ("custom", "image_generation", "tool_search", "web_search", "web_search_preview")
-"""Types that coding agents offer besides functions, and can work without. Other types are refused."""
+"""Types of tools that coding agents send but can work without. Other unknown types are refused."""
 _TOOLS: Mapping[str, type[FunctionBody | NamespaceTool]] = MappingProxyType(
     {"function": FunctionBody, "namespace": NamespaceTool}
 )
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function."""
+    """Return the model's name of a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -34,13 +34,13 @@ class Tools:
     functions: list[FunctionTool] = field(default_factory=list)
     """The functions that the model can call."""
     places: list[str] = field(default_factory=list)
-    """Where each of `functions` stands in the client's body."""
+    """The place of each of `functions` in the client's body."""
     namespaced: dict[str, dict[str, str]] = field(default_factory=dict)
     """The model's name of a function -> the client's `name` and `namespace`, for functions of namespaces."""
     told: list[dict[str, Any]] = field(default_factory=list)
-    """As the response repeats them."""
+    """The tools in the form that the response shows."""
     left_out: set[str] = field(default_factory=set)
-    """Types of tools that the model does not see."""
+    """Types of tools that are left out."""
 
 
 def read_tools(given: Any) -> Tools:
@@ -90,7 +90,7 @@ def _add(tools: Tools, tool: FunctionBody | NamespaceTool, place: str) -> None:
 
 
 def _functions(tool: FunctionBody | NamespaceTool, place: str) -> Iterator[tuple[FunctionBody, str]]:
-    """Yield the functions of a tool, and where they stand. A namespace's description goes before that of its first one."""
+    """Yield the functions of a tool and their places. The first one's description includes the namespace's."""
     if isinstance(tool, FunctionBody):
         yield tool, place
         return

@@ -1,6 +1,6 @@
 """Writes responses, whole or as typed events.
 
-Events that carry text, one for each step, are made of bytes that were prepared when their item began.
+Events with text, one per step, begin with bytes that are prepared once per item.
 https://developers.openai.com/api/reference/resources/responses/streaming-events
 """
 
@@ -24,7 +24,7 @@ from penstock.types.request import FinishReason
 
 
 def response_error(error: ApiError) -> ResponseError:
-    """Return an error in a failed response. OpenAI has few codes for it."""
+    """Return the error of a failed response, with one of OpenAI's few codes."""
     if error.status_code == 429:
         code = "rate_limit_exceeded"
     elif 400 <= error.status_code < 500 and error.error_type == "invalid_request_error":
@@ -38,22 +38,22 @@ class ResponsesWriter(Writer):
     def __init__(
         self, call: RunningCall, tokenizer: Tokenizer, *, question: Question, on_end: Callable[[Response], None]
     ) -> None:
-        """`on_end` is called with the whole response on the event loop when a stream has ended."""
+        """`on_end` gets the whole response at the end of a stream, on the event loop."""
         super().__init__(call)
         self.ended: Response | None = None
-        """The whole response, if it was not streamed and has ended."""
+        """The whole response after its end, if not streamed."""
         self._tokenizer = tokenizer
         self._question = question
         self._on_end = on_end
         self._choice: ReadChoice | None = None
-        """None if the answer is only content."""
+        """None if all text is content."""
         if not call.is_plain:
             self._choice = ReadChoice(call, 0, tokenizer)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skip_special_tokens)
         self._told_logprobs: list[Any] = []
-        """Log-probabilities of tokens whose text was not sent yet."""
+        """Log-probabilities of tokens with text that was not sent yet."""
 
         self._items: list[Item] = []
         self._pieces: list[str] = []
@@ -61,9 +61,9 @@ class ResponsesWriter(Writer):
         self._item_logprobs: list[Any] = []
         self._is_open = False
         self._prefix = b""
-        """The first bytes of an event with more text of the open item."""
+        """First bytes of the events with text of the open item."""
         self._is_cut = False
-        """The answer and its last item were cut."""
+        """The answer and its last item are incomplete."""
 
         self._is_streamed = call.answer.is_streamed
         self._events: list[bytes] = []
@@ -76,9 +76,9 @@ class ResponsesWriter(Writer):
         return self.keepalive()
 
     def keepalive(self) -> bytes:
-        """Return another `response.in_progress` while nothing was said: Codex gives up if it sees no event for long.
+        """Return a `response.in_progress` before the first item, since Codex CLI expects events and ignores comments.
 
-        Later return a comment, as clients take the event's response for all that was said so far.
+        Later return a comment: clients would take the event's empty response for the whole output so far.
         """
         if self._items:
             return super().keepalive()
@@ -114,19 +114,19 @@ class ResponsesWriter(Writer):
         return self.ended
 
     def response(self) -> Response:
-        """Return the response that has ended, whole or cut."""
+        """Return the response at its end, completed or incomplete."""
         told = self._whole()
         if self._is_cut:
             return {**told, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return {**told, "status": "completed", "completed_at": self._call.running.sources.unix_time_s()}
 
     def failure(self, error: ApiError, status: Literal["failed", "cancelled"] = "failed") -> Response:
-        """Return the response that has ended early, with what was said until then."""
+        """Return a failed or cancelled response, with its items so far."""
         self._close(is_whole=False)
         return {**self._whole(), "status": status, "error": response_error(error) if status == "failed" else None}
 
     def _whole(self) -> Response:
-        """Return the response with what was said, and with the fingerprint of an adapter, which is loaded by now."""
+        """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
         return {
             **self._question.told,
             "output": self._items,
@@ -147,7 +147,7 @@ class ResponsesWriter(Writer):
     # Items
 
     def _read(self, chunk: OutputChunk) -> None:
-        """Add what a chunk says, with its events."""
+        """Add a chunk to the items, with its events."""
         parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
         if self._choice is not None:
             parts = self._choice.read(chunk)
@@ -164,7 +164,7 @@ class ResponsesWriter(Writer):
     def _note_logprobs(self, writer: ChatLogprobs, chunk: OutputChunk) -> None:
         entries = chunk.logprobs
         if entries and isinstance(chunk.stop_reason, int):
-            entries = entries[:-1]  # of a stop token, which is not shown
+            entries = entries[:-1]  # the last is a stop token, which is not shown
         written = writer.write(entries, chunk.text, is_last=chunk.finish_reason is not None)
         self._told_logprobs += written["content"]
 
@@ -190,7 +190,7 @@ class ResponsesWriter(Writer):
                 self._close(is_whole=is_whole)
 
     def _open(self, kind: str) -> None:
-        """Open an item for text of this kind, unless one is open."""
+        """Open an item of this kind for text, unless such an item is open."""
         if self._is_open and self._items[-1]["type"] == kind:
             return
         self._close()
@@ -253,7 +253,7 @@ class ResponsesWriter(Writer):
         self._tell("response.output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
     def _place(self, *, in_content: bool = False) -> dict[str, Any]:
-        """Return the place of the open item."""
+        """Return the fields that identify the open item, or its content."""
         place: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return place | ({"content_index": 0} if in_content else {})
 

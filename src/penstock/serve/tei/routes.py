@@ -1,6 +1,6 @@
 """The API of text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference).
 
-`/rerank`, `/tokenize` and `/` belong to other APIs, too. A wrong body is a 400 as everywhere here.
+Other APIs have `/rerank`, `/tokenize` and `/`, too. A wrong body is a 400, as in all APIs here.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ Side = Literal["left", "right", "Left", "Right"]
 
 
 class TruncatedBody(Body):
-    """Fields that all bodies have. Null is the same as absent."""
+    """Fields of all bodies. Null is the same as absent."""
 
     truncate: bool | None = None
     """True cuts a text that is too long. Otherwise it is refused."""
     truncation_direction: Side | None = None
-    """The side to cut off, by default the right one."""
+    """The side to cut off, by default the right side."""
 
 
 class EmbedBody(TruncatedBody):
     inputs: read.TextsOrIds
     normalize: bool | None = None
-    """False leaves the vectors' lengths as they are. True by default."""
+    """False returns vectors of any length. The default is true: length 1."""
     prompt_name: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -58,7 +58,7 @@ class TeiRerankBody(TruncatedBody):
     raw_scores: bool | None = None
     return_text: bool | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
-    """Return only this many texts, the best ones."""
+    """Return only this many best texts."""
 
 
 class PredictBody(TruncatedBody):
@@ -105,7 +105,7 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
     encoder = opened.encoder
     read.check_dimensions(body.dimensions, encoder)
     if body.normalize is False and encoder.is_normalised:
-        raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
+        raise invalid("The model's files say that its vectors are normalised: leave out 'normalize'.", "normalize")
     texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
     is_unit = body.normalize is not False
 
@@ -116,7 +116,7 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
 
 
 def predict(body: PredictBody, asked: Asked) -> Answer:
-    """The scores of a classifier's labels, the best first."""
+    """Score the labels of a classifier for each text, best first."""
     opened = read.open_model(asked)
     read.require_labels(opened)
     encoder = opened.encoder
@@ -156,7 +156,7 @@ def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
 
 
 class TeiEndpoint:
-    """Routes that depend on the default model."""
+    """Endpoints for the default model."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -169,14 +169,14 @@ class TeiEndpoint:
         return self._model(http).model.encoder is not None
 
     async def root(self, data: bytes, http: HttpRequest) -> Response:
-        """Embed, rank, classify or write text, whichever the default model is for."""
+        """Embed, rank or classify, depending on the default model."""
         encoder = self._model(http).model.encoder
         assert encoder is not None
         answer: JsonEndpoint = {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)
         return await answer(data, http)
 
     async def info(self, http: HttpRequest) -> TeiInfo:
-        """The default model, as text-embeddings-inference tells it."""
+        """Describe the default model in text-embeddings-inference's shape."""
         running = self._model(http)
         model, encoder = running.model, running.model.encoder
         return {
@@ -197,7 +197,7 @@ class TeiEndpoint:
         }
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """Tokens of one or more texts."""
+        """Return the tokens of one or more texts."""
         running = self._model(http)
         content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
         return Response(content, media_type="application/json")
@@ -274,8 +274,7 @@ def _truncation(body: TruncatedBody, opened: read.Opened) -> Truncation | None:
 
 
 def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
-    """Return texts and pairs, and whether they were a list of lists. `value` is a text, a pair, or a list of lists of one or
-    two texts."""
+    """Return the texts and pairs of `inputs`, and whether the field is a list of lists. Raises 400."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         read.check_length(value, "inputs")
         return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True

@@ -1,7 +1,5 @@
-"""`POST /generate`, `/generate_stream` and, for models that write text, `POST /`: the API of text-generation-inference
-(https://huggingface.github.io/text-generation-inference), which `huggingface_hub`'s `text_generation` uses.
-
-Errors have this API's own shape.
+"""`POST /generate`, `/generate_stream` and, for models that generate text, `POST /`: the API of text-generation-inference
+(https://huggingface.github.io/text-generation-inference). `text_generation` of `huggingface_hub` uses it.
 """
 
 from __future__ import annotations
@@ -58,20 +56,20 @@ class TgiGrammar(Body):
 @has_sampling("tgi")
 @has_not_yet("best_of=1 decoder_input_details=false top_n_tokens=0 typical_p=1|1.0 watermark=false")
 class TgiParameters(Body):
-    """Null is the same as absent."""
+    """The field `parameters`. Null is the same as absent."""
 
     adapter_id: str | None = None
-    """The name of an adapter, or of another model that is served."""
+    """The name of an adapter, or of another served model."""
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     do_sample: bool | None = None
-    """Without it, and without a parameter of sampling, the answer is greedy."""
+    """Without this field, the answer is greedy unless another field sets a sampling parameter."""
     stop: StopStrings | None = None
     truncate: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Keep only the last so many tokens of the prompt."""
+    """Keep only this many last tokens of the prompt."""
     return_full_text: bool | None = None
-    """True: the answer begins with the prompt."""
+    """True puts the prompt before the answer."""
     details: bool | None = None
-    """True: the answer has its tokens and the reason of its end. A stream has them in any case."""
+    """True adds the tokens and the finish reason to an answer. Streams always have both."""
     grammar: TgiGrammar | None = None
 
 
@@ -123,7 +121,7 @@ def generate_stream(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:
 
 
 def root(body: TgiBody, asked: Asked) -> tuple[Call, NewWriter]:
-    """As `/generate`, but the answer is in a list."""
+    """Continue a prompt, like `/generate`, but with the answer in a list."""
     return _read(body, asked, is_list=True, is_streamed=bool(body.stream))
 
 
@@ -140,7 +138,7 @@ def tgi_words(error: ApiError) -> TgiError:
 
 
 def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> CompletionRequest:
-    """Raises 400."""
+    """Return the neutral request. Raises 400."""
     sampling = sampling_of(parameters, "tgi")
     samples = parameters.do_sample or not sampling.keys().isdisjoint(("temperature", "top_k", "top_p"))
     if parameters.do_sample is False and samples:
@@ -162,7 +160,7 @@ def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> 
 
 
 def _grammar(asked: TgiGrammar | None) -> AskedGrammar | None:
-    """Raises 400."""
+    """Return the grammar, or None. Raises 400."""
     if asked is None:
         return None
     param, value = "parameters.grammar.value", asked.value
@@ -173,13 +171,13 @@ def _grammar(asked: TgiGrammar | None) -> AskedGrammar | None:
     if asked.type == "json_schema" and isinstance(value, dict) and "schema" in value:
         value = value["schema"]
     if not isinstance(value, dict) and not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
-        message = f"'{param}' must be an object, or a string of 1 to {MAX_SOURCE_CHARS} characters that holds one as JSON."
+        message = f"'{param}' must be an object, or a string of 1 to {MAX_SOURCE_CHARS} characters with an object in JSON."
         raise invalid(message, param)
     return grammar_of(GrammarKind.JSON_SCHEMA, value, param)
 
 
 class TgiWriter(Writer):
-    """An event of a stream is a token. Its text is what became certain with it, so the last of a step has the text of all."""
+    """A stream has an event for each token. The last token of a step has the text of all its tokens."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, prefix: str, has_details: bool, is_list: bool) -> None:
         """`prefix` is put before the text of the whole answer."""
@@ -196,7 +194,7 @@ class TgiWriter(Writer):
         tokens = self._tokens(chunk)
         if not tokens and not chunk.text and chunk.finish_reason is None:
             return b""
-        # Text can become certain without a new token: at the end of the answer.
+        # The end of the answer can have text without a new token.
         tokens = tokens or [{"id": 0, "text": "", "logprob": 0.0, "special": True}]
         tokens[-1]["text"] = chunk.text
         events: list[TgiEvent] = []

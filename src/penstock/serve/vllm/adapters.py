@@ -1,7 +1,6 @@
 """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM, for admins.
 
-A running request keeps its adapter to its end. Paths can't leave the folders in the settings: `models/adapter_files.py` checks
-each file.
+A running request keeps its adapter until it ends. `models/adapter_files.py` refuses files outside the folders in the settings.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LOAD_TIMEOUT_S = 60.0
 
 class LoadAdapterBody(Body):
     model: str | None = None
-    """The adapter's model, by default the first that is served with adapters."""
+    """The adapter's model. The default is the first model served with adapters."""
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
@@ -39,17 +38,17 @@ class UnloadAdapterBody(Body):
     model: str | None = None
     lora_name: str
     lora_int_id: int | None = None
-    """vLLM's number, which is ignored, as in vLLM."""
+    """Ignored, as in vLLM."""
 
 
 class AdaptersEndpoint:
     def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
+        """`ignored` is that of `parse_body`."""
         self._deployment = deployment
         self._ignored = ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
-        """Load an adapter from its files. Requests can name it once this is answered."""
+        """Load an adapter from its files. After the answer, requests can name the adapter."""
         require_admin(http.scope)
         body = parse_body(data, LoadAdapterBody, self._ignored)
         served, adapters = self._served(body.model)
@@ -64,7 +63,7 @@ class AdaptersEndpoint:
         try:
             done = adapters.load(body.lora_name, Path(body.lora_path), may_replace=bool(body.load_inplace))
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await asyncio.wrap_future(done)  # the registry's own threads read
+                await asyncio.wrap_future(done)  # threads of the registry read the files
         except TimeoutError:
             message = f"The adapter was not read in {LOAD_TIMEOUT_S:g} s; the server's log may say why."
             raise unavailable(message) from None
@@ -75,7 +74,7 @@ class AdaptersEndpoint:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, data: bytes, http: HttpRequest) -> Response:
-        """Forget an adapter's name. An adapter in the folder of adapters is found again when a request names it."""
+        """Forget an adapter. If its files are in the folder of adapters, a request with its name loads it again."""
         require_admin(http.scope)
         body = parse_body(data, UnloadAdapterBody, self._ignored)
         _, adapters = self._served(body.model)
@@ -85,7 +84,7 @@ class AdaptersEndpoint:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _served(self, name: str | None) -> tuple[ServedModel, Adapters]:
-        """Return a model with adapters, by its name, or the first one. Raises 404 and 400."""
+        """Return the model of this name, or the first model served with adapters. Raises 404 and 400."""
         asked = self._deployment.served if name is None else (find_served(name, self._deployment),)
         for served in asked:
             if served.adapters is not None:

@@ -1,4 +1,4 @@
-"""Routes that vLLM has beside OpenAI's: scores, labels, a model's numbers, tokens and adapters."""
+"""Routes of vLLM besides OpenAI's: scores, labels, pooling, tokens and adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`POST /v1/score` for pairs of texts, `/classify` for labels, `/pooling` for a model's numbers, in vLLM's shapes."""
+"""`POST /v1/score` for pairs of texts, `/classify` for labels, `/pooling` for a model's raw output, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class VllmBody(read.TextsBody):
 
 class ScoreBody(VllmBody):
     text_1: read.Texts
-    """One text for all of `text_2`, or as many."""
+    """One text for all of `text_2`, or as many texts."""
     text_2: read.Texts
     use_activation: bool | None = None
-    """False returns the head's number without the model's function."""
+    """False returns the model's output before its activation function."""
 
 
 class ClassifyBody(VllmBody):
     input: read.TextsOrIds
     use_activation: bool | None = None
-    """False returns the head's numbers instead of probabilities."""
+    """False returns the model's output before its activation function, instead of probabilities."""
 
 
 class PoolingBody(VllmBody):
@@ -78,7 +78,7 @@ class Pooling(ListHead):
 
 
 def score(body: ScoreBody, asked: Asked) -> Answer:
-    """Score pairs of texts: by a reranker's head, or by the cosine of an embedding model's vectors."""
+    """Score pairs of texts, with a reranker or by the cosine of an embedding model's vectors."""
     opened = read.open_body(asked, body)
     firsts = [text for text in read.read_texts(body.text_1, "text_1") if isinstance(text, str)]
     seconds = [text for text in read.read_texts(body.text_2, "text_2") if isinstance(text, str)]
@@ -99,7 +99,7 @@ def score(body: ScoreBody, asked: Asked) -> Answer:
 
 
 def classify(body: ClassifyBody, asked: Asked) -> Answer:
-    """The probabilities of a classifier's labels, and the likeliest label of each text."""
+    """Return the probabilities of a classifier's labels for each text, and the likeliest label."""
     opened = read.open_body(asked, body)
     read.require_labels(opened)
     encoder = opened.encoder
@@ -118,7 +118,7 @@ def classify(body: ClassifyBody, asked: Asked) -> Answer:
 
 
 def pooling(body: PoolingBody, asked: Asked) -> Answer:
-    """The model's numbers as they are: a vector, a row for each token, or what a head says before any function."""
+    """Return the model's raw output for each text: a vector, a row for each token, or numbers before the activation."""
     opened = read.open_body(asked, body)
     texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
 

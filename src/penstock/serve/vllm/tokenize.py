@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, in vLLM's shapes: what the model's tokenizer and chat template make of an input."""
+"""`POST /tokenize` and `/detokenize`, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from penstock.text.tokenizer import Tokenizer
 _Read = TypeVar("_Read")
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-"""Fields that say how messages become a prompt."""
+"""Fields that apply only to `messages`."""
 
 
 class TokenizeBody(ChatTemplateFields):
-    """Either `prompt`, or `messages` with the fields that a chat has."""
+    """Either `prompt`, or `messages` with the fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
-    """Default: true for a prompt, false for messages, whose template writes them."""
+    """The default is true for a prompt. It is false for messages, since the chat template writes special tokens."""
     return_token_strs: bool | None = None
 
 
@@ -60,13 +60,13 @@ Detokenized = TypedDict("Detokenized", {"prompt": str, "content": str})
 
 class TokenizeEndpoint:
     def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
+        """`ignored` is that of `parse_body`."""
         self._deployment = deployment
         self._config = config
         self._ignored = ignored
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """Token ids of a text or of a conversation."""
+        """Return the token ids of a text or of a conversation."""
         running, prompt, body = await self._off_loop(data, lambda: self._read(data, http.scope))
         with running.using():
             if isinstance(prompt, Conversation):
@@ -76,7 +76,7 @@ class TokenizeEndpoint:
             return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """The text of token ids, special tokens included: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
+        """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
         body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
         running = find_model(body.model, self._deployment, http.scope)
         with running.using():
@@ -117,12 +117,12 @@ def _text(body: DetokenizeBody, running: RunningModel) -> Detokenized:
 
 
 async def _answer(running: RunningModel, size: int, make: Callable[[], Tokens | Detokenized]) -> Response:
-    """As JSON; off the event loop if `size`, of what it is made from, is large."""
+    """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop."""
     data = await running.off_loop.run(size, lambda: orjson.dumps(make()))
     return Response(data, media_type="application/json")
 
 
 def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    # A long text has few different tokens.
+    # Each different token is decoded once.
     texts = {token_id: tokenizer.token_text(token_id) for token_id in set(token_ids)}
     return [texts[token_id] for token_id in token_ids]
