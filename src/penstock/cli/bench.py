@@ -1,4 +1,4 @@
-"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows the figures. `lab` does the work."""
+"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows the figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DEFAULT_CONCURRENCY = 8
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name", "tool_call_parser", "reasoning_parser")
 _NAMED = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
-"""Options that a result names if they were given, beside the settings of a model in this process."""
+"""Options recorded in a result if given on the command line, besides the settings of a model in this process."""
 _SETTINGS = setting_keys(*_COMPONENTS)
 _OTHERS = {"compare": "compare", "report": "show_report"}
 
@@ -202,10 +202,10 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
                     runs.append(replace(run, slos=slos, price_per_hour=values["price_per_hour"]))
                 if is_interrupted:
                     break
-    finally:  # An error in one run does not lose those before it.
+    finally:  # An error in one run must not lose earlier runs.
         if runs:
             result = Result(runs=runs)
-            if (path := values["json_file"]) is not None:  # first: a fault in a table must not lose what was measured
+            if (path := values["json_file"]) is not None:  # first: an error in a table must not lose the result
                 write_result(result, path)
             print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
             bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
@@ -216,7 +216,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError before the run, not after it."""
+    """Raise ConfigError if an output file can't be written. Checked before the run, which may take hours."""
     from penstock.lab import plots
 
     for name in ("json_file", "html_file"):
@@ -227,7 +227,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | None]:
-    """Return the points of a sweep; None is as the workload says. Raises UsageError for contradictions."""
+    """Return the loads to run; None runs the workload's own arrivals. Raises UsageError for contradictory options."""
     from penstock.lab.results import Load
 
     concurrency, rates = values["concurrency"], values["rates"]
@@ -241,7 +241,7 @@ def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | Non
 
 
 def _pace(workload: Workload, load: Load | None, max_concurrency: int | None) -> Pace:
-    """Return a closed loop if users are given, or all jobs are due at once."""
+    """Return a closed loop if a number of users is given, or if all jobs are due at once; else an open loop."""
     if load is not None and load.kind == "concurrency":
         return Pace(concurrency=int(load.value))
     if max_concurrency is None and not any(job.arrival_ns for job in workload.jobs if job.after is None):
@@ -263,11 +263,11 @@ class _Asked:
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield the server at the URL. Raises PenstockError."""
+    """Yield the server at `--url` as a target. Raises PenstockError."""
     from penstock.lab.results import Target as AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
-    for name in _SETTINGS:  # In the environment or a file they are for other commands; a tokenizer may be in the cache.
+    for name in _SETTINGS:  # Settings in the environment or a file may be for other commands.
         if name not in ("model", "cache") and _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
     raise_open_files_limit()
@@ -301,7 +301,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
 
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield the model, loaded here. Raises PenstockError."""
+    """Yield a model in this process as a target. Raises PenstockError."""
     from penstock import __version__
     from penstock.lab.results import Target as AskedTarget
 
@@ -325,10 +325,10 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
 def loaded(
     model: str, settings: Mapping[str, Any], *, is_chat: bool = False, max_tokens: int | None = None
 ) -> Iterator[tuple[str, Ask]]:
-    """Yield the name of a model, loaded here and asked once, and how to ask it. Raises PenstockError.
+    """Load a model in this process, and yield its name and a function that asks it. Raises PenstockError.
 
-    `max_tokens`: the limit of every request; answers then end by themselves at the wanted length, which the scheduler does not
-    know. None: the wanted length is the limit.
+    `max_tokens`: limit of every request. A stop token then ends each answer at the wanted length, which the scheduler does not
+    know. None makes the wanted length the limit.
     """
     from penstock.llm import AsyncLLM
 
@@ -350,7 +350,7 @@ async def _ask(
     from penstock.inprocess import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
-    if max_tokens is not None:  # Any token can be the stop token. It is impossible up to the last token, and certain there.
+    if max_tokens is not None:  # Token 0 serves as the stop token: impossible before the last token, and certain there.
         params = replace(params, max_tokens=max_tokens, min_tokens=num_output_tokens - 1)
         params = replace(params, stop_token_ids=[0], logit_bias={0: 100.0})
     texts = [part for part in prompt if isinstance(part, str)]
@@ -375,9 +375,9 @@ def _is_given(name: str) -> bool:
 
 
 def _key_for(url: str, api_key: str | None, *, is_typed: bool) -> str | None:
-    """Return the key for a server. Raises PenstockError for a bad URL.
+    """Return the API key to send. Raises PenstockError for a bad URL.
 
-    The environment has the keys of this machine's own `serve`, so only a server here gets the first of them.
+    Keys in the environment are for `serve` on this machine, so only a server on this machine gets the first of them.
     """
     if api_key is None or is_typed:
         return api_key
@@ -389,14 +389,14 @@ def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
-    """Load a tokenizer without the model's weights, fetching it if needed. Raises PenstockError."""
+    """Load a model's tokenizer, and fetch the model if needed. Raises PenstockError."""
     from penstock.config.components import config_from
     from penstock.deploy.factory import locate
     from penstock.models.load import load_model
     from penstock.text.tokenizer import load_tokenizer
 
     found = {"model": model} if cache_folder is None else {"model": model, "cache": cache_folder}
-    loaded = load_model(locate(config_from(found)))  # the weights stay in the file
+    loaded = load_model(locate(config_from(found)))  # maps the weights without reading them
     return load_tokenizer(
         loaded.tokenizer_source,
         bos_token_id=loaded.bos_token_id,
@@ -411,9 +411,9 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 def _run(
     asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
 ) -> tuple[Run | None, bool]:
-    """Return the run of one load, or None if no request has ended, and whether it was interrupted.
+    """Run one load. Return the run, or None if no request has ended, and whether it was interrupted.
 
-    `nth`: the number of the run; each has other prompts, so that none is cached. A run of another day has the same.
+    `nth`: number of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
     """
     from penstock.lab.figures import Samples
     from penstock.lab.results import Load, Run
@@ -458,7 +458,7 @@ def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
     num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
     num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
-    # Prompts that begin alike by chance, or by the chat template, have less than that in common.
+    # Chat templates and chance give prompts less than this in common.
     share_nothing = all(job.after is None and not job.prefix for job in workload.jobs)
     if share_nothing and num_cached_tokens > 0.3 * num_prompt_tokens:
         yield (

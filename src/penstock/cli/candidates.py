@@ -1,4 +1,4 @@
-"""The server that `penstock serve` would start on a machine, as `penstock plan` and `penstock tune` simulate it."""
+"""Builds the simulated server for `penstock plan` and `penstock tune`: as `penstock serve` would start on a machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def hardware_options(command: _Command) -> _Command:
 
 
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
-    """Read the model's numbers from the headers of its files. Nothing is fetched. Raises PenstockError."""
+    """Read a model's outline from the headers of its local files. Raises PenstockError."""
     from penstock.deploy.forecast import read_outline, require_answers
     from penstock.models.catalog import cache_dir, resolve
 
@@ -66,9 +66,9 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
 
 
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
-    """Return the machines of --hardware, each once. Raises ConfigError for an unknown name.
+    """Return the machines that --hardware names, without duplicates. Raises ConfigError for an unknown name.
 
-    `num_threads`: threads to probe this machine with. None takes as many as suit it.
+    `num_threads`: number of threads to probe this machine with. None takes `serve`'s default.
     """
     from penstock.lab.hardware import find
 
@@ -80,7 +80,7 @@ def find_machines(names: str, table: Path | None, *, num_threads: int | None = N
 
 
 def all_hardware(table: Path | None) -> dict[str, Hardware]:
-    """Return our table and the user's, which wins for equal names. Raises ConfigError."""
+    """Return Penstock's table of hardware, extended or overridden by the user's table. Raises ConfigError."""
     from penstock.lab.hardware import known_hardware, read_table
 
     return known_hardware() | (read_table(table) if table is not None else {})
@@ -103,7 +103,7 @@ def _this_machine(num_threads: int | None) -> Hardware:
 
 
 def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
-    """Return the fitted model of a file, if one is named. It is of one machine. Raises PenstockError."""
+    """Read the cost model that --cost names, if any. Raises PenstockError if it is not for the one machine given."""
     from penstock.lab.cost_files import load_cost
     from penstock.machine import cpu_name
 
@@ -121,7 +121,7 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
 
 
 def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
-    """Return the server that `penstock serve` would start there with these settings. Raises ConfigError."""
+    """Return the server that `penstock serve` would start on this hardware with this config. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
     from penstock.deploy.policies import choose_policies
     from penstock.lab.plan import Candidate
@@ -164,7 +164,7 @@ def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
 
 
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield what is assumed about the model, its memory and its steps, in sentences."""
+    """Yield sentences about the assumptions on the model, its memory and its step times."""
     if saved is None:
         yield (
             f"Step times are estimates from peaks ({hardware.basis}), in which nothing ever stalls. Take the rate for an upper "

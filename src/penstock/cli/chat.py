@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal. In a pipe each line is a turn."""
+"""`penstock chat`: a conversation in the terminal. From a pipe, each line is a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Conversation:
         self._has_stats = has_stats
 
     def hold(self, lines: Iterator[str]) -> None:
-        """Answer each line until they end or one says /exit."""
+        """Answer each line, until the input ends or a line is /exit."""
         for line in lines:
             text = line.strip()
             if text in ("/exit", "/quit", "/bye"):
@@ -48,7 +48,7 @@ class Conversation:
                 self._turn(text)
 
     def _turn(self, text: str) -> None:
-        """Answer one question. Text before an interruption counts as said."""
+        """Answer one message. If interrupted, the text so far stays in the conversation."""
         question = {"role": "user", "content": text}
         try:
             self._session.ask_chat([*self._messages, question])
@@ -83,8 +83,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from _piped_lines()
         return
-    with contextlib.suppress(ImportError):  # A Python without it just has no line editing.
-        import readline  # noqa: F401  # Its import gives `input` history and line editing.
+    with contextlib.suppress(ImportError):  # Some Pythons lack readline; then there is no line editing.
+        import readline  # noqa: F401  # importing it gives `input` history and line editing
     print(HELP, file=sys.stderr)
     while True:
         try:

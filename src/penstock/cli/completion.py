@@ -1,4 +1,4 @@
-"""`penstock completion SHELL`: click's script by which a shell completes commands, options and values."""
+"""`penstock completion SHELL`: prints the script that lets a shell complete commands, options and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types.errors import PenstockError
 
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM, _VARIABLE = "penstock", "_PENSTOCK_COMPLETE"
-"""The variable that click looks at."""
+"""Environment variable by which click recognises a completion request."""
 
 
 @click.command()

@@ -1,6 +1,6 @@
-"""`penstock embed`: a file of texts to a file of vectors. A stopped run continues where it was.
+"""`penstock embed`: embeds a file of texts into a file of vectors. An interrupted run can be resumed.
 
-Vectors go to OUT.part as they come, and OUT.part.json names input, model and settings. In the end OUT is made of them.
+Vectors are appended to OUT.part, and OUT.part.json names input, model and settings. At the end they are converted to OUT.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("npy", "jsonl", "parquet")
 AT_ONCE = 2048
-"""Texts between two writes, which an interruption can lose."""
+"""Texts between two writes, and so the most that an interruption loses."""
 COPIED_ROWS = 1024
 _COMPONENTS = ("model", "backend")
 _NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
@@ -63,8 +63,8 @@ def embed(
       penstock embed notes.txt
       penstock embed questions.jsonl --field question --prompt-name query -o questions.parquet
 
-    The ending of the output says its format: .npy is an array [texts, dimensions] of float32; .jsonl and .parquet have the
-    text and its vector. If it is stopped, the same command goes on where it was.
+    The ending of the output says its format: .npy is an array [texts, dimensions] of float32; .jsonl and .parquet have each
+    text with its vector. If the command is interrupted, run it again to resume.
     """
     from penstock.llm import LLM
 
@@ -120,10 +120,10 @@ def _embed_all(
 
 
 class _Part:
-    """Vectors of the first texts, on their way to the output. A context manager; only one run can hold it."""
+    """The vectors so far, in OUT.part. A context manager, which keeps OUT.part locked."""
 
     def __init__(self, output: Path, about: dict[str, Any]) -> None:
-        """Raises PenstockError if another run holds it, or left something else."""
+        """Open or resume OUT.part. Raises PenstockError if it is locked, or is from another input, model or setting."""
         self._path = output.with_name(output.name + ".part")
         self._about_path = output.with_name(output.name + ".part.json")
         self._about = about
@@ -173,7 +173,7 @@ class _Part:
         self.num_rows += len(vectors)
 
     def write(self, output: Path, file: Path, field: str) -> int:
-        """Make the output, remove the part, and return the number of texts."""
+        """Convert the vectors to `output`, remove OUT.part, and return the number of texts."""
         import numpy as np
 
         vectors = np.memmap(self._path, np.float32, "r", shape=(self.num_rows, self._width))
@@ -222,7 +222,7 @@ def _has_objects(file: Path) -> bool:
 
 
 def _texts(file: Path, field: str) -> Iterator[str]:
-    """Yield the texts of a file. Empty lines do not count. Raises PenstockError."""
+    """Yield the texts of a file, without empty lines. Raises PenstockError."""
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:

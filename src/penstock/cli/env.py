@@ -1,4 +1,4 @@
-"""`penstock env`: what a bug report needs to say about machine and installation."""
+"""`penstock env`: shows machine and installation, for bug reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _facts(
     kernels: str | click.BadParameter | None,
     tables: Sequence[Mapping[str, object]] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Yield the facts. A wrong setting is reported in place of its fact."""
+    """Yield (name, value) of each line. A setting that `serve` would refuse shows its error as the value."""
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
@@ -60,7 +60,7 @@ def _facts(
 
 
 def _set(key: str, value: object) -> str:
-    """Return the value of a setting and its origin, or what is wrong with it."""
+    """Format a setting's value with its origin, or its error."""
     if isinstance(value, click.BadParameter):
         return f"{value.format_message().removesuffix('.')}: serve refuses it"
     names: dict[ParameterSource | None, str] = {
@@ -100,7 +100,7 @@ def _nodes(cores: Cores) -> str:
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:
-    """Return (name, installed version or None) of what Penstock, or an extra, requires."""
+    """Return (name, installed version or None) of each package that Penstock, or the extra, requires."""
     found = []
     for requirement in importlib.metadata.requires("penstock") or []:
         marker = re.search(r"""extra\s*==\s*["']([^"']+)["']""", requirement)

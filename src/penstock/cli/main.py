@@ -1,4 +1,4 @@
-"""The `penstock` command: finds the subcommand, and turns errors into words and an exit code.
+"""The `penstock` command: runs the subcommand, and turns errors into a message and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
@@ -25,10 +25,10 @@ _COMMANDS = {
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "embed": ("penstock.cli.embed:embed", "Turn a file of texts into a file of vectors."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
-    "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
+    "models": ("penstock.cli.models:models", "List known models, and which are fetched."),
     "show": ("penstock.cli.show:show", "Say what a model's files are, what is refused, memory and speed here."),
     "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
-    "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that holds SLOs, what binds, replicas, cost."),
+    "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that meets SLOs, its limit, replicas, cost."),
     "tune": ("penstock.cli.tune:tune", "Search the settings that suit a workload; write those that are surely better."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
@@ -39,7 +39,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand when it is used, so that `penstock --help` is quick."""
+    """A click group that imports a subcommand only when it is used, so that `penstock --help` is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # Before click sees it, who would call it a failure.
+        except BrokenPipeError:  # click would report a failure
             return _after_broken_pipe()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Print what went wrong, and return the exit code."""
+    """Print an error, and return the exit code."""
     if isinstance(error, click.ClickException):
         _show_usage(error)
         return error.exit_code
@@ -120,6 +120,6 @@ def _show_usage(error: click.ClickException) -> None:
 
 
 def _after_broken_pipe() -> int:
-    """Accept that the reader has seen enough (`| head`), and keep Python from flushing stdout again."""
+    """Handle a closed pipe (`| head`): keep Python from flushing stdout again, and return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,4 +1,4 @@
-"""`penstock models` and `penstock pull`: which models can be named and are here, and how to fetch one."""
+"""`penstock models` and `penstock pull`: list known and fetched models, and fetch one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
 @config_file_option
 def models(cache: str | None) -> None:
-    """List the models that are known, and those that are here."""
+    """List known models, and which of them are fetched."""
     from penstock.models.catalog import cache_dir, list_models
 
     warn_of_unknown_variables()
@@ -40,7 +40,7 @@ def _row(listing: ModelListing) -> tuple[str, str, str, str]:
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
 @config_file_option
 def pull(model: str, cache: str | None) -> None:
-    """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. One that is here already is verified."""
+    """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. If it is here already, verify it."""
     from penstock.models import pull as fetching
     from penstock.models.catalog import cache_dir
     from penstock.models.pull import TerminalProgress

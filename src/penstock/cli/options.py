@@ -1,4 +1,4 @@
-"""Settings as click options, from the declarations in `config`, and options that commands share."""
+"""click options: one for each setting declared in `config`, and others that commands share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _TABLES_KEY = "penstock.cli.tables"
-"""Key of click's context: the tables of models in the file."""
+"""Key in the `meta` of click's context for the [[models]] tables of the --config file."""
 EPILOG = (
     "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
     "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
@@ -35,11 +35,11 @@ EPILOG = (
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
-"""Settings that change nothing where no texts are answered."""
+"""Settings that only matter to a server that answers text."""
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters, with which a model's file could write anywhere on a terminal."""
+    """Replace control characters: text from a model's file must not control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
@@ -72,7 +72,7 @@ slo_option = click.option(
 
 
 def is_given(name: str) -> bool:
-    """Return whether an option is on the command line, not in the environment or a file."""
+    """Return whether an option was given on the command line, rather than in the environment or a file."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
@@ -82,14 +82,14 @@ def check_writable(path: Path) -> None:
 
 
 def setting_keys(*components: str) -> list[str]:
-    """Return the keys of the settings of the named components."""
+    """Return the keys of all settings of the named components."""
     return [item.key for name, component in COMPONENTS if name in components for item in settings_of(component)]
 
 
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
-    """Add `--config` and the settings of the named components, except those `without`.
+    """Add `--config` and options for the settings of the named components, except keys in `without`.
 
-    The model has options of its own: `model_argument`, `model_option`.
+    `model_argument` and `model_option` add the setting `model`.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -108,12 +108,12 @@ def model_option(command: _Command) -> _Command:
 
 
 def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
-    """Add one setting. With `raises` off, the command gets the error of a wrong value in place of the value."""
+    """Add an option for one setting. If `raises` is false, the command gets the error of a wrong value as the value."""
     return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add MODEL, the first argument, and --model. The command gets either as `model`."""
+    """Add the argument MODEL and the option --model. The command gets either one as `model`."""
 
     @functools.wraps(command)
     def with_model(*, model_word: str | None, **values: Any) -> Any:
@@ -130,7 +130,10 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add MODEL..., and --model for one. The command gets them as `words`, and the file's tables as `tables`."""
+    """Add the arguments MODEL... and the option --model.
+
+    The command gets the models as `words`, and the [[models]] tables of the --config file as `tables`.
+    """
 
     @functools.wraps(command)
     def with_models(*, model_words: tuple[str, ...], model: str, **values: Any) -> Any:
@@ -147,7 +150,7 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tables_of_file() -> tuple[dict[str, object], ...]:
-    """Return the tables [[models]] of the file for `--config`."""
+    """Return the [[models]] tables of the --config file."""
     tables: tuple[dict[str, object], ...] = click.get_current_context().meta.get(_TABLES_KEY, ())
     return tables
 
@@ -171,7 +174,7 @@ def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Comma
         callback=_parser(item, raises=raises),
         metavar=_metavar(item),
         shell_complete=complete_model if item.key == "model" else _values_of(item),
-        default=item.default if item.default_doc else item.shown_default,  # in words, as it is shown
+        default=item.default if item.default_doc else item.shown_default,  # as text, as the help shows it
         envvar=item.env,
         multiple=item.is_multiple,
         show_default=item.default_doc or True,
@@ -180,7 +183,7 @@ def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Comma
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a name of the catalogue, or else a file."""
+    """Complete a model's name in the catalogue, or else a file name."""
     del ctx, param
     from penstock.models.catalog import CATALOG
 
@@ -206,7 +209,7 @@ def _metavar(item: Setting) -> str:
 
 
 class _Truth(click.types.BoolParamType):
-    """A flag in the notation of our environment variables: click takes others, and an empty text."""
+    """A flag parsed by our own rules for environment variables, which are stricter than click's."""
 
     def __init__(self, item: Setting) -> None:
         self._item = item
@@ -219,7 +222,7 @@ class _Truth(click.types.BoolParamType):
 
 
 def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that parses a setting, and raises or returns the error."""
+    """Return a click callback that parses a setting. On a wrong value it raises or returns the error."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
@@ -236,14 +239,14 @@ def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Pa
 
 
 def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | None) -> click.BadParameter:
-    """Return an error that names the flag, or the environment variable if the value came from there."""
+    """Return an error that names the option, or the environment variable that the value came from."""
     is_variable = ctx and param and param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
     hint = f"'{param.envvar}'" if is_variable and param else None
     return click.BadParameter(cause, ctx, param, hint)
 
 
 def config_file_option(command: _Command) -> _Command:
-    """Add `--config`: the file's values are defaults of the command's options."""
+    """Add `--config`, which sets the defaults of the other options."""
     return click.option(
         "--config",
         "config_file",
@@ -282,7 +285,7 @@ def tls_options(command: _Command) -> _Command:
 
 
 def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
-    """Return the context for https, or None for the usual one. Raises ConfigError."""
+    """Return the TLS context for https, or None for Python's default. Raises ConfigError."""
     import ssl
 
     if insecure and cafile:
@@ -296,7 +299,7 @@ def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
         return None
     try:
         return ssl.create_default_context(cafile=cafile)
-    except OSError as error:  # ssl.SSLError is one, too.
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(f"{cafile} has no certificate: {error}.", remedy="Name a PEM file with --cafile.") from error
 
 

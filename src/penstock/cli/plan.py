@@ -1,4 +1,4 @@
-"""`penstock plan`: sizes a deployment from a workload, SLOs and hardware. `lab` does the work, `deploy` plans the memory."""
+"""`penstock plan`: sizes a deployment for a workload, SLOs and hardware."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
     without=(*NOT_IN_THE_LAB, "experts_on_disk"),
 )
 def plan(choice: WorkloadChoice, **values: Any) -> None:
-    """Size a deployment: the highest rate that holds the SLOs, what binds, replicas and cost.
+    """Size a deployment: the highest rate that meets the SLOs, its limiting resource, replicas and cost.
 
     \b
       penstock plan --workload hour.jsonl --slo ttft=2s --slo tpot=100ms
       penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware L4,A10G,H100
 
-    Without an SLO it shows the arithmetic alone: memory, batch sizes, step times, queues. Rates are searched in the simulator,
+    Without SLOs it shows only the arithmetic: memory, batch sizes, step times, queues. The rate is searched in the simulator,
     which runs the real scheduler with these settings.
     """
     from penstock.config.units import parse_share

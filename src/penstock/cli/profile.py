@@ -1,4 +1,4 @@
-"""`penstock profile`: what steps take here, or took in a recording; fits the simulator's cost model. `lab` does the work."""
+"""`penstock profile`: times steps here or in a recording, and fits the simulator's cost model to them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.lab.steps import StepRunner, measure
 
     if plot_file is not None:
-        require()  # before minutes of steps
+        require()  # before measuring for minutes
     source = locate(config)
     outline = read_outline(config, source, is_gpu=decide(config).is_on_gpu)
     require_answers(outline.name, outline.spec, "a profile")
@@ -122,7 +122,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
 
 
 def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Peaks | None:
-    """Return the peaks of this machine if the CPU computes the steps."""
+    """Return the peaks of this machine, or None if a GPU computes the steps."""
     from penstock.lab.step_table import Peaks
 
     if backend != "native":

@@ -1,4 +1,4 @@
-"""`penstock run`: answers one prompt on stdout, from the command line, a pipe or both."""
+"""`penstock run`: answers one prompt on stdout. The prompt comes from the command line, a pipe or both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def run(words: tuple[str, ...], **values: Any) -> None:
     """Answer one PROMPT, streaming to stdout.
 
-    Text that comes through a pipe is the prompt, or is added below it:
+    Text from a pipe is the prompt, or is appended to it:
 
     \b
       penstock run "Name three rivers."
@@ -37,9 +37,9 @@ def run(words: tuple[str, ...], **values: Any) -> None:
       cat notes.txt | penstock run smollm2:135m
       penstock run --regex "yes|no" "Is the Rhine a river?"
 
-    A single argument is the MODEL if it names one; the prompt then comes through the pipe.
+    A single argument is the MODEL if it names one; the prompt then comes from the pipe.
 
-    With --json-schema or --regex an answer that is cut off ends with status 1.
+    With --json-schema or --regex, the exit status is 1 if the answer is cut off.
     """
     if values["raw"]:
         _refuse_of_chats("system", "chat_template")
@@ -59,7 +59,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
 
 def _refuse_of_chats(*names: str) -> None:
-    """Refuse options of chats on the command line."""
+    """Raise UsageError if one of these options is on the command line: --raw has no chat."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -91,14 +91,14 @@ def _names_a_model(word: str) -> bool:
     from penstock.types.errors import ModelError
 
     try:
-        resolve(word, Path())  # which folder its files would lie in does not matter
-    except (ModelError, OSError, ValueError):  # A prompt may be too long for, or have characters that cannot be in, a path.
+        resolve(word, Path())  # any cache folder will do
+    except (ModelError, OSError, ValueError):  # A prompt may be no valid path.
         return False
     return True
 
 
 def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Raises PenstockError if the schema's file can't be read."""
+    """Return the constraint on the answer, or None. Raises PenstockError if the schema's file can't be read."""
     from penstock.inprocess import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]
@@ -127,4 +127,4 @@ def _answer(text: str, values: dict[str, Any]) -> None:
         if values["stats"] and answer is not None:
             print(stats_line(answer), file=sys.stderr)
     if is_cut_off and structure is not None:
-        sys.exit(1)  # half a JSON text is not what a script asked for
+        sys.exit(1)  # a script must not take half an answer

@@ -1,4 +1,4 @@
-"""`penstock serve`: binds the port, starts the models, answers until a signal."""
+"""`penstock serve`: binds the port, starts the models, and answers until a signal."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
         share_one_arena()  # before the first thread
     check_access(config.server, os.environ)
     raise_open_files_limit()
-    connection_limit(config.server)  # so that one too high is told before the model is loaded
+    connection_limit(config.server)  # raises before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
-        server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
+        server = side.submit(import_module, "penstock.serve.server")  # importing takes as long as loading a small model
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
@@ -47,7 +47,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
             code = server.result().run_server(deployment, config.server, listener=listener)
         finally:
             deployment.close()
-    # At once: Python would wait for threads that still compile a grammar or read a long text, which nobody gets any more.
+    # Exit at once: Python would wait for threads that still compile a grammar or tokenize, although no request needs them.
     sys.stdout.flush()
     os._exit(code)
 
@@ -69,7 +69,7 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Check keys, origins and certificates before a model is loaded. Raises ConfigError."""
+    """Raise ConfigError for wrong keys, origins or certificates. Called before a model is loaded."""
     from penstock.config.keys import api_keys
     from penstock.serve.http.cors import Cors
 
@@ -95,7 +95,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (ISO 8601, local with offset), level, logger, message, traceback."""
+    """Log lines as JSON objects: time (ISO 8601, local with offset), level, logger, message, traceback."""
 
     default_msec_format = "%s.%03d"
 
@@ -112,14 +112,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people, without control characters from a model's file."""
+    """Log lines as text, without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def set_up_logging(config: LogConfig) -> None:
-    """Send every logger of the process to stderr."""
+    """Send all log messages of the process to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == LogFormat.JSON:
         handler.setFormatter(JsonFormatter())

@@ -1,6 +1,6 @@
-"""`penstock show`: what a model's files are, what a server would refuse of them, its memory and its speed here.
+"""`penstock show`: describes a model's files, refusals of a server, memory and speed here.
 
-Nothing is fetched, and no weight is read.
+Nothing is fetched, and no weights are read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WITHOUT = (
 @click.option("--speed/--no-speed", default=True, show_default=True, help="Probe this machine's peaks, for seconds.")
 @config_options("model", "kv", without=_WITHOUT)
 def show(is_json: bool, speed: bool, **values: Any) -> None:
-    """Show what MODEL is: architecture, parameters, bits, context, template, what would be refused, memory and speed here.
+    """Describe MODEL: architecture, parameters, bits, context, template, refusals, memory and speed here.
 
     \b
       penstock show smollm2:135m
@@ -76,7 +76,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
 
 
 def _print(rows: Iterable[tuple[str, str]]) -> None:
-    """Print each row as it comes, as the last ones wait for the probe."""
+    """Print each row at once: computing the last ones takes seconds."""
     for name, value in rows:
         print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
 
@@ -137,7 +137,7 @@ def _find(config: Config) -> ModelSource:
 
 
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
-    """Return the model in numbers, or None if its files are refused, or if it is an encoder."""
+    """Return the model's size, or None for an encoder or if the files are refused."""
     from penstock.deploy.resolve import decide
 
     outline = appraisal.outline
@@ -195,7 +195,7 @@ def _rows(
 
 
 def _title(source: ModelSource, facts: ModelFacts) -> str:
-    """Return the model's name. Files often name the base model, or a training run."""
+    """Return the model's title. The catalogue's comes first: files often name the base model or a training run."""
     return source.entry.title if source.entry else facts.title
 
 
@@ -239,7 +239,7 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
 
 
 def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, speed: _Speed | None) -> dict[str, object]:
-    """Return the rows as numbers: sizes in bytes, rates per second, null where unknown."""
+    """Return the shown facts for JSON: sizes in bytes, rates per second, None where unknown."""
     from penstock.lab.sizing import BOUND_ROWS
 
     facts, forecast = appraisal.facts, appraisal.forecast

@@ -1,4 +1,4 @@
-"""`penstock simulate`: what traffic would do on a configuration."""
+"""`penstock simulate`: predicts how a configuration serves a workload."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NO_EFFECT = (
         if item.key not in ("request_timeout", "queue_timeout", "first_token_timeout")
     ),
 )
-"""Settings that the simulation ignores: the cost model decides the time of a step."""
+"""Settings without effect in the simulation, which takes step times from the cost model."""
 
 
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
@@ -95,7 +95,7 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 @click.option("--plots", type=FOLDER, metavar="FOLDER", help="Write the plots as PNG.")
 @config_options("model", "kv", "scheduler", "admission", "backend", "server", without=_NO_EFFECT)
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
-    """Say what a workload would do on a configuration of MODEL: the real scheduler and admission, on a modelled machine."""
+    """Simulate how a configuration of MODEL serves a workload: real scheduler and admission, modelled step times."""
     from penstock.lab import foretold, plots, report
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
@@ -153,7 +153,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
 
 def _check(context: click.Context, vary: Sequence[str]) -> None:
-    """Refuse options that would change nothing. Raises ConfigError."""
+    """Raise ConfigError for options that would have no effect."""
     varied = {text.partition("=")[0].replace("-", "_") for text in vary}
     params, replicas = context.params, {"replicas", "prefill_replicas"}
     is_split = params["prefill_replicas"] or "prefill_replicas" in varied
@@ -168,7 +168,7 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Return the title of each run and the options that it changes. Raises ConfigError."""
+    """Return (title, changed options) of each run to simulate. Raises ConfigError."""
     if without is None:
         variants = combinations(vary)
         return [(title(one), {name: _parsed(context, name, text) for name, text in one.items()}) for one in variants]
@@ -222,7 +222,7 @@ def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster
 
 
 def _cost(name: str) -> tuple[CostModel, str]:
-    """Return the cost model, and its origin in words."""
+    """Load the cost model, and describe its origin."""
     if name == "default":
         from penstock.lab.cost_model import CostModel
 

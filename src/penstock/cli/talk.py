@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal: the options that `run` and `chat` share, and the session that prints answers."""
+"""Code that `run` and `chat` share: their options, and a session that prints answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
 DEFAULT_TEMPERATURE = 0.7
 MAX_INT32 = 2**31 - 1
-"""The server's limit of `max_tokens`."""
+"""Largest `max_tokens`, as in the server."""
 
 _COMPONENTS = ("model", "kv", "backend")
 _NOT_HERE = (
@@ -36,7 +36,7 @@ _NOT_HERE = (
 
 
 class NumberRange(click.FloatRange):
-    """A range without "nan"."""
+    """A number in a range. Unlike `click.FloatRange`, it refuses "nan"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -99,10 +99,10 @@ def talk_options(command: _Command) -> _Command:
 
 
 class Session:
-    """Prints the answers of a model in this process. A context manager: leaving it frees the model."""
+    """A model in this process that prints its answers. Leaving the context frees the model."""
 
     def __init__(self, values: Mapping[str, Any], structured_outputs: StructuredOutputsParams | None = None) -> None:
-        """`values`: of the options. Raises PenstockError if the model can't be fetched or loaded."""
+        """Load the model. `values`: option -> value. Raises PenstockError if it can't be fetched or loaded."""
         from penstock.inprocess import SamplingParams
         from penstock.llm import LLM
 
@@ -113,13 +113,13 @@ class Session:
         asked |= {"seed": values["answer_seed"], "structured_outputs": structured_outputs}
         SamplingParams(**asked)  # checks ranges before the model is loaded
         settings = {key: values[key] for key in setting_keys(*_COMPONENTS) if key not in ("model", *_NOT_HERE)}
-        # One row is enough for one reader, and makes the KV cache no larger than one conversation.
+        # One request at a time, so that the KV cache is for one conversation.
         self._llm = LLM(values["model"], max_num_seqs=1, **settings)
         self._params = SamplingParams(
             **{"temperature": DEFAULT_TEMPERATURE, "max_tokens": None} | self._llm.default_sampling | asked
         )
         self.answer: RequestOutput | None = None
-        """The last answer, also if it was interrupted."""
+        """The last answer, which may have been interrupted."""
 
     def __enter__(self) -> Session:
         return self
@@ -128,11 +128,11 @@ class Session:
         self._llm.close()
 
     def ask_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Print the model's next message. Raises PenstockError; KeyboardInterrupt after Ctrl-C stopped it."""
+        """Print the model's next message. Raises PenstockError, and KeyboardInterrupt after Ctrl-C."""
         self._print(self._llm.stream_chat(messages, self._params))
 
     def ask_raw(self, prompt: str) -> None:
-        """Print the model's continuation of a text. Raises as `ask_chat`."""
+        """Print the model's continuation of a text. Raises like `ask_chat`."""
         self._print(self._llm.stream(prompt, self._params))
 
     def _print(self, answers: Iterator[RequestOutput]) -> None:
@@ -143,7 +143,7 @@ class Session:
 
 
 def stats_line(answer: RequestOutput) -> str:
-    """Return the tokens and times of an answer, for stderr."""
+    """Format the token counts and times of an answer, for `--stats`."""
     num_tokens, times = len(answer.outputs[0].token_ids), answer.metrics
     first_s = times.first_token_time_s or times.last_token_time_s
     decode_s = times.last_token_time_s - first_s

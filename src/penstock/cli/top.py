@@ -1,4 +1,4 @@
-"""`penstock top`: a live view of a running server, from its routes for operators."""
+"""`penstock top`: shows a running server live. It polls the server's metrics and operator routes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GLYPHS = {"free": ".", "cached": ":", "shared": "+", "adapter": "@", "null": ".
 _STATE_COLOURS = {"free": 238, "cached": 67, "shared": 255, "adapter": 99}
 _FULL = "█"
 _STATES = ("decode", "prefill", "paused", "waiting", "ended")
-"""In the order of the list."""
+"""States of requests, in the order shown."""
 _MAX_MAP_ROWS = 8
 _MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
 _ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
@@ -68,7 +68,7 @@ def top(
     """
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
-    # The environment may hold several keys, as `serve` reads it; each of them opens the server.
+    # Like `serve`, accept several keys in the environment. Each of them is valid.
     reader = Reader(
         _server_url(url, port, is_tls=insecure or cafile is not None),
         api_key if api_key is None or is_given("api_key") else next(iter(api_key.split()), api_key),
@@ -122,7 +122,7 @@ def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    """Exit by way of `finally`, which restores the terminal."""
+    """Handle a signal: exit through the `finally` that restores the terminal."""
     sys.exit(128 + number)
 
 
@@ -136,7 +136,7 @@ def _interval_s(text: str) -> float:
     return interval_s
 
 
-# What the server says
+# Data from the server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Snapshot:
     """None if the model is not loaded."""
     requests: Sequence[Mapping[str, Any]]
     totals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Counters of each model by their Prometheus names."""
+    """Model -> name in Prometheus -> counter."""
     models: Sequence[Mapping[str, Any]] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
 
@@ -162,10 +162,10 @@ class Look:
 
 
 class Reader:
-    """Asks one server. Raises PenstockError, with a remedy, if it does not answer as Penstock does."""
+    """HTTP client for the routes of one server. Raises PenstockError for an unexpected answer."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None = None, *, tls: ssl.SSLContext | None = None) -> None:
-        """`model`: None takes the first. `tls`: None takes the usual one."""
+        """`model`: None takes the server's first. `tls`: None takes Python's default context."""
         self._url = url
         self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
         try:
@@ -214,7 +214,7 @@ class Reader:
 
 
 def counters(text: str) -> dict[str, dict[str, float]]:
-    """Return the series of a Prometheus text that end in _total, for each model summed over the other labels.
+    """Parse a Prometheus text. Return model -> counter that ends in _total -> its sum over the other labels.
 
     Raises ValueError.
     """
@@ -236,11 +236,11 @@ def _checked(api_key: str) -> str:
     return key
 
 
-# What is shown
+# The view
 
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
-    """Return the view, at most `look.height` lines; rates are those between the two."""
+    """Return the lines of the view, at most `look.height`. Rates are between the two snapshots."""
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
     lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
@@ -309,7 +309,7 @@ def _pool(pool: Mapping[str, Any], look: Look) -> Iterator[str]:
 
 
 def _rows(pool: Mapping[str, Any], look: Look) -> Iterator[list[tuple[str, int]]]:
-    """Yield (state, owner) of each cell: the most frequent of its blocks that are not free."""
+    """Yield the rows of the KV map. A cell is the most frequent (state, owner) of its used blocks."""
     kinds: list[tuple[str, int]] = []
     for state, count, *owner in pool["map"]:
         kinds += [(state, owner[0] if owner else -1)] * count

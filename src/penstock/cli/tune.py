@@ -1,6 +1,6 @@
-"""`penstock tune`: searches settings in the simulator, verifies them on the real engine, writes those that are surely better.
+"""`penstock tune`: searches settings in the simulator, verifies them on the real engine, and writes the best.
 
-`lab.tune` searches and judges; here a simulated and a real server are made of the same settings.
+`lab.tune` searches and compares; this file makes simulated and real servers with given settings.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
       penstock tune --workload hour.rec --cost cost.json --slo ttft=2s --slo tpot=100ms --verify --output tuned.toml
       penstock serve --config tuned.toml
 
-    The gain over the given settings has an interval, from parts of the workload that the search has not seen. If nothing is
-    surely better, nothing is written. docs/tune.md explains the figures.
+    The gain over the given settings is measured, with an interval, on parts of the workload that the search did not use. If
+    nothing is significantly better, nothing is written. docs/tune.md explains the figures.
     """
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
@@ -143,7 +143,7 @@ def _config(values: Mapping[str, Any], settings: Settings) -> Config:
 
 class _Simulator:
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
-        """Raises PenstockError."""
+        """Read the model and the hardware that the options name. Raises PenstockError."""
         machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
@@ -163,7 +163,7 @@ class _Simulator:
         self._num_outside: Counter[Settings] = Counter()
 
     def evaluate(self, settings: Settings, workload: Workload) -> Sequence[Record]:
-        """Simulate a slice, with a seed of its own, so that the spread over slices includes the noise of steps."""
+        """Simulate a slice. Each slice has its own seed, so that the spread over slices includes the noise of steps."""
         seed = zlib.crc32(f"{self._seed} {workload.name}".encode())
         simulation = self._candidate(settings).simulation
         outcome = replace(simulation, max_tokens=self._values["max_tokens"], seed=seed).run(workload)
@@ -172,7 +172,7 @@ class _Simulator:
         return outcome.records
 
     def doubts(self, settings: Settings) -> Iterator[str]:
-        """Yield what is assumed about a server that has run."""
+        """Yield sentences about the assumptions of a simulated server."""
         yield from self._candidate(settings).doubts
         fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
         if fitted and asked and fitted != asked:
@@ -201,7 +201,7 @@ def _count(tokenizer: Tokenizer) -> CountTokens:
 
 
 def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:
-    """Return a way to run the engine that loads the model anew each time, with an empty prefix cache."""
+    """Return a function that runs the real engine. Each call loads the model anew, with an empty prefix cache."""
     from penstock.cli.bench import loaded
     from penstock.lab.in_process import drive
     from penstock.lab.prompts import write_prompts

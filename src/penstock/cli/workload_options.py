@@ -1,4 +1,4 @@
-"""The options that choose a workload, for every command that sends or simulates one."""
+"""Options for a workload, shared by the commands that send or simulate one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTHS = "LENGTHS"
 
 
 def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Add the options; the command gets them as `choice`. Fields `without` an option keep their defaults."""
+    """Add the workload options, except those in `without`. The command gets a `WorkloadChoice` as `choice`."""
 
     @functools.wraps(command)
     def with_choice(**values: Any) -> Any:

@@ -1,1 +1,4 @@
-"""The lab: what would happen if. Runs the real scheduler, KV manager and core over a modelled executor and a virtual clock."""
+"""The lab: simulation, planning, tuning and benchmarks.
+
+A simulation runs the real scheduler, KV manager and core over a modelled executor and a virtual clock.
+"""

@@ -1,6 +1,6 @@
-"""The content of a streamed or whole answer of OpenAI's API: tokens, their times and counts.
+"""Parser of one answer of OpenAI's API, streamed or whole: text, token counts and arrival times.
 
-The client feeds bytes while they come and reads the outcome at the end. Malformed bytes set `error`; nothing here raises.
+The HTTP client feeds bytes as they arrive and reads the result at the end. Malformed bytes set `error`; nothing here raises.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Answer:
         self.status = 0
         self.queue_ns: int | None = None
         self.wait_ns: int | None = None
-        """The wait that the server asks for, by `Retry-After-Ms` or `Retry-After`."""
+        """Wait requested by the header `Retry-After-Ms` or `Retry-After`."""
         self.first_ns: int | None = None
-        """The first event with text, else the first with a choice. None for an answer that is not a stream."""
+        """Arrival of the first event with text, else of the first with a choice. None if the answer is not a stream."""
         self.gaps_ns = array("q")
         self.texts: list[str] = []
         self.num_events = 0
@@ -34,7 +34,7 @@ class Answer:
         self.num_cached_tokens = 0
         self.num_output_tokens: int | None = None
         self.is_whole = False
-        """Whether the server said that this is the end."""
+        """Whether the server marked the end of the answer."""
         self.error = ""
         """The server's message, or what is malformed."""
         self._is_stream: bool | None = None
@@ -124,7 +124,7 @@ class Answer:
                 self._read_usage(body.get("usage"))
                 choices = body.get("choices", ())
                 self.texts += [_text(one["text"] if "text" in one else one["message"]["content"]) for one in choices]
-                if "data" in body:  # of embeddings
+                if "data" in body:  # an answer with embeddings
                     self.num_output_tokens = 0
                 self.is_whole = bool(choices or body.get("data"))
         except _SENSELESS as error:
@@ -146,7 +146,7 @@ class Answer:
 
 
 def error_of(body: bytes) -> str:
-    """Return the error message of an answer that is not 200, or the beginning of its body."""
+    """Return the error message in the body of a failed request, or the beginning of the body."""
     try:
         return _error_message(orjson.loads(body)) or _beginning(body)
     except _SENSELESS:
@@ -158,7 +158,7 @@ def _beginning(body: bytes) -> str:
 
 
 def _error_message(body: Any) -> str:
-    """Return the message of an error object in OpenAI's shape or a similar one, else ""."""
+    """Return the message in `{"error": ...}`, or an empty text."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or str(error)

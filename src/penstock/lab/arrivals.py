@@ -1,7 +1,7 @@
-"""When requests come: the instants of an open loop, and workloads with them.
+"""Arrival times of requests, by several random processes, and workloads with other arrival times.
 
-Instants are nanoseconds from the begin of the run, rates are requests per second, and randomness is passed in. A turn that
-continues a conversation has no instant: it comes after the turn before it has ended.
+Instants are nanoseconds from the start of the run, and rates are requests per second. Only the first turn of a conversation
+has an instant: each later turn is sent after the one before it has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.types.errors import ConfigError
 
 
 def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
-    """Return the workload with other instants, one for each job without `after`, in their order.
+    """Return the workload with these arrival times, one for each job without `after`.
 
-    Deadlines and cancellations keep their distance from the arrival. `words` are added to the workload's name.
+    Deadlines and cancellations move with their job. `words` are added to the workload's name.
     """
     instants = iter(instants_ns)
     jobs = []
@@ -48,7 +48,7 @@ def mean_rate(workload: Workload) -> float | None:
 
 
 def closed(count: int) -> list[int]:
-    """Return instants of a closed loop: all at once, as the client limits how many are in flight."""
+    """Return 0 for each request: in a closed loop, the client limits how many are in flight."""
     return [0] * count
 
 
@@ -62,7 +62,7 @@ def poisson(rng: Random, count: int, rate: float) -> list[int]:
 
 
 def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
-    """Return instants whose gaps have a standard deviation of `cv` times their mean. Above 1 they come in bursts."""
+    """Return arrivals with gamma-distributed gaps. Their standard deviation is `cv` times their mean; above 1 is bursty."""
     _check_rate(rate)
     if not (cv > 0 and math.isfinite(cv)):
         raise ConfigError(f"The coefficient of variation of the gaps is {cv}.", remedy="Set it above 0; 1 is Poisson.")
@@ -72,13 +72,13 @@ def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
 
 
 def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[int]:
-    """Return independent arrivals whose rate changes evenly from the first to the last over the run."""
+    """Return Poisson arrivals at a rate that changes linearly in time from `first_rate` to `last_rate`."""
     _check_rate(first_rate)
     _check_rate(last_rate)
     growth = (last_rate**2 - first_rate**2) / (2 * count) if count else 0.0
     instants = []
     for units in _unit_instants(rng, count):
-        if units < count:  # where the integral of the rate is `units`
+        if units < count:  # the instant at which the integral of the rate is `units`
             at_s = 2 * units / (first_rate + math.sqrt(first_rate**2 + 2 * growth * units))
         else:
             at_s = 2 * count / (first_rate + last_rate) + (units - count) / last_rate
@@ -87,7 +87,7 @@ def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[i
 
 
 def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> list[int]:
-    """Return independent arrivals at successive rates, (requests per second, seconds) each, then from the start again."""
+    """Return Poisson arrivals at successive rates: (requests per second, seconds). After the last, the first starts again."""
     for rate, seconds in rates:
         if not (rate >= 0 and seconds > 0 and math.isfinite(rate) and math.isfinite(seconds)):
             raise ConfigError(f"A stage has rate {rate} for {seconds} s.", remedy="Rates are at least 0, and times above 0.")
@@ -107,8 +107,7 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
 
 
 def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> list[int]:
-    """Return `on_s` seconds of independent arrivals, then `off_s` seconds without any, and so on; `rate` is the mean over
-    both."""
+    """Return Poisson arrivals for `on_s` seconds, none for `off_s` seconds, and so on. `rate` is the mean over both."""
     _check_rate(rate)
     if not (on_s > 0 and off_s >= 0):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The HTTP load generator: sends a workload to an OpenAI-compatible server and records what became of each request.
+"""The HTTP load generator: sends a workload to an OpenAI-compatible server and records how each request ended.
 
-It runs an event loop with one connection for each request under way; connections are kept open. Latencies count from the
-instant at which a request was due, so a client or a server that falls behind shows.
+An event loop has one connection for each request in flight, and reuses connections. Latencies count from the instant at which
+a request was due, so they include the delay of a client or server that falls behind.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import PenstockError, counted
 
 _STALE_NS = 100_000_000
-"""A kept connection that ends this soon after a request, without a byte, was being closed as idle. The request is sent
-again."""
+"""A reused connection that ends this soon after a request, without a byte, was being closed as idle: send again."""
 SILENCE_S = 600.0
 MAX_ANSWER_BYTES = 256 << 20
 MIN_WAIT_NS = 1_000_000_000
-"""A refused client does not come back sooner, even if the server says so."""
+"""Shortest wait before a refused request is sent again, even if the server asks for less."""
 MAX_WAIT_NS = 3600 * 1_000_000_000
-"""A refused client that should wait longer does not come back, or a server could make a run last forever."""
+"""Longest such wait. After a longer one the request is not sent again, or a server could make a run last forever."""
 _NOT_NOW = (429, 503)
 _ROLES = ("user", "assistant")
 _TENANT_CHARS = "._:@/-"
-"""Characters of a tenant's name that are not percent-encoded in a header, beside letters and digits."""
+"""Characters of a tenant's name, besides letters and digits, that a header carries without percent-encoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
     silence_s: float = SILENCE_S
     max_s: float | None = None
-    """The run ends after this many seconds with what there is; None waits for every answer."""
+    """End the run after this many seconds, with the records so far. None waits for every answer."""
     max_returns: int = 0
-    """How often a client that is refused with `Retry-After` comes back. Its latency includes those waits."""
+    """How often a request refused with `Retry-After` is sent again. Its latency includes the waits."""
     keeps_text: bool = False
 
 
@@ -62,8 +61,8 @@ def send(
 ) -> Sent:
     """Send every job to the server and wait until the last has ended.
 
-    `on_end` is called after each. A failed request is a record, and the run goes on; Ctrl-C ends it with what there is. Raises
-    PenstockError for a bad URL, or a job whose prompt this endpoint does not take.
+    `on_end` is called after each. A failed request becomes a record, and the run goes on. Ctrl-C ends the run with the records
+    so far. Raises PenstockError for a bad URL, or for a prompt of a kind that the endpoint does not take.
     """
     options = options or SendOptions()
     client = _Client(target, options)
@@ -97,7 +96,7 @@ def send(
 
 
 class _PreciseSelector(selectors.EpollSelector):
-    """`epoll` without its rounding, which wakes up to a millisecond late."""
+    """`epoll` without rounding: Python's rounds timeouts up to the next millisecond."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout > 0 and self.fileno() < 1024:
@@ -107,7 +106,7 @@ class _PreciseSelector(selectors.EpollSelector):
 
 
 class _BrokenAnswer(Exception):
-    """The answer is incomplete. The message says why."""
+    """An answer ended early. The message says why."""
 
 
 class _Connection(asyncio.Protocol):
@@ -133,7 +132,7 @@ class _Connection(asyncio.Protocol):
         self._open.add(self)
 
     async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_events: int | None) -> None:
-        """Send a request and fill its answer, until it has ended or has `max_events` events with text. Raises _BrokenAnswer."""
+        """Send a request and fill its answer. Stop at its end, or after `max_events` events with text. Raises _BrokenAnswer."""
         self._answer, self._num_bytes, self._ends_with_connection = answer, 0, True
         self._max_events, self._silence_s = max_events, silence_s
         self._done = asyncio.get_running_loop().create_future()
@@ -162,7 +161,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.ended_ns = self._now_ns()
         if self._done is None or self._done.done():
-            self.close()  # nobody asked
+            self.close()  # no request is in flight
             return
         self._num_bytes += len(data)
         self._silence.reschedule(asyncio.get_running_loop().time() + self._silence_s)
@@ -321,7 +320,7 @@ class _Client:
             return
 
     def _request(self, job: Job, body: bytes, late_ns: int) -> bytes:
-        """Return head and body. `late_ns` is negative: the job was due that long before now."""
+        """Return the head and body of the HTTP request. `late_ns` is the due time minus the time of sending, so at most 0."""
         head = self._head
         if job.tenant:
             head += f"X-Tenant: {quote(job.tenant, safe=_TENANT_CHARS)}\r\n"
@@ -339,7 +338,7 @@ class _Client:
         record.num_output_tokens = answer.num_events if answer.num_output_tokens is None else answer.num_output_tokens
 
     def _judged(self, answer: Answer, job: Job, error: str) -> tuple[End, str]:
-        """Return how a request ended, and the reason if it failed. `error` is that of the connection."""
+        """Return how a request ended, and the reason if it failed. `error`: the connection's, or empty."""
         if answer.status not in (0, 200):
             error = answer.error or error or f"The status is {answer.status}."
             return (End.REFUSED if answer.status in _NOT_NOW else End.FAILED), error

@@ -1,4 +1,4 @@
-"""Comparison of results of `penstock bench`: which figures differ by more than noise. Called by `penstock bench compare`.
+"""Comparison of results of `penstock bench`: finds figures that differ by more than noise.
 
 Figures are compared as ratios. The standard error of a ratio's logarithm comes from the spread between runs (Welch), from the
 figures' own intervals (Zou and Donner, 2008) or, for the same jobs, from a paired block bootstrap (Carlstein, 1986). Holm's
@@ -25,12 +25,12 @@ MIN_REPEATS = 3
 COMPARED_QUANTILES = ("p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_per_s")
 _DRAWS_IN_BLOCK = 2
-"""Independent draws in a block on average, so that a block says little about the next one."""
+"""Mean number of independent samples in a block of jobs, so that neighbouring blocks are almost independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The standard error of the logarithm of a ratio, and its degrees of freedom."""
+    """Standard error of the logarithm of a ratio, with its degrees of freedom."""
 
     error: float
     degrees: float = math.inf
@@ -39,18 +39,18 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     figure: str
-    """`ttft p99`, `output_tokens_per_s`"""
+    """Name of the figure, such as `ttft p99` or `output_tokens_per_s`."""
     is_rate: bool
     before: float
     after: float
     change: Estimate | None
-    """after / before - 1, with the interval of this figure alone, or None if the runs are too small."""
+    """after / before - 1, with its interval, or None if the runs are too small."""
     chance: float = 1.0
-    """Chance of a difference this large if there is none in truth, for this figure alone."""
+    """p-value: chance of a difference this large if the two sides are equal, for this figure alone."""
     smallest: float = math.inf
-    """The smallest change that these runs would show four times in five, after the correction."""
+    """Smallest change that runs of this size detect with a probability of 80 %, after Holm's correction."""
     is_more_than_noise: bool = False
-    """After the correction for all tested figures."""
+    """Whether the difference is significant after Holm's correction for all tested figures."""
 
     @property
     def is_worse(self) -> bool:
@@ -89,7 +89,7 @@ class Compared:
         return any(difference.change is not None for one in self.comparisons for difference in one.differences)
 
     def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
-        """Return the figures that are worse by more than the share `by`, and by more than noise."""
+        """Return figures that are significantly worse, by more than the share `by`."""
         return [
             (one.load, difference)
             for one in self.comparisons
@@ -99,7 +99,7 @@ class Compared:
 
 
 def compare_results(before: Result, afters: Sequence[Result], *, any_workload: bool = False) -> list[Compared]:
-    """Compare each of `afters` with `before` at each common load. One correction covers all of them.
+    """Compare each result in `afters` with `before` at each common load, with one Holm correction for all tests.
 
     Raises ConfigError if no load is common, or if the workloads differ and `any_workload` is false.
     """
@@ -169,7 +169,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
         if any(len(side) < len(runs) for side, runs in zip(values, (before, after), strict=True)):
             continue
         if min(one.value for side in values for one in side) <= 0:
-            continue  # no ratio can be made of it
+            continue  # a ratio needs positive values
         if name == "goodput_per_s" and not _has_equal_slos(before, after):
             continue
         logs = [[math.log(one.value) for one in side] for side in values]
@@ -208,7 +208,7 @@ def _spread_of_repeats(logs: Sequence[Sequence[float]]) -> Spread:
 
 
 def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
-    """Return the spread from the figures' own intervals, or None if one is unknown or reaches 0."""
+    """Return the spread by the figures' own intervals, or None if an interval is unknown or contains 0."""
     variance = 0.0
     for side in values:
         for one in side:
@@ -232,7 +232,7 @@ def _is_paired(before: Sequence[Run], after: Sequence[Run]) -> bool:
 
 
 def _paired_spreads(before: Run, after: Run) -> Mapping[str, Spread]:
-    """Return the spread of each latency's figures, by a bootstrap that draws the same blocks of jobs on both sides."""
+    """Return the spread of each latency figure, by a bootstrap that draws the same blocks of jobs on both sides."""
     rng = np.random.default_rng(0)
     shares = [QUANTILES[quantile] for quantile in COMPARED_QUANTILES]
     found: dict[str, Spread] = {}
@@ -270,7 +270,7 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
 
 
 def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
-    """Fill in the change and its chance. `ratio` is a logarithm; `smallest` still lacks the correction."""
+    """Return `shell` with the change, its p-value and, as `smallest`, the standard error. `ratio` is a logarithm."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)
@@ -289,7 +289,7 @@ def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
         if chance > (1 - LEVEL) / (len(tested) - rank):
             break
         shown.add((i, j))
-    # How many standard errors a difference needs to be shown four times in five; normal, as an orientation.
+    # Standard errors that a difference needs for a power of 80 %, by the normal distribution.
     normal = NormalDist()
     factor = normal.inv_cdf(1 - (1 - LEVEL) / 2 / max(1, len(tested))) + normal.inv_cdf(0.8)
     return [

@@ -1,7 +1,7 @@
-"""Cost models on disk: fitted ones in JSON, as `penstock profile --fit` writes them, and CSV tables of other hardware.
+"""Cost models on disk: JSON files of `penstock profile --fit`, and CSV tables for other hardware.
 
 A table has steps (`rows,tokens,context,ms`: each of `rows` rows computes `tokens` tokens after `context` others) or costs by
-name (`cost,ns`). Its comments `# key: value` give its origin; `# estimated: yes` says that nobody measured it. See
+name (`cost,ns`). Its comments `# key: value` give its origin; `# estimated: yes` marks times that were not measured. See
 docs/profile.md.
 """
 
@@ -32,23 +32,23 @@ _PLAIN_COSTS = tuple(part.name for part in fields(CostModel) if part.name.endswi
 
 
 class CostFileError(PenstockError):
-    """A file is not a cost model, or is damaged."""
+    """Error for a file that is not a cost model, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCost:
     cost: CostModel
     source: str
-    """`profile`, `recording` or `table`."""
+    """Origin: `profile`, `recording` or `table`."""
     is_estimated: bool = False
-    """The steps were not measured but computed from published figures."""
+    """Whether the steps were computed from published figures instead of measured."""
     model: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     date: str = ""
     penstock: str = ""
     num_steps: int = 0
     errors: Mapping[str, Errors] = field(default_factory=dict)
-    """By part of the step, for steps that the fit had not seen."""
+    """Part of the step -> errors on steps that were left out of the fit."""
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -70,9 +70,9 @@ def save_cost(path: Path, saved: SavedCost) -> None:
 
 
 def load_cost(path: Path) -> SavedCost:
-    """Read a cost model from a file, or from a table that comes with Penstock (`h100-llama-8b`).
+    """Read a cost model from a file, or one that comes with Penstock (`h100-llama-8b`).
 
-    Raises CostFileError, with the line of a table.
+    Raises CostFileError, which names the line if the file is a table.
     """
     own = files("penstock.lab").joinpath(f"{path}.csv")
     if str(path) == path.name and not path.exists() and own.is_file():
@@ -153,7 +153,7 @@ def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
         fitted = fit(steps)
     except ValueError as error:
         raise CostFileError(f"{path}: {error}.", remedy="Add steps of other shapes.") from None
-    cost = replace(fitted.cost, residuals=())  # what the fit misses is no noise
+    cost = replace(fitted.cost, residuals=())  # errors of the fit are not noise of the machine
     return SavedCost(cost=cost, num_steps=len(steps), errors=fitted.left_out, **about)
 
 

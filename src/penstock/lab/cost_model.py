@@ -1,7 +1,7 @@
 """The time of a step as a function of its shape: a sum of named parts, each a count times its cost.
 
-The noise that such a sum leaves over is kept as ratios of measured to modelled time, from which seeded draws are made. A model
-knows the range of the steps that it was fitted to.
+Noise is a draw from ratios of measured to modelled time. A model keeps the range of the steps that it was fitted to, so that
+the simulator can warn of extrapolation.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from penstock.types.plan import RowPlan, StepShape
 
 class Counts(NamedTuple):
     num_tokens: int
-    """Positions computed, of all rows."""
+    """Positions computed in all rows."""
     num_decodes: int
-    """Rows of one token."""
+    """Rows that compute one token."""
     num_prefill_tokens: int
-    """Tokens of longer rows."""
+    """Tokens in rows that compute several."""
     num_decode_reads: int
-    """KV positions that rows of one token read."""
+    """KV positions read by rows of one token."""
     num_prefill_reads: int
     num_prefill_context: int
     num_samples: int
     num_rows: int
     max_context_len: int
-    """Positions before and in the longest row."""
+    """Context plus new tokens of the longest row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class Fitted:
 
 
 COLD_AFTER_NS = 35e6
-"""A step this long leaves no weights in the caches. Measured, as are the next two: docs/profile.md."""
+"""A step this long evicts all weights from the processor's caches. Measured, as the next two: docs/profile.md."""
 COLD_DECAY = 0.75
-"""Each further step brings back a quarter of what the caches lost."""
+"""Share of the evicted weights that is still missing after one more step."""
 COLD_TOKENS = 16
-"""Products of more tokens wait for arithmetic, which hides part of the time to fetch weights."""
+"""Products of more tokens are bound by arithmetic, which hides part of the time to fetch weights."""
 
 
 def coldness_after(coldness: float, duration_ns: float) -> float:
-    """Return the share of `CostModel.cold_ns` that the next step pays, after one that paid `coldness`."""
+    """Return the share of `CostModel.cold_ns` added to the next step. `coldness`: the share added to the last one."""
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 
 
@@ -69,21 +69,21 @@ def cold_share(coldness: float, num_tokens: int) -> float:
 
 class Residuals(NamedTuple):
     up_to_ns: float
-    """Modelled time of the longest of them."""
+    """Longest modelled step time that these ratios are for."""
     ratios: tuple[float, ...]
-    """Measured over modelled time: ascending means of equally many steps."""
+    """Ratios of measured to modelled time, ascending. Each is the mean of equally many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs in nanoseconds.
+    """Costs of the parts of a step, in nanoseconds.
 
     The defaults are SmolLM2-135M (Q4_1, 8-bit KV) on one thread with AVX-512, fitted to 36 shapes with a mean error of 5 %
     (2026-11-20), without host time and noise.
     """
 
     step_ns: float = 2_680_000.0
-    """Each step: weights are read, threads start and meet."""
+    """Each step: reading weights, starting and joining threads."""
     decode_row_ns: float = 391_000.0
     """Each row of one token."""
     prefill_token_ns: float = 326_000.0
@@ -95,24 +95,24 @@ class CostModel:
     prefill_context_ns: float = 0.0
     """Each KV position before a longer row, once for all of its tokens."""
     sample_ns: float = 0.0
-    """Each sampled token: its logits and the choice."""
+    """Each sampled token: computing its logits and choosing it."""
     sample_step_ns: float = 0.0
-    """Each step that samples: the matrix of the logits is read."""
+    """Each step that samples: reading the output matrix."""
     token_brackets: tuple[tuple[int, float], ...] = ()
-    """(up to this many tokens of a step, cost of each), ascending like tax brackets, for products with weights. The last one
-    continues."""
+    """Products with weights, priced like tax brackets: (up to this many tokens in the step, cost of each token). The last
+    bracket has no upper end."""
     cold_ns: float = 0.0
-    """Added to a step of few tokens after a long one: the caches need several short steps to hold the weights again."""
+    """Added to a short step after a long one, which has evicted the weights from the caches."""
     host_step_ns: float = 0.0
-    """The engine's own time for each step, outside of the executor."""
+    """Time of the engine's thread for each step, outside of the executor."""
     host_row_ns: float = 0.0
-    """The same for each row."""
+    """The same, for each row."""
     host_prefill_ns: float = 0.0
-    """The same for a step that computes prompts."""
+    """The same, for a step with prompts."""
     residuals: tuple[Residuals, ...] = ()
-    """Noise by the length of the step, ascending; the last holds for all longer ones. Empty: no noise."""
+    """Noise by step time, ascending. The last entry is also for longer steps. Empty means no noise."""
     residual_correlation: float = 0.0
-    """Rank correlation of successive steps, [0, 1): a machine is slow for a while, not for one step."""
+    """Rank correlation between the noise of successive steps, in [0, 1): a slow phase lasts for many steps."""
     host_residuals: tuple[float, ...] = ()
     fitted: Fitted | None = None
 
@@ -158,7 +158,7 @@ class CostModel:
         return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
-        """Return the executor's time for a step with warm caches, without noise."""
+        """Return the executor's time for a step of this shape, with warm caches and without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
@@ -203,7 +203,7 @@ class Noise:
     def __init__(self, residuals: Sequence[Residuals], correlation: float, rng: Random) -> None:
         self._edges = [one.up_to_ns for one in residuals[:-1]]
         self._ratios = [one.ratios for one in residuals]
-        # Of the normal deviates behind ranks (Pearson, 1907).
+        # Correlation of normal deviates that gives this rank correlation (Pearson, 1907).
         self._share = 2 * math.sin(math.pi * correlation / 6)
         self._own_share = math.sqrt(1 - self._share**2)
         self._rng = rng

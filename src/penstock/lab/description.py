@@ -1,4 +1,4 @@
-"""A workload in figures: counts, lengths, pace, shared prefixes. As data, and as a few lines for people."""
+"""Summary of a workload: counts, lengths, arrival rate, shared prefixes. As data, and as text."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Description:
     total_output_tokens: int
     duration_s: float
     rate: float | None
-    """Arrivals per second from the first to the last, or None if all come at once."""
+    """Mean arrivals per second, or None if all come at once."""
     gap_cv: float | None
-    """Standard deviation of the gaps between arrivals over their mean; None for fewer than two gaps, or all at once."""
+    """Standard deviation / mean of the gaps between arrivals. None for fewer than two gaps, or all at once."""
     prefix_share: float
-    """Share of the prompt tokens that a perfect cache would find: full blocks of an earlier prefix, and all earlier turns."""
+    """Share of the prompt tokens that a perfect prefix cache would find: full blocks of earlier prompts, and earlier turns."""
     num_cancelled: int
     requests_by_tenant: Mapping[str, int]
     tokens_by_tenant: Mapping[str, int]
@@ -126,7 +126,7 @@ def _gap_cv(instants: Sequence[int]) -> float | None:
 
 
 def _num_found(workload: Workload) -> int:
-    """Return the prompt tokens that came before, in full blocks from the beginning, or earlier in the conversation."""
+    """Return the number of prompt tokens that a perfect prefix cache would find, over all jobs."""
     block_tokens = workload.prefix_block_tokens
     seen: set[int] = set()
     num_found = 0

@@ -1,6 +1,6 @@
-"""The loop that sends a workload: starts each job when it is due and keeps the record of its end.
+"""The loop that sends a workload: starts each job when it is due and collects the records.
 
-`client.send` (HTTP) and `in_process.drive` call it, each with its own way to ask for one job.
+`client.send` (HTTP) and `in_process.drive` call it, each with a function that sends one job.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.types.errors import PenstockError
 
 
 class Ask(Protocol):
-    """Asks for one job and fills its record while the answer comes. A cancelled call ends the request.
+    """A function that sends one job and fills its record while the answer arrives. Cancelling the call ends the request.
 
-    `texts`: what user and model said in turn, with the job's own prompt last; empty for a prompt of token ids. `now_ns`: the
-    clock of the record. A PenstockError makes the job a failure with that message.
+    `texts`: messages of user and model in turn, with the job's own prompt last; empty for a prompt of token ids. `now_ns`:
+    clock for the record. If the call raises PenstockError, the job failed with that message.
     """
 
     async def __call__(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None: ...
@@ -36,16 +36,16 @@ async def drive(
     keeps_text: bool = False,
     max_s: float | None = None,
 ) -> Sent:
-    """Ask for every job and wait until the last has ended. A failed request is a record, and the run goes on.
+    """Send every job and wait until the last has ended. A failed request becomes a record, and the run goes on.
 
-    The run ends early, with what there is, after `max_s` seconds or if its task is cancelled, as by Ctrl-C in `asyncio.run`.
+    The run ends early, with the records so far, after `max_s` seconds or if its task is cancelled (Ctrl-C in `asyncio.run`).
     """
     driving = _Driving(workload, ask, pace, warm_up, on_end, keeps_text)
     try:
         async with asyncio.timeout(max_s):
             await driving.run()
     except (TimeoutError, asyncio.CancelledError):
-        pass  # The records say what there is.
+        pass  # The outcome has the unfinished records.
     finally:
         await driving.stop()
     return driving.outcome()
@@ -67,10 +67,10 @@ class _Driving:
         self._last_ns = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        """A bug, here or in `ask`, that ends the run."""
+        """An unexpected exception, here or in `ask`, which ends the run."""
         self._has_changed = asyncio.Event()
         self._said: dict[int, tuple[list[str], int]] = {}
-        """Job -> the texts up to its answer, and how many turns that continue it have not begun."""
+        """Index of a job -> the conversation up to its answer, and how many jobs that continue it have not begun."""
         self._begin_ns = time.perf_counter_ns()
 
     def now_ns(self) -> int:

@@ -1,7 +1,7 @@
-"""The figures of a run, made of its records alone: latencies, rates, goodput, cost, fairness, and their intervals.
+"""Figures of a run, computed from its records: latencies, rates, goodput, cost, fairness, and their intervals.
 
-The records may come from an HTTP client, a run in process or a simulation. docs/bench.md defines every figure, and what it
-means for a request to hold an SLO.
+The records may come from an HTTP client, a run in process or a simulation. docs/bench.md defines every figure, and when a
+request meets an SLO.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue")
 SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
 ENDS = tuple(End)
 UNKNOWN = -1
-"""In a column of instants or times: there was none."""
+"""Missing value in a column of instants or durations."""
 MAX_TENANTS = 50
 MAX_REASONS = 20
 NUM_GAP_GROUPS = 32
@@ -49,7 +49,7 @@ _UNIT_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9}
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A limit that a request is to hold: one of `SLO_METRICS`, in nanoseconds."""
+    """A latency limit for requests. `metric` is one of `SLO_METRICS`."""
 
     metric: str
     limit_ns: int
@@ -60,7 +60,7 @@ class Slo:
 
 
 def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
-    """`ttft=500ms`, or several with commas between. Raises ConfigError."""
+    """Parse `ttft=500ms`, or several separated by commas. Raises ConfigError."""
     slos: dict[str, Slo] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
         metric, equals, limit = (part.strip() for part in text.partition("="))
@@ -85,14 +85,15 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GapHistogram:
-    """Gaps between tokens in fine buckets, for each group of requests that were due one after another.
+    """A histogram of the gaps between tokens for each group of successive requests.
 
     Bucket 0 is below a microsecond; bucket k is 0.5 % wide and begins at 1.005 ** (k - 1) microseconds.
     """
 
     buckets: Ints
-    """[n]: numbers of buckets, ascending."""
+    """[n]: indices of buckets that are not empty, ascending."""
     counts: Ints
+    """[groups, n]"""
     sum_ns: Ints
 
     @classmethod
@@ -106,7 +107,7 @@ class GapHistogram:
 
     @property
     def values_ns(self) -> Floats:
-        """[n]: the middle of each bucket, wrong by 0.25 % at most from 1 us on."""
+        """Return [n]: the middle of each bucket, at most 0.25 % from any gap in it above 1 us."""
         middle = _FIRST_BUCKET_NS * BUCKET_RATIO ** (self.buckets - 0.5)
         return np.where(self.buckets == 0, _FIRST_BUCKET_NS / 2, middle)
 
@@ -122,13 +123,13 @@ def _bucket_of(gaps_ns: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Records as columns of equal length, in the order in which the requests were due. Times are in nanoseconds."""
+    """Records as columns of equal length, sorted by due time. Times are in nanoseconds."""
 
     index: Ints
     intended_ns: Ints
     sent_ns: Ints
     first_ns: Ints
-    """`UNKNOWN` without a token, as are the next ones without a gap, or a report of the server."""
+    """`UNKNOWN` if no token came. So are `longest_gap_ns` and `queue_ns` where unknown."""
     ended_ns: Ints
     num_prompt_tokens: Ints
     num_cached_tokens: Ints
@@ -142,7 +143,7 @@ class Samples:
     tenants: tuple[str, ...]
     gaps: GapHistogram
     tenant_gaps: Mapping[int, GapHistogram] = field(default_factory=dict)
-    """Position in `tenants` -> its gaps, if there are several tenants."""
+    """Index in `tenants` -> gaps of that tenant. Empty if there is only one tenant."""
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Samples:
@@ -187,7 +188,10 @@ class Samples:
         return found
 
     def latency_ns(self, name: str) -> Ints:
-        """Return [n]: `ttft`, `tpot`, `e2e` or `queue` of each request, `UNKNOWN` where it has none, or did not end well."""
+        """Return one latency of each request: [n]. `UNKNOWN` if it was not measured or the request did not succeed.
+
+        `name`: `ttft`, `tpot`, `e2e` or `queue`.
+        """
         has_first = self.first_ns >= 0
         if name == "ttft":
             values, known = self.first_ns - self.intended_ns, has_first
@@ -239,9 +243,9 @@ def _reason(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that figures are of. Nanoseconds from the begin of the run.
+    """The part of a run that figures cover, in nanoseconds from its start.
 
-    ITL alone is always of the whole run: its histogram has no instants.
+    ITL always covers the whole run, because its histogram has no instants.
     """
 
     begin_ns: int
@@ -254,16 +258,16 @@ class Window:
 
 
 def whole_window(samples: Samples) -> Window:
-    """Return the span from the first due request to the last end, as vLLM's `bench serve` takes it."""
+    """Return the span from the first due request to the last end, as in vLLM's `bench serve`."""
     begin_ns = int(min(samples.intended_ns.min(), samples.sent_ns.min()))
     return Window(begin_ns, max(begin_ns, int(samples.ended_ns.max())), "the whole run, warm-up and drain included")
 
 
 def steady_window(samples: Samples) -> Window | None:
-    """Return the part between warm-up and drain, or None if under half of the run or 20 ends are left.
+    """Return the part between warm-up and drain, or None if it is under half of the run or has fewer than 20 completions.
 
-    It begins when a request has ended well and as many are in flight as in the median over time. It ends when the last request
-    is sent, as the load falls from there on.
+    It begins when one request has succeeded and the number in flight has reached its median over time. It ends when the last
+    request is sent, because the load falls afterwards.
     """
     if not samples.is_ok.any():
         return None
@@ -320,12 +324,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """Jain's index among tenants (DEC-TR-301, 1984): 1 if all have the same, 1/n if one has everything."""
+    """Jain's index among tenants (DEC-TR-301, 1984): 1 if all n are equal, 1/n if one has everything."""
 
     of_speed: float
-    """Among mean speeds: output tokens over e2e seconds of each request, 0 for one that was refused or failed."""
+    """Index of the tenants' mean speeds. A speed is output tokens / e2e seconds, or 0 for a refused or failed request."""
     of_tokens: float
-    """Among prompt and output tokens served, which says something only if the tenants ask for the same."""
+    """Index of the tenants' prompt and output tokens. Meaningful only if all tenants ask for the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,13 +343,13 @@ class Figures:
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_cache_share: float | None
-    """Prompt tokens from the server's cache over all prompt tokens, or None without any."""
+    """Share of the prompt tokens found in the server's prefix cache, or None without prompt tokens."""
     goodput: Goodput | None
     cost: Cost | None
     lag: Distribution | None
-    """Delay of the client: from the intended arrival to the sending."""
+    """Delay of the client: time of sending minus intended arrival."""
     steady: tuple[Window, Rates] | None
-    """The rates without warm-up and drain, if enough is left."""
+    """Rates without warm-up and drain, or None if too little is left."""
     fairness: Fairness | None
     tenants: Mapping[str, Figures]
     num_tenants: int
@@ -405,7 +409,7 @@ def _distribution(values_ns: Ints) -> Distribution | None:
         return None
     quantiles = {name: quantile_estimate(series, share) for name, share in QUANTILES.items()}
     mean = mean_estimate(series)
-    mean = Estimate(mean.value, None if mean.low is None else max(0.0, mean.low), mean.high)  # No time is below 0.
+    mean = Estimate(mean.value, None if mean.low is None else max(0.0, mean.low), mean.high)  # Times are at least 0.
     return Distribution(len(series), mean, quantiles, float(series.max()))
 
 
@@ -427,12 +431,12 @@ def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
 
 
 def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
-    """Return the rates of the requests that are `counted`, with intervals by batches of time."""
+    """Return the rates of the requests where `counted` is true. Intervals come from the method of batch means."""
     some = samples.rows(counted, samples.gaps)
     num_batches = min(MAX_BATCHES, num_independent_batches(some, window))
     num_batches = num_batches if num_batches >= MIN_DRAWS else 1
     edges = np.linspace(window.begin_ns, window.end_ns, num_batches + 1)
-    edges[0] -= 1  # What happens at its first instant is in the window.
+    edges[0] -= 1  # The window includes its first instant.
     output, prompt, ended = (np.diff(upto) for upto in tokens_upto(some, edges))
 
     def rate(batches: Floats) -> Estimate:
@@ -442,7 +446,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Return how many parts the window has that say little of each other: each lasts twice the mean e2e, with five ends."""
+    """Return how many nearly independent parts the window has: each has five completions and lasts twice the mean e2e."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0
@@ -452,9 +456,9 @@ def num_independent_batches(samples: Samples, window: Window) -> int:
 
 
 def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return output tokens, prompt tokens and requests ended up to each instant: three arrays [instants].
+    """Return cumulative output tokens, prompt tokens and ended requests at each instant: three arrays [instants].
 
-    The first token of an answer came at `first_ns`; the others are spread evenly from there to the end.
+    The first token of an answer counts at `first_ns`; the others are spread evenly from then to its end.
     """
     starts = np.where(samples.first_ns >= 0, samples.first_ns, samples.ended_ns)
     lasts = np.maximum(1, samples.ended_ns - starts)

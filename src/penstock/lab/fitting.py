@@ -1,8 +1,8 @@
-"""Fits a cost model to measured steps, and measures its error on steps that it has not seen. Used by `penstock profile --fit`.
+"""Fits a cost model to measured steps, and measures its error on steps left out. Used by `penstock profile --fit`.
 
-Each of the executor's own parts (linear, attention, sampling, the rest) is fitted to its own kind of work. The costs minimise
-relative errors by least squares that trust outliers less (Huber, 1964), and are not negative (Lawson and Hanson, 1974, chapter
-23).
+Each part of a step that the executor times (linear, attention, sampling, the rest) has its own costs. The fit minimises
+relative errors by least squares with Huber's weights for outliers (1964). Costs are not negative (Lawson and Hanson, 1974,
+chapter 23).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _COSTS_OF: Mapping[str, tuple[str, ...]] = {
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
     TOTAL: (*_UNITS, "brackets", "cold_ns"),
 }
-"""Part of a step -> costs that it may contain. An executor that reports no parts has one: all of it."""
+"""Part of a step -> costs that it can have. If the executor reports no parts, `TOTAL` is the only one."""
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of a model, |model - measured| / measured, by medians of similar steps of a group."""
+    """Relative errors of a model, |model - measured| / measured, of the medians of similar steps."""
 
     median: float
     p90: float
@@ -62,14 +62,14 @@ class Fit:
     cost: CostModel
     errors: Mapping[str, Errors]
     left_out: Mapping[str, Errors]
-    """By part, of models that have not seen the step's group."""
+    """Part -> errors by cross-validation: each group of steps is predicted by a fit to the others."""
     num_steps: int
 
 
 def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
-    """Fit a cost model, with its noise, its range and its errors. `are_in_order`: the steps follow one another.
+    """Fit a cost model with its noise, range and errors. `are_in_order`: each step ran right after the one before it.
 
-    Raises ValueError for too few steps or groups to tell the parts apart, and for a step that took no time.
+    Raises ValueError if there are too few steps or groups to separate the costs, or if a step took no time.
     """
     names = sorted({step.group for step in steps})
     if len(steps) < len(_UNITS) or len(names) < 2:
@@ -122,7 +122,7 @@ class _Table:
         )
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
-        # At the machine's usual speed: where it was slower than usual, so was the reference.
+        # Divide by the slowness of the reference steps beside it, to get the time at the machine's usual speed.
         slowness = np.array([step.slowness for step in steps])
         self.raw = np.array([step.execute_ns for step in steps], dtype=float)
         total = self.raw / slowness
@@ -137,7 +137,7 @@ class _Table:
         self.measured[HOST] = np.array([np.nan if step.host_ns is None else float(step.host_ns) for step in steps])
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
-        # Errors count in shares of the whole step: a part that takes no time needs no good model.
+        # Errors are relative to the whole step: a short part needs no good model.
         is_fitted = is_used & self.is_step
         whole = self.measured[TOTAL][is_fitted]
         cost: dict[str, Mapping[str, float]] = {}
@@ -149,7 +149,7 @@ class _Table:
         host = self.measured[HOST]
         is_known = is_used & ~np.isnan(host)
         if is_known.any():
-            # Medians of like steps: single ones differ by far more than the host's part of a row.
+            # Medians of similar steps: single steps differ by far more than the host's time for a row.
             kinds = np.stack([np.ones(len(host)), self._num_rows, self._has_prefill], axis=1)
             alike, kind_of = np.unique(kinds[is_known], axis=0, return_inverse=True)
             medians = np.array([np.median(host[is_known][kind_of == kind]) for kind in range(len(alike))])
@@ -158,7 +158,7 @@ class _Table:
         return cost
 
     def predict(self, cost: _Cost) -> dict[str, Floats]:
-        """Return the nanoseconds of all steps, by part and in total."""
+        """Return the modelled nanoseconds of each step, by part and in total."""
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
@@ -188,7 +188,7 @@ class _Table:
                 if part != HOST and not self.is_step[indices[0]]:
                     continue
                 measured = float(np.median(self.measured[part][indices]))
-                # Relative errors of a part below a tenth of the step say nothing.
+                # Relative errors of a part below a tenth of the step are meaningless.
                 if not np.isnan(measured) and (part == HOST or measured > 0.1 * whole):
                     found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
         return {part: _errors(np.array(values)) for part, values in found.items()}
@@ -221,7 +221,7 @@ def _errors(errors: Floats) -> Errors:
 
 
 def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
-    """Return non-negative costs [num_costs] of units [num_steps, num_costs] with small errors relative to `scale`."""
+    """Return non-negative costs [num_costs] for which `matrix` @ costs is near `measured`, in units of `scale`."""
     rows, target = matrix / scale[:, None], measured / scale
     weights = np.ones(len(target))
     solution = np.zeros(matrix.shape[1])
@@ -264,7 +264,7 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
-    """Return noise by octaves of the modelled time. Octaves with few steps join the next longer one."""
+    """Return noise for each octave of the modelled time. An octave with few steps is merged with the next longer one."""
     octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
     ends: list[float] = []
     begin = -np.inf

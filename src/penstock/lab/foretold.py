@@ -1,4 +1,4 @@
-"""The report of a simulation beside its records: how full the servers were, how fast it ran, whether it extrapolated."""
+"""Report of a simulation: load of the servers, speed of the simulation, and steps outside of the fitted range."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
 
 
 def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
-    """Yield requests and KV blocks of each server over time, for the first servers. Raises ConfigError without matplotlib."""
+    """Yield one plot: requests and KV blocks over time, for at most eight servers. Raises ConfigError without matplotlib."""
     timelines = [
         (", ".join(filter(None, [one.name, server])), timeline)
         for one in simulated

@@ -1,6 +1,6 @@
-"""Machines in numbers: memory, bandwidth, peak of multiply-adds, price.
+"""Descriptions of machines: memory, bandwidth, peak multiply-adds, price.
 
-They come from the table of Penstock (`hardware.csv`, which explains its columns), a user's table, or a probe of this machine.
+Sources are Penstock's table (`hardware.csv`, which explains its columns), a user's table, and a probe of this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types.errors import ConfigError, counted
 TABLE = "hardware.csv"
 MAX_TABLE_BYTES = 1 << 20
 THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.4
-"""Shares of the peaks that steps reached on two AVX-512 cores (docs/performance.md, "One step"): 81 to 86 % of the bandwidth
+"""Shares of the peaks that steps reached with two AVX-512 cores (docs/performance.md, "One step"): 81 to 86 % of the bandwidth
 for one row on an EPYC (2026-11-21), 32 to 39 % of the multiply-adds for 32 rows and prompts on a Xeon (2026-11-22)."""
 THIS_STEP_NS = 200_000
 _COLUMNS = (
@@ -48,10 +48,10 @@ class Hardware:
     memory_bytes: int
     read_bytes_per_s: float
     int8_ops_per_s: float
-    """Peak of int8 multiply-adds, each two operations; 0 if products of quantised weights run in bf16."""
+    """Peak of int8 operations; a multiply-add is two. 0 if products with quantised weights run in bf16."""
     bf16_ops_per_s: float
     read_share: float
-    """Estimated share of `read_bytes_per_s` that a step reaches; `basis` says where it comes from."""
+    """Share of `read_bytes_per_s` that a step reaches, estimated. `basis` names the source of the estimate."""
     compute_share: float
     step_ns: int
     basis: str
@@ -78,7 +78,7 @@ class Hardware:
 def this_machine(
     *, name: str, memory_bytes: int, read_bytes_per_s: float, int8_ops_per_s: float, bf16_ops_per_s: float
 ) -> Hardware:
-    """Return this machine, with peaks that were just probed. `name` is its processor's."""
+    """Return the description of this machine, given its probed peaks. `name` is the processor's name."""
     return Hardware(
         name="this",
         description=name,
@@ -96,7 +96,7 @@ def this_machine(
 
 
 def find(name: str, table: Mapping[str, Hardware]) -> Hardware:
-    """Return the machine of that name, in any case. Raises ConfigError with the known names."""
+    """Return a machine by name, ignoring case. Raises ConfigError, which lists the known names."""
     for known, hardware in table.items():
         if known.lower() == name.lower():
             return hardware

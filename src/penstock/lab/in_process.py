@@ -1,7 +1,6 @@
-"""A workload for a model in this process: the same paces and records as over HTTP.
+"""Sends a workload to a model in this process, with the same pacing and records as over HTTP.
 
-`drive` takes anything that can `Ask`; `penstock bench --in-process` gives it the Python API. It runs an event loop beside the
-model's own threads.
+`penstock bench --in-process` calls `drive` with the Python API as `Ask`. The event loop runs beside the model's own threads.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Progress:
 
 
 class Ask(Protocol):
-    """Asks a model for exactly this many tokens, and yields progress. Closing it early ends the request.
+    """A function that asks a model for exactly `num_output_tokens` and yields progress. Closing it early ends the request.
 
-    `prompt`: token ids, or texts of user and model in turn, with the user's last. Raises PenstockError.
+    `prompt`: token ids, or messages of user and model in turn, with the user's last. Raises PenstockError.
     """
 
     def __call__(self, prompt: Sequence[str] | Sequence[int], num_output_tokens: int) -> AsyncGenerator[Progress, None]: ...

@@ -1,7 +1,7 @@
-"""Confidence intervals of means, quantiles, shares and rates, all at `LEVEL`. A sample that is too small has none.
+"""Confidence intervals of means, quantiles, shares and rates, all at `LEVEL`. Too small a sample has no interval.
 
-Successive requests share a queue, so their latencies are not independent. Series are passed in the order of time and count as
-their effective number of independent draws: n over the integrated autocorrelation time (Sokal 1997, section 3, with the
+Successive requests share a queue, so their latencies are not independent. A series is passed in time order, and its length n
+is replaced by its effective sample size: n over the integrated autocorrelation time (Sokal 1997, section 3, with the
 corrections of Wolff, Computer Physics Communications 156, 2004). docs/bench-results.md names the method for each figure.
 """
 
@@ -21,13 +21,13 @@ Bools = NDArray[np.bool_]
 LEVEL = 0.95
 MIN_DRAWS = 6.0
 MAX_BATCHES = 20
-"""More batches gain little, and neighbours would depend on each other more."""
+"""Most batches. More gain little, and neighbouring ones would be less independent."""
 _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval at `LEVEL`, or None where the sample is too small."""
+    """A figure and the ends of its confidence interval, which are None if the sample is too small."""
 
     value: float
     low: float | None = None
@@ -38,13 +38,13 @@ class Estimate:
         return self.low is not None and self.high is not None
 
     def scaled(self, factor: float) -> Estimate:
-        """Return the same in another unit. `factor` is positive."""
+        """Return the estimate times a positive factor."""
         if self.low is None or self.high is None:
             return Estimate(self.value * factor)
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverted(self, numerator: float) -> Estimate:
-        """Return `numerator` over this, which must not be negative. The interval is unknown where this may be 0."""
+        """Return `numerator` divided by this estimate, which must be at least 0. No interval if this one contains 0."""
         value = numerator / self.value if self.value else math.inf
         if not self.low or not self.high or self.low <= 0:
             return Estimate(value)
@@ -52,7 +52,7 @@ class Estimate:
 
 
 def student_quantile(share: float, degrees: float) -> float:
-    """Return a quantile of Student's t by the expansion around the normal one (Abramowitz and Stegun, 26.7.5).
+    """Return a quantile of Student's t by an expansion around the normal quantile (Abramowitz and Stegun, 26.7.5).
 
     The error at 0.975 is below 1 % for 2 degrees and below 0.1 % from 5 on.
     """
@@ -67,7 +67,7 @@ def student_quantile(share: float, degrees: float) -> float:
 
 
 def student_tail(distance: float, degrees: float) -> float:
-    """Return the chance that Student's t is at least this far from 0 on either side, by integration over an angle."""
+    """Return the probability that |t| >= |distance| for Student's t, by numerical integration."""
     if degrees > _ALMOST_NORMAL:
         return 2 * NormalDist().cdf(-abs(distance))
     begin = math.atan(abs(distance) / math.sqrt(degrees))
@@ -80,7 +80,7 @@ def student_tail(distance: float, degrees: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The effective number of independent values in a series."""
+    """Effective sample size of a series, with its degrees of freedom."""
 
     count: float
     degrees: float
@@ -91,7 +91,7 @@ class Draws:
 
 
 def effective_draws(series: Floats) -> Draws:
-    """Return the effective draws of a non-empty series in the order of time, at most its length."""
+    """Return the effective sample size of a non-empty series in time order; at most its length."""
     length = len(series)
     centred = series - series.mean()
     if length < 2 or not centred.any():
@@ -116,7 +116,7 @@ def mean_estimate(series: Floats) -> Estimate:
 
 
 def quantile_estimate(series: Floats, share: float) -> Estimate:
-    """Return a quantile of a non-empty series in the order of time, by two order statistics (David and Nagaraja, 7.1)."""
+    """Return a quantile of a non-empty series in time order. Its interval is two order statistics (David and Nagaraja, 7.1)."""
     value = float(np.quantile(series, share))
     draws = effective_draws((series <= value).astype(np.float64))
     if not draws.is_enough:
@@ -134,7 +134,7 @@ def _shrink(degrees: float) -> float:
 
 
 def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
-    """Return the ranks, from 1, of the two of `count` order statistics that enclose a quantile, or None for too few draws."""
+    """Return the ranks, from 1, of two order statistics that enclose a quantile of `count` values, or None for too few."""
     if count < 1:
         return None
     spread = 10 * math.sqrt(count * share * (1 - share)) + 30
@@ -151,10 +151,10 @@ def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
 
 
 def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
-    """Return a quantile of values in groups, such as a histogram for each stretch of time (Korn and Graubard, 1998).
+    """Return a quantile of values in groups, such as one histogram per stretch of time (Korn and Graubard, 1998).
 
-    The variation of the share below it between groups gives the effective number of draws. `values`: [buckets], ascending;
-    `counts`: [groups, buckets].
+    The effective sample size comes from how the share below the quantile varies between groups. `values`: [buckets],
+    ascending; `counts`: [groups, buckets].
     """
     totals = counts.sum(axis=0)
     value = float(values[_bucket_at(totals, share)])
@@ -184,8 +184,10 @@ def _bucket_at(totals: Ints, share: float) -> int:
 
 
 def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
-    """Return `total` per second of `duration_s`, by batches of time (Schmeiser, 1982). `batches`: what equal parts of it
-    had."""
+    """Return `total` / `duration_s`, with an interval by batch means (Schmeiser, 1982).
+
+    `batches`: `total` divided among equal parts of the time.
+    """
     rate = total / duration_s if duration_s > 0 else 0.0
     count = len(batches)
     if count < MIN_DRAWS or duration_s <= 0:
@@ -196,9 +198,9 @@ def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
 
 
 def share_estimate(holds: Bools, values: Floats) -> Estimate:
-    """Return the share of requests for which `holds` is true, with Wilson's interval. Both arrays are in the order of time.
+    """Return the share of requests where `holds` is true, with Wilson's interval. Both arrays are in time order.
 
-    `values` are latencies, which give the effective number of draws where `holds` is the same for all requests.
+    `values` are latencies. They give the effective sample size if `holds` is the same for all requests.
     """
     share, z = float(holds.mean()), NormalDist().inv_cdf((1 + LEVEL) / 2)
     draws = effective_draws(values if share in (0, 1) else holds.astype(np.float64))

@@ -1,6 +1,6 @@
-"""Which job of a workload is sent next, and when. The loop that sends (`driving`) and the simulation share it.
+"""Decides which job of a workload is sent next, and when. Used by the sending loop (`driving`) and the simulation.
 
-Instants and the ends of requests go into a `Pacer`, due jobs come out.
+The caller passes the time and the ends of requests to a `Pacer`, and takes due jobs from it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from penstock.lab.workload import Workload
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     concurrency: int | None = None
-    """Users of a closed loop. Each takes the next conversation as soon as its last is over; arrivals do not count, think times
-    do. None means an open loop."""
+    """Number of users of a closed loop, or None for an open loop. Each user begins the next conversation when its last one has
+    ended. Arrivals are ignored; think times are kept."""
     max_concurrency: int | None = None
-    """The most requests of an open loop under way. Others wait, and their latencies count that."""
+    """Most requests of an open loop in flight. Others wait, which counts in their latencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """The begin of a run that is sent but not recorded: the first `num_jobs`, or those due in the first `seconds`."""
+    """Start of a run that is sent but not recorded: the first `num_jobs`, and all jobs due in the first `seconds`."""
 
     num_jobs: int = 0
     seconds: float = 0.0
@@ -34,7 +34,7 @@ class WarmUp:
 
 
 class Pacer:
-    """Jobs that are not sent yet, and those under way. Instants are nanoseconds from the begin of the run."""
+    """Schedule of a workload's jobs. Instants are nanoseconds from the start of the run."""
 
     def __init__(self, workload: Workload, pace: Pace) -> None:
         jobs = workload.jobs
@@ -42,7 +42,7 @@ class Pacer:
         self._pace = pace
         self._turns_after: defaultdict[int, list[int]] = defaultdict(list)
         self._conversation: dict[int, int] = {}
-        """Job of a conversation of several turns -> its first job."""
+        """Index of a job in a conversation of several turns -> the first job of the conversation."""
         self._num_left: dict[int, int] = {}
         for index, job in enumerate(jobs):
             if job.after is not None:
@@ -57,7 +57,7 @@ class Pacer:
         self._num_begun = 0
         self._turns: list[tuple[int, int]] = []
         self._free_since: deque[int] = deque([0] * min(pace.concurrency or 0, len(firsts)))
-        """For each idle user of a closed loop: since when."""
+        """For each idle user of a closed loop, the instant since which it is idle."""
         self._num_running = 0
 
     @property
@@ -69,7 +69,7 @@ class Pacer:
         return self._num_running
 
     def next_ns(self) -> int | None:
-        """Return the instant at which a job is due, maybe in the past, or None if nothing is due before a request ends."""
+        """Return when the next job is due, which may be in the past. None if none is due before a request ends."""
         if self._is_full:
             return None
         turn_ns = self._turns[0][0] if self._turns else None
@@ -79,7 +79,7 @@ class Pacer:
         return min(turn_ns, first_ns)
 
     def take(self, now_ns: int) -> tuple[int, int] | None:
-        """Return (job, the instant at which it was due) of a job to send now, or None."""
+        """Return (index, due instant) of a job to send now, or None."""
         due_ns = self.next_ns()
         if due_ns is None or due_ns > now_ns:
             return None
@@ -92,7 +92,7 @@ class Pacer:
         return self._firsts[self._num_begun - 1], due_ns
 
     def end(self, index: int, now_ns: int) -> int:
-        """Note that a job was answered. Return the number of turns after it, which are due after their users' think times."""
+        """Note that a job was answered. Schedule the turns after it by their think times, and return how many they are."""
         turns = self._turns_after.pop(index, ())
         for turn in turns:
             heappush(self._turns, (now_ns + self._jobs[turn].arrival_ns, turn))
@@ -101,7 +101,7 @@ class Pacer:
         return len(turns)
 
     def fail(self, index: int, now_ns: int) -> list[int]:
-        """Note that a job failed. Return the turns that are lost with it, in their order."""
+        """Note that a job failed. Return the later turns of its conversation, which will not be sent."""
         lost = list(self._turns_after.pop(index, ()))
         for turn in lost:
             lost += self._turns_after.pop(turn, ())
@@ -111,7 +111,7 @@ class Pacer:
         return lost
 
     def continues(self, index: int) -> bool:
-        """Return whether a turn follows this job, which needs its answer."""
+        """Return whether another turn follows this job, and needs its answer."""
         return index in self._turns_after
 
     @property

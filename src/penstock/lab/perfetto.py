@@ -1,4 +1,4 @@
-"""A recording as a trace for https://ui.perfetto.dev or chrome://tracing: steps, host work, requests, load.
+"""Converts a recording to a trace for https://ui.perfetto.dev or chrome://tracing: steps, host work, requests, load.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -101,7 +101,7 @@ def _slice(thread: int, name: str, begin_ns: int, duration_ns: int) -> dict[str,
 
 
 def _phase(number: int, name: str, kind: str, at_ns: int) -> dict[str, object]:
-    """Return the begin (b) or the end (e) of something in the life of a request."""
+    """Return the event that begins (`kind` b) or ends (e) a phase of a request."""
     return {"ph": kind, "pid": 1, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
 
 

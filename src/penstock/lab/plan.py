@@ -1,8 +1,8 @@
-"""The size of a deployment: the highest rate that holds the SLOs, what binds there, replicas and cost.
+"""Sizes a deployment: the highest rate that meets the SLOs, the resource that limits it, the replicas and their cost.
 
-`cli.plan` calls it. The searches run in the simulator; `sizing` has the arithmetic, `queueing` the formulas of waits. The
-highest rate is a statement about this workload: its lengths, its order and the shape of its arrivals. docs/plan.md explains
-every search.
+`cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic, and `queueing` formulas for waits. The
+highest rate is valid for this workload only: its lengths, its order and its arrival process. docs/plan.md explains every
+search.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from penstock.lab.workload import NS_PER_S, Workload
 from penstock.types.errors import ConfigError
 
 LEAST_SHARE = 0.01
-"""The search begins at this share of the saturated rate. If the SLOs fail there, no rate holds them."""
+"""Lowest rate tried, as a share of the saturated rate. If it misses the SLOs, the plan says that no rate meets them."""
 STEP = 1.12
-"""Ratio of neighbouring rates in the search for what binds."""
+"""Ratio of neighbouring rates in the search for the limiting resource."""
 NUM_STEPS = 9
-"""Rates in that search, from the highest rate up to 2.5 times it."""
+"""Number of rates in that search, from the highest rate to 2.5 times as much."""
 UTILISATIONS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MIN_SPANS = 10
-"""A run should last this many times as long as a request, so that queues have time to grow."""
+"""A run should last at least this many mean request times, so that queues have time to grow."""
 MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
-"""Limits of the repeated workload: requests, output tokens, steps of a full batch. A run takes about half a second."""
+"""Limits of a repeated workload: requests, output tokens, steps of a full batch. They keep a run near half a second."""
 MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
-"""Limits of a run of several replicas; tokens are `MOST_TOKENS` for each, if that is more. Beyond, one group of them runs."""
+"""Limits of a run with several replicas. The limit of tokens is `MOST_TOKENS` for each replica if that is more."""
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
-"""Replicas of a group at the rate that they just keep up with, and of all groups together."""
+"""Fewest and most replicas in a simulated group, at the rate that they just keep up with; most in all groups."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
-"""A saturated server is timed over this many full batches, as the prompts of the first one come all at once. The limit of the
-output tokens keeps that to seconds."""
+"""Full batches and most output tokens of the run that times a saturated server. In the first batch all prompts arrive at
+once, so one batch is not enough."""
 
 
 class Resource(StrEnum):
-    """A thing that a server can have too little of."""
+    """A limit of a server that can bound its rate."""
 
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"
@@ -72,7 +72,7 @@ class Resource(StrEnum):
     ROWS = "rows"
     """Requests in one step (`--max-num-seqs`)."""
     QUEUE = "queue"
-    """Arrivals come in bursts and wait, although the server is fast enough on average."""
+    """Waiting in bursts of arrivals, although the server is fast enough on average."""
 
 
 REMEDIES: Mapping[Resource, tuple[str, str]] = {
@@ -96,15 +96,15 @@ class Candidate:
     size: ModelSize
     rates: Speeds
     is_fitted: bool
-    """The simulation's cost model comes from a file, not from the roofline."""
+    """Whether the cost model comes from a file instead of the roofline."""
     doubts: Sequence[str] = ()
-    """Sentences on what is assumed about model, memory and step times."""
+    """Sentences about the assumptions on model, memory and step times."""
 
     def run(self, workload: Workload) -> Outcome:
         return self.simulation.run(workload)
 
     def doubled(self, resource: Resource) -> Candidate:
-        """Return the same server with twice as much of one resource. `QUEUE` changes nothing."""
+        """Return the candidate with twice as much of one resource. `QUEUE` changes nothing."""
         simulation, rates = self.simulation, self.rates
         capacity, cost = simulation.capacity, simulation.cost
         match resource:
@@ -125,16 +125,16 @@ class Candidate:
 class Requirements:
     slos: Sequence[Slo] = ()
     goal: float = 0.99
-    """Share of the requests that must hold every SLO."""
+    """Share of the requests that must meet every SLO."""
     rate: float | None = None
-    """Requests per second to serve. None takes the workload's, or else what one replica can serve."""
+    """Requests per second to serve. None takes the workload's own rate, or else the highest rate of one replica."""
     headroom: float = 0.0
-    """Share of the replicas' rate that stays free: they hold the SLOs at `rate` / (1 - headroom)."""
+    """Share of the replicas' rate that stays free: they are sized for `rate` / (1 - headroom)."""
     router: str = "round-robin"
     price_per_hour: float | None = None
     seed: int = 0
     least_run_s: float = 30.0
-    """A shorter workload is repeated until it lasts this long on a full server."""
+    """Repeat the workload until it lasts this long on a full server."""
 
 
 # Trials
@@ -147,7 +147,7 @@ class Trial(NamedTuple):
     num_good: int
     goal: float
     stress: float
-    """The factor by which the limits would have to be longer for the goal to be just met; below 1 there is room."""
+    """Factor on all limits that would just meet the goal. Above 1, the SLOs are missed."""
     by_slo: Mapping[str, float]
     duration_s: float
     mean_e2e_s: float
@@ -165,7 +165,7 @@ class Trial(NamedTuple):
 
     @property
     def nearly_holds(self) -> bool:
-        """Whether it holds if one standard deviation of the failures is taken for chance."""
+        """Whether the goal is met if one standard deviation of the number of failures is forgiven as chance."""
         return self.num_good >= self.goal * self.num_requests - math.sqrt(self.num_requests * self.goal * (1 - self.goal))
 
     @property
@@ -210,10 +210,10 @@ def _quantile(values: NDArray[np.float64], share: float) -> float:
 
 
 def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
-    """Return the workload at another mean rate. Think times stay, all other gaps are scaled by one factor.
+    """Return the workload at another mean rate. Gaps between arrivals are scaled by one factor; think times stay.
 
-    Arrivals are Poisson if all came at once. The same seed gives the same arrivals but for the factor, so two rates differ in
-    nothing else. A rate of infinity is all at once.
+    If all jobs arrive at once, draw Poisson arrivals. A seed gives the same arrivals for every rate, up to the factor. At an
+    infinite rate all jobs arrive at once.
     """
     if math.isinf(rate):
         return arrive(workload, [0] * num_arrivals(workload), "all at once")
@@ -226,7 +226,7 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
 
 
 def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Workload:
-    """Return the workload, repeated until it lasts this long at the rate of a full batch. A queue needs time to grow."""
+    """Return the workload repeated until it lasts `least_run_s` at the rate of a full batch, within `MOST_TOKENS` and so on."""
     num_tokens = sum(job.num_output_tokens for job in workload.jobs)
     wanted = math.ceil(least_run_s * full.rate / num_arrivals(workload))
     most_tokens = min(MOST_TOKENS, MOST_STEPS * full.num_rows)
@@ -243,12 +243,12 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The highest rate that held, or None if not even the lowest did."""
+        """The trial at the highest rate that met the SLOs, or None if even the lowest missed them."""
         return max((trial for trial in self.trials if trial.holds), key=lambda trial: trial.rate, default=None)
 
     @property
     def failed(self) -> Trial | None:
-        """The lowest rate that failed, or None if the server is saturated before the SLOs fail."""
+        """The trial at the lowest rate that missed the SLOs, or None if they are met up to saturation."""
         return min((trial for trial in self.trials if not trial.holds), key=lambda trial: trial.rate, default=None)
 
     @property
@@ -257,10 +257,9 @@ class Search:
 
 
 def highest_rate(attempt: Callable[[float], Trial], saturated_rate: float) -> Search:
-    """Find the highest rate that holds, to 2 %, between `LEAST_SHARE` of the saturated rate and all of it.
+    """Find the highest rate that meets the SLOs, to 2 %, from `LEAST_SHARE` of the saturated rate up to all of it.
 
-    `attempt` runs the workload at a rate. The bisection assumes that a lower rate is never worse, which is true but for the
-    noise of single requests.
+    `attempt` runs the workload at a rate. The bisection assumes that a lower rate is never worse, which holds up to noise.
     """
     trials = [failed := attempt(saturated_rate)]
     if not failed.holds:
@@ -272,10 +271,9 @@ def highest_rate(attempt: Callable[[float], Trial], saturated_rate: float) -> Se
 
 
 def saturated_rate(outcome: Outcome, workload: Workload) -> float:
-    """Return the arrivals per second that a server keeps up with, from a run in which all requests came at once.
+    """Return the arrivals per second that a server keeps up with, given a run in which all requests arrived at once.
 
-    They are counted between a tenth and nine tenths of the ends, where neither the first prompts nor the last few rows have a
-    part; or over the whole run if that gives more.
+    The rate is that of completions, without the first and the last tenth of them, or over the whole run if that is higher.
     """
     ends = sorted(record.ended_ns for record in outcome.records)
     low, high = (int(share * (len(ends) - 1)) for share in (0.1, 0.9))
@@ -294,10 +292,10 @@ def search(candidate: Candidate, workload: Workload, asked: Requirements) -> Sea
 
 
 def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
-    """Return the arrivals per second that the candidate keeps up with, from a run in which all requests come at once.
+    """Run all requests at once, and return the arrivals per second that the candidate keeps up with.
 
-    A short workload is repeated. Where that would take too long, the rate is at most that of a full batch; cached prefixes may
-    make the true one higher.
+    A short workload is repeated. If that would take too long, the result is at most the rate of a full batch; the true rate
+    may be higher with cached prefixes.
     """
     simulation, num_jobs = candidate.simulation, len(workload.jobs)
     full = fullest_batch(simulation.cost, lengths_of(workload.jobs), simulation.capacity)
@@ -308,11 +306,11 @@ def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
     return rate if times >= wanted else min(rate, full.rate * num_arrivals(workload) / num_jobs)
 
 
-# What binds
+# The limiting resource
 
 
 class Gain(NamedTuple):
-    """By what factor the highest rate grows: by strict and by lenient counts, where chance failures are forgiven."""
+    """Factor by which the highest rate grows. The lower and the higher of a strict search and of one with `nearly_holds`."""
 
     least: float
     most: float
@@ -320,13 +318,13 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Limits that bind, and the gain of raising each. Rates are tried in steps of `STEP`, so gains are known to 12 %."""
+    """Gain of doubling each resource, and the resources that limit the rate. Gains are known to one `STEP`, 12 %."""
 
     before: float
-    """The multiple of the highest rate that held in these steps: 1, more where the server was saturated or requests are few,
-    or 0 if no rate holds."""
+    """Multiple of the highest rate that still meets the SLOs with nothing doubled: usually 1. More if the server was saturated
+    or there are few requests; 0 if no rate meets them."""
     gains: Mapping[Resource, Gain]
-    """Resource -> the gain with twice as much of it. Where no rate holds, it is above 0 if one would."""
+    """Resource -> gain with twice as much of it. If `before` is 0, a gain above 0 means that some rate would meet the SLOs."""
 
     @property
     def resources(self) -> Sequence[Resource]:
@@ -337,7 +335,7 @@ class Binding:
 
     @property
     def is_known(self) -> bool:
-        """Whether the requests are enough to find a rate at which the SLOs fail."""
+        """Whether the search found a rate at which the SLOs fail."""
         return not _is_top(self.before)
 
     @property
@@ -381,9 +379,9 @@ def _is_top(multiple: float) -> bool:
 
 
 def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, found: Search) -> Binding:
-    """Find the resources whose doubling raises the highest rate most.
+    """Double one resource at a time, and find which doubling raises the highest rate most.
 
-    Only one thing is changed at a time, so two that bind together show as none that helps.
+    If two resources limit the rate together, doubling either one shows no gain.
     """
     rate = found.rate or (found.failed.rate if found.failed else found.saturated_rate)
     trials: dict[tuple[Resource | None, int], Trial] = {}
@@ -403,7 +401,7 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
             trial = attempt(resource, step)
             return trial.nearly_holds if is_lenient else trial.holds
 
-        # The highest rate held, so it holds with more of something.
+        # If the highest rate met the SLOs, it also does with more of something.
         if found.best is None and not holds(0):
             return 0.0
         if not holds(1):
@@ -414,12 +412,12 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
             low, high = (middle, high) if holds(middle) else (low, middle)
         return STEP**low
 
-    # The same steps with nothing doubled: a rate that holds by chance there is no gain.
+    # Search with nothing doubled, too: a rate that holds by chance there is not a gain.
     before = multiple(None, is_lenient=False)
     after = {resource: multiple(resource, is_lenient=False) for resource in Resource}
     gains = {resource: Gain(value / (before or 1.0), value / (before or 1.0)) for resource, value in after.items()}
     if before:
-        # The lenient search is for resources that help and are at most three steps behind the best one.
+        # Search leniently only for resources that help and are at most three steps behind the best one.
         least = max(before, max(after.values()) / STEP**3) * (1 + 1e-9)
         nearly = multiple(None, is_lenient=True)
         for resource, value in after.items():
@@ -436,13 +434,13 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
 class Fleet:
     rate: float
     num_groups: int
-    """Equal groups of replicas that get requests in turn. One of them was simulated."""
+    """Equal groups of replicas. Requests go to the groups in turn, and one group was simulated."""
     num_in_group: int
     load: float
-    """`rate` over the rate that the replicas keep up with."""
+    """`rate` divided by the rate that all replicas keep up with."""
     held: Trial | None
     failed: Trial | None
-    """One group with a replica less, or None if that was not tried: so few do not keep up, or it is one replica."""
+    """Trial of one group with one replica fewer. None if that would not keep up, or the group has one replica."""
 
     @property
     def num_replicas(self) -> int:
@@ -450,10 +448,10 @@ class Fleet:
 
 
 def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, found: Search, rate: float) -> Fleet | None:
-    """Find the fewest replicas behind a router that hold the SLOs at a rate, or None if `MOST_REPLICAS` do not.
+    """Find the fewest replicas behind a router that meet the SLOs at `rate`, or None if `MOST_REPLICAS` miss them.
 
-    Dividing by the highest rate of one replica would ask for too many: one replica takes each burst whole, several share it.
-    `found` is the search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` do not keep up with.
+    Dividing by the highest rate of one replica would give too many, because several replicas share each burst. `found` is the
+    search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
     """
     planned, num_groups = rate / (1 - asked.headroom), 1
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
@@ -494,9 +492,9 @@ def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, fo
 
 
 def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -> tuple[int, Workload]:
-    """Return the number of groups of replicas, and the requests that one of them gets.
+    """Return the number of groups of replicas, and the requests of one group.
 
-    The workload is repeated until it lasts at that rate about as long as with one replica, or as a queue needs to grow.
+    The workload is first repeated, so that at `rate` it lasts long enough for queues to grow.
     """
     count, tried = num_arrivals(workload), found.best or found.failed
     wanted_s = max(least_run_s, MIN_SPANS * tried.mean_e2e_s if tried else 0.0)
@@ -507,7 +505,7 @@ def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -
     times = max(1, min(round(wanted_s * rate / count), MOST_FLEET_REQUESTS // len(workload.jobs), most_tokens // num_tokens))
     most = max(1, int(least / LEAST_GROUP))
     near = min(most, max(1, math.ceil(least / MOST_GROUP), times * num_tokens // MOST_FLEET_TOKENS))
-    # With a common divisor a group would be sent the same requests in each repeat.
+    # If the number had a common divisor with `count`, a group would get the same requests in each repeat.
     numbers = (*range(near, most + 1), *range(near, 0, -1))
     num_groups = next(number for number in numbers if times == 1 or math.gcd(number, count) == 1)
     longer = repeat(workload, times)
@@ -517,9 +515,10 @@ def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -
 def fewest_replicas(
     attempt: Callable[[int], Trial], least: int, most: int = MOST_REPLICAS
 ) -> tuple[int, Trial, Trial | None] | None:
-    """Return the fewest replicas from `least` on that hold, their trial, and the failed one of a replica less, if tried.
+    """Return the fewest replicas that meet the SLOs, their trial, and the failed trial with one replica fewer, if run.
 
-    None if `most` fail. Steps of doubling size, then bisection: the number is near `least` unless arrivals come in bursts.
+    Return None if `most` replicas fail. The search goes up from `least` in doubling steps, then bisects: the answer is usually
+    near `least`.
     """
     low, high, step, failed = least - 1, least, 1, None
     while not (held := attempt(high)).holds:
@@ -539,7 +538,7 @@ def fewest_replicas(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """The cost of tokens. Replicas are paid for whether they have work or not."""
+    """Cost of a deployment and of its tokens. Idle time of replicas is paid for."""
 
     price_per_hour: float
     price_per_million_output_tokens: float
@@ -564,16 +563,16 @@ class Wait:
     utilisation: float
     rate: float
     num_rows: int
-    """Requests in the server on average, by Little's law."""
+    """Mean number of requests in the server, by Little's law."""
     tpot_ns: float
     row_s: float
-    """Mean wait for a row of the batch: M/G/k."""
+    """Mean wait for a row of the batch, by the formula for M/G/k."""
     p99_row_s: float
     prompt_s: float
 
 
 def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
-    """Return the waits of Poisson arrivals by formulas. The plan itself uses the simulation."""
+    """Return waits of Poisson arrivals by formulas, to compare with the simulated plan."""
     capacity, cost = candidate.simulation.capacity, candidate.simulation.cost
     top = fullest_batch(cost, lengths, capacity)
     points = [batch_point(rows, cost, lengths, capacity) for rows in range(1, top.num_rows + 1)]
@@ -597,7 +596,7 @@ def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
     return table
 
 
-# What is not known
+# Warnings
 
 
 def warnings(workload: Workload, found: Search, fleet: Fleet | None) -> Iterator[str]:
@@ -637,7 +636,7 @@ class Sized:
     workload: Workload
     asked: Requirements
     search: Search | None = None
-    """None without SLOs, as are the next three."""
+    """None without SLOs, like the next three."""
     binding: Binding | None = None
     fleet: Fleet | None = None
     bill: Bill | None = None
@@ -654,7 +653,7 @@ class Sized:
 
 
 def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
-    """Size a deployment. With SLOs: the highest rate, what binds there, replicas and the bill. Raises ConfigError."""
+    """Size a deployment. Without SLOs, leave out rate, limiting resource, replicas and bill. Raises ConfigError."""
     find_router(asked.router)
     if not 0 < asked.goal <= 1:
         raise ConfigError(f"The goal is {asked.goal:g}.", remedy="Set it above 0 and to 1 at most, such as 99%.")
@@ -674,7 +673,7 @@ def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Re
     found = search(candidate, served, asked)
     binding = find_binding(candidate, served, asked, found)
     wanted = asked.rate or mean_rate(workload) or found.rate
-    # If no rate holds except with even arrivals, bursts are to blame, and replicas share those.
+    # If a rate holds only with even arrivals, bursts are the cause, and replicas share bursts.
     if wanted and (found.best or binding.gains[Resource.QUEUE].most):
         fleet = find_fleet(candidate, served, asked, found, wanted)
     price = hardware.price_per_hour if asked.price_per_hour is None else asked.price_per_hour

@@ -1,4 +1,4 @@
-"""A plan as words and tables for a terminal, as plots and as one JSON object. Called by `cli.plan`."""
+"""Reports a plan as text, plots and JSON. Called by `cli.plan`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report(sized: Sized) -> str:
 
 
 def _lines(sized: Sized) -> Iterator[str]:
-    """`weights   parameters x bytes of one`, and below it `= 134.5 M x 0.63 B = 85 MB`."""
+    """Yield two lines for each quantity: `weights   parameters x bytes of one`, then `= 134.5 M x 0.63 B = 85 MB`."""
     candidate, simulation = sized.candidate, sized.candidate.simulation
     limit_ns = next((slo.limit_ns for slo in sized.asked.slos if slo.metric in ("tpot", "itl")), None)
     lines = list(
@@ -259,7 +259,7 @@ def _price(dollars: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return columns as wide as their longest cell. The first is flush left, the others flush right."""
+    """Return the rows as aligned text. The first column is flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

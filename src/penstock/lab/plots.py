@@ -1,7 +1,7 @@
-"""Plots by matplotlib, from the extra `penstock[lab]`. Panels, series and axes are plain values; `draw` makes a `Plot` of them.
+"""Plots by matplotlib, from the extra `penstock[lab]`. `draw` makes a `Plot` of panels, series and axes, which are values.
 
-The colours are those of Okabe and Ito (Color Universal Design, 2008), for colour-blind people too; each series has its own
-mark. No display is needed. The same values and the same matplotlib give the same bytes.
+Colours are Okabe and Ito's (Color Universal Design, 2008), which colour-blind people can tell apart; each series also has its
+own mark. No display is needed. The same values and the same matplotlib give the same bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Axis:
     label: str
     is_log: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
-    """Positions and labels; empty for matplotlib's choice."""
+    """Position -> label. Empty lets matplotlib choose."""
     low: float | None = None
     high: float | None = None
 
@@ -63,16 +63,16 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Series:
     name: str
-    """Empty: black, and not in the legend."""
+    """Name in the legend. If empty, the series is black and not in the legend."""
     points: Sequence[tuple[float, float]]
     style: str = "both"
     """One of `STYLES`; `both` is a line with marks."""
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, drawn as a band; NaN where unknown."""
     mark: str = ""
-    """One of `MARKS`, or a point `.`; empty for that of its name."""
+    """One of `MARKS`, or a point `.`. If empty, the mark is chosen by the name."""
     kind: str = ""
-    """A kind of figure, which the legend shows once for all series that look like it."""
+    """Kind of figure. The legend shows each kind once, for all series that share its style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Plot:
 
     def _written(self, kind: str) -> bytes:
         into = io.BytesIO()
-        # Neither names its maker's site nor the date, so the same plot has the same bytes.
+        # Leave out the date and the version, so that the same plot has the same bytes.
         metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None, "Format": None, "Type": None}
         with _drawing():
             self._figure.savefig(into, format=kind, dpi=110, metadata=metadata)
@@ -120,7 +120,7 @@ def is_installed() -> bool:
 
 
 def draw(title: str, panels: Sequence[Panel]) -> Plot:
-    """Draw panels side by side, three in a row. Raises ConfigError without matplotlib."""
+    """Draw panels, three in a row. Raises ConfigError without matplotlib."""
     figure, axes = _begin(title, len(panels))
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
@@ -134,7 +134,7 @@ def draw(title: str, panels: Sequence[Panel]) -> Plot:
 
 
 def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
-    """Give logarithmic panels axes that reach around the points of all, so that they are compared by eye."""
+    """Return the panels with equal axes that cover the points of all, so that they can be compared by eye."""
     points = [point for panel in panels for series in panel.series for point in series.points]
     if not points:
         return list(panels)
@@ -313,7 +313,7 @@ def require() -> ModuleType:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Use our settings, not the user's, and do not warn of missing letters or long names."""
+    """Use our settings of matplotlib instead of the user's, and silence warnings about missing glyphs and layout."""
     matplotlib = require()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
@@ -393,7 +393,7 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *,
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return three to about ten round numbers from `low` to `high`, if there are any; 0 < low < high."""
+    """Return round numbers between `low` and `high`, about three to ten, for a logarithmic axis. 0 < `low` < `high`."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
@@ -404,7 +404,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short_number(value: float) -> str:
-    """1500000 -> 1.5M, 20000 -> 20k, 0.05 -> 0.05"""
+    """Format a number for a tick: 1500000 -> 1.5M, 20000 -> 20k, 0.05 -> 0.05."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= max(unit, 1e4):
             return f"{value / unit:.4g}{name}"
@@ -423,7 +423,7 @@ def _fits(point: tuple[float, float], panel: Panel) -> bool:
 
 
 def _label(text: str, max_chars: int = MAX_LABEL_CHARS) -> str:
-    """Return a text as one short line that a legend does not hide."""
+    """Return a text as one short line. matplotlib hides labels that begin with an underscore, so add a space."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     shown = shown if len(shown) <= max_chars else f"{shown[: max_chars - 1]}…"
     return f" {shown}" if shown.startswith("_") else shown

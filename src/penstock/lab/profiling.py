@@ -1,4 +1,4 @@
-"""The words of `penstock profile` about a fit, and about where the time of a recording went."""
+"""Reports of `penstock profile`: errors of a fit, and shares of the time in a recording."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The text of each prompt: that of the trace where there is one, else common words.
+"""Writes the text of each prompt: the trace's own text if it has one, else random common words.
 
-With a tokenizer, a text has exactly as many tokens as its job says, or the job is changed; without one, lengths are estimated,
-and the workload's name says so. Equal blocks of a prefix get equal texts. Other prompts may begin with the same word by chance,
-but share no block.
+With a tokenizer, a text has the number of tokens that its job asks for, or the job is changed to match. Without one, lengths
+are estimated, and the workload's name says so. Equal blocks of a prefix get equal texts; other prompts share no block.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
     "why wide wife wild will wind window winter wish with woman wood word work world would write year yellow yes yet "
     "you young your"
 ).split()
-"""Most of them are one token of most vocabularies."""
+"""Common words. Most are a single token in most vocabularies."""
 _ANCHOR = "the"
 
 
@@ -54,7 +53,7 @@ class Tokenizer(Protocol):
 def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int = 0) -> Workload:
     """Return the workload with a text in each job that has no token ids. The same arguments give the same texts.
 
-    A turn gets the text of the user's new message. Tokens that a chat template adds do not count.
+    A later turn of a conversation gets the text of its new message only. Tokens of a chat template do not count.
     """
     writer = _Writer(tokenizer, workload.prefix_block_tokens, seed=seed)
     jobs: list[Job] = []
@@ -81,11 +80,13 @@ class _Writer:
         self._words, self._tokens_per_word = _cheapest_words(tokenizer) if tokenizer else (WORDS, 1)
 
     def write(self, job: Job, idx: int, num_tokens: int) -> tuple[str, int]:
-        """Return the text of the job with this index and its tokens: at most `num_tokens` of its own text, else exactly as
-        many."""
+        """Return a text for a job, and its number of tokens.
+
+        The job's own text is cut to at most `num_tokens`; a random text has exactly `num_tokens`.
+        """
         if job.prompt is not None:
             return self._shortened(job.prompt, num_tokens)
-        # A turn that continues a conversation has the shared blocks in its history.
+        # In a later turn, the shared blocks are part of the history.
         blocks = job.prefix if job.after is None else ()
         words: list[str] = []
         num_left = num_tokens
@@ -133,9 +134,10 @@ class _Writer:
 
 
 def cut(tokenizer: Tokenizer, token_ids: Sequence[int], max_tokens: int) -> tuple[str, int]:
-    """Return a text of at most `max_tokens` of these tokens, and how many it has. Raises ValueError if no text is possible.
+    """Decode at most `max_tokens` of the tokens. Return the text and its number of tokens.
 
-    A cut through a character or a word may be encoded differently, so the text is encoded again to count.
+    Text cut inside a word or a character may encode to other tokens, so the text is encoded again to count. Raises ValueError
+    if the tokens make no text.
     """
     for num_tokens in range(min(max_tokens, len(token_ids)), 0, -1):
         text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False).rstrip("\ufffd")

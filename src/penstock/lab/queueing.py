@@ -1,8 +1,8 @@
-"""Queueing in formulas: how long requests wait for a server of a given load. Rates are per second, times in seconds.
+"""Formulas for queueing times. Rates are per second, times in seconds.
 
-A server of continuous batches is taken for M/G/k: one server per row of a full batch, each as slow as a request in a full
-batch. The wait is Lee and Longton's approximation (Operational Research Quarterly 10, 1959): that of M/M/k times (1 + cv^2) /
-2, exact for k = 1 and for exponential times. docs/plan.md says where it fails.
+A server with continuous batching is modelled as M/G/k: each row of a full batch is one of k servers. The wait is Lee and
+Longton's approximation (Operational Research Quarterly 10, 1959): the wait in M/M/k times (1 + cv^2) / 2, which is exact for
+k = 1 and for exponential service times. docs/plan.md says where it fails.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 
 
 def erlang_b(num_servers: int, load: float) -> float:
-    """Return the share of arrivals that find all servers busy if nobody waits. `load` = rate x mean service time, in
-    servers."""
+    """Return the share of arrivals that find all servers busy and leave. `load` = rate x mean service time."""
     blocked = 1.0
     for servers in range(1, num_servers + 1):
         blocked = load * blocked / (servers + load * blocked)
@@ -32,9 +31,9 @@ def mean_wait(num_servers: int, rate: float, service_s: float, cv: float) -> flo
 
 
 def wait_quantile(share: float, num_servers: int, rate: float, service_s: float, cv: float) -> float:
-    """Return the time in the queue that `share` of the arrivals do not exceed, with exponential waits of those that wait.
+    """Return the quantile `share` of the time in the queue, assuming that waits above 0 are exponential.
 
-    Raises ValueError as `mean_wait`.
+    Raises ValueError if the load is not below `num_servers`.
     """
     load = rate * service_s
     waits = erlang_c(num_servers, load)

@@ -1,7 +1,7 @@
-"""Reads what `serve --record` wrote (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes it.
+"""Reads recordings of `serve --record` (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes them.
 
-The parts of a recording are read as one, the oldest first. Events come in the order in which they happened; a departure comes
-before the step with the same end if that step's tokens were too late for it.
+The files of one recording are read as one stream of events in time order. A request that had already ended when a step
+finished departs before that step.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
 
 _LARGEST = 1 << 62
-"""Larger numbers are damage: a century has fewer nanoseconds."""
+"""Larger numbers mean a damaged file: a century has fewer nanoseconds."""
 
 
 class RecordingError(PenstockError):
-    """A file is not a recording, or is damaged."""
+    """Error for a file that is not a recording, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockId:
-    """The content of a block, or of the last incomplete piece of a prompt. Equal ids are equal tokens after equal tokens."""
+    """Identity of a block's content. Two blocks with equal ids have equal tokens, and all tokens before them are equal."""
 
     id: int
     like: int = 0
-    """When an id appears first: a block whose first `num_like` tokens are the same, or 0."""
+    """Set where an id appears first: another block with the same first `num_like` tokens, or 0."""
     num_like: int = 0
 
 
@@ -50,7 +50,7 @@ class BlockId:
 class Header:
     recording: str
     part: int
-    """Above 0 if earlier parts are lost."""
+    """Number of this file in the recording. In the oldest file that is left, above 0 if earlier ones are lost."""
     began: str
     block_size: int
     capacity: Capacity
@@ -59,19 +59,19 @@ class Header:
     machine: Mapping[str, Any]
     config: str
     settings: Mapping[str, Any]
-    """Settings of KV cache, scheduling and compute that were not the defaults."""
+    """Settings of KV cache, scheduling and compute that differ from the defaults."""
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request was queued, or refused for good. Instants are nanoseconds from the begin of the recording, here and below."""
+    """Event: a request was queued or finally refused. Instants are nanoseconds from the start of the recording."""
 
     id: int
     arrival_ns: int
-    """When the server had read it."""
+    """When the server had read the request."""
     queued_ns: int | None
-    """When the engine took it, or None if it was refused."""
+    """When the engine accepted the request, or None if it was refused."""
     num_prompt_tokens: int
     max_tokens: int
     tenant: str
@@ -79,11 +79,11 @@ class Arrival:
     deadline_ns: int | None
     beam_width: int
     blocks: tuple[BlockId, ...]
-    """The prompt, with its last incomplete piece. Empty if unknown."""
+    """Blocks of the prompt, the incomplete last one included. Empty if unknown."""
     is_repeated: bool
-    """An earlier part, which may be lost, has it too."""
+    """Whether an earlier file of the recording has this event, too. That file may be lost."""
     adapter: int = BASE
-    """Equal numbers are the same adapter."""
+    """Number that identifies the LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +92,14 @@ class Departure:
     at_ns: int
     reason: FinishReason
     is_by_text: bool
-    """STOP by a stop string, not by a token."""
+    """Whether a stop string ended the request. False for a stop token."""
     reject_reason: str
     first_token_ns: int | None
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
     blocks: tuple[BlockId, ...]
-    """Prompt and output from the last full block of the prompt on."""
+    """Blocks of prompt and output, from the last full block of the prompt on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class StepDone:
     ended_ns: int
     rows: tuple[Row, ...]
     parts_ns: Mapping[str, int]
-    """`execute`, the executor's own shares of it, and the engine's `schedule`, `commit`, `output`."""
+    """Part -> time: `execute`, its parts as the executor names them, and the engine's `schedule`, `commit`, `output`."""
     num_running: int
     num_waiting: int
     num_blocks_free: int
@@ -157,7 +157,7 @@ class Recording:
     header: Header
 
     def events(self) -> Iterator[Event]:
-        """Yield all events. Raises RecordingError with the line of damage; an incomplete last line is ignored."""
+        """Yield all events. Raises RecordingError, which names the damaged line. An incomplete last line is ignored."""
         for path in self.paths:
             yield from _Part(path).events()
 
@@ -204,7 +204,7 @@ def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any],
 
 
 def _checked(told: _Told) -> _Told:
-    """Return what the file says. Raises ValueError, which names a field of the wrong type."""
+    """Return `told` if all of its fields have the right types. Raises ValueError with the name of a wrong one."""
     for name, is_right in _rules_of(type(told)):
         value = getattr(told, name)
         if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):
@@ -218,9 +218,9 @@ def is_recording(path: Path) -> bool:
 
 
 def open_recording(path: Path) -> Recording:
-    """Open the recording whose newest part is this file, with the parts before it (FILE.1, FILE.2, ...) that exist.
+    """Open a recording by its newest file. Older files (FILE.1, FILE.2, ...) are included as far as they exist.
 
-    Raises RecordingError if it is not a recording, or of another version.
+    Raises RecordingError if the file is not a recording, or has another version.
     """
     newest = _read_header(path)
     parts = [(newest, path)]
@@ -270,7 +270,7 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._contexts: dict[int, int] = {}
-        """Number of a request -> where its last row ended."""
+        """Request id -> the position after its last row."""
         self._part_names: tuple[str, ...] = ()
 
     def events(self) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""How each request of a workload ended, as its client or the simulator saw it. Figures are made of these alone."""
+"""Records of how each request of a workload ended, written by the client or the simulator. `figures` reads them."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from enum import StrEnum
 class End(StrEnum):
     OK = "ok"
     CANCELLED = "cancelled"
-    """The client went away, as the workload wanted it."""
+    """The client left before the end, as the workload asked."""
     REFUSED = "refused"
-    """The server would not take it now: 429 or 503."""
+    """The server refused for now: status 429 or 503."""
     FAILED = "failed"
-    """Anything else: another status, a broken stream, an error event, too few tokens."""
+    """Any other failure: another status, a broken stream, an error event, too few tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One request. Instants are nanoseconds from the begin of the run. Nobody writes to a finished one."""
+    """Times, token counts and outcome of one request. Instants are nanoseconds from the start of the run."""
 
     index: int
     intended_ns: int
-    """When it was due. Latencies count from here, so that a client that falls behind does not hide it."""
+    """When the request was due. Latencies count from then, so that they include the delay of a slow client."""
     sent_ns: int
-    """When its first byte left."""
+    """When the first byte was sent."""
     first_ns: int | None = None
     ended_ns: int = 0
-    """When its last byte came, or the failure was seen."""
+    """When the last byte arrived, or the failure was noticed."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     gaps_ns: Sequence[int] = ()
-    """Times between events with text, which may have several tokens. Often an `array("q")`, to save memory."""
+    """Times between events with text. An event can have several tokens. Often an `array("q")`, to save memory."""
     queue_ns: int | None = None
     end: End = End.OK
     http_status: int = 0
-    """0 in process, or without an answer."""
+    """0 for a model in this process, or without an answer."""
     error: str = ""
     tenant: str = ""
     waits_ns: Sequence[int] = ()
-    """The wait after each refusal that the client came back from; `sent_ns` is the last sending."""
+    """The wait after each refusal before the request was sent again. `sent_ns` is the last sending."""
     text: str = ""
 
 
@@ -49,9 +49,9 @@ class Record:
 class Sent:
     records: list[Record]
     duration_ns: int
-    """From the first request to the last byte, warm-up included."""
+    """Time from the first request to the last byte, with warm-up."""
     client_cpu_s: float = 0.0
-    """CPU time of the thread that sent and received; 0 in process, where the model shares it."""
+    """CPU time of the client's thread. 0 for a model in this process."""
     num_warm_up: int = 0
     unfinished: list[Record] = field(default_factory=list)
     num_unsent: int = 0

@@ -1,7 +1,7 @@
-"""A result, or a comparison of two, for people: text for a terminal, Markdown, or one page of HTML that opens offline.
+"""Reports a result, or a comparison of two, as text for a terminal, Markdown, or one HTML page that opens offline.
 
 `sections_of` and `sections_of_compared` make sections of notes and tables; `as_text`, `as_markdown` and `as_html` render them.
-Texts of servers and users are stripped of control characters and escaped.
+Text from servers and users is escaped, without control characters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cell:
 class Table:
     head: tuple[str, ...]
     rows: Sequence[tuple[Cell, ...]]
-    """The first column is words, the others are numbers."""
+    """The first column is text, the others are numbers."""
     words_last: bool = False
 
 
@@ -143,7 +143,7 @@ def as_markdown(sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section], drawn: Sequence[plots.Plot] | None) -> str:
-    """Return a page that loads nothing. `drawn` is None where plots can't be drawn; the page then says how to get them."""
+    """Return an HTML page without external resources. If `drawn` is None, the page says how to install matplotlib."""
     body = [f"<h1>{escape(_printable(title))}</h1>"]
     for section in sections:
         body.append(f"<h2>{escape(_printable(section.title))}</h2>")
@@ -311,7 +311,7 @@ def _share(share: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return one line of bounded length without control characters."""
+    """Return the text with a bounded length and without control characters."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return shown if len(shown) <= 20 * MAX_CELL_CHARS else f"{shown[: 20 * MAX_CELL_CHARS - 1]}…"
 
@@ -321,7 +321,7 @@ def _clipped(text: str, width: int) -> str:
 
 
 def _text_table(table: Table) -> Iterator[str]:
-    """Yield lines, two for rows with intervals. The widest columns are clipped to fit."""
+    """Yield the lines of a table: two for a row with intervals. The widest columns are clipped to fit `MAX_COLUMNS`."""
     lines = [tuple(map(_printable, table.head))]
     for row in table.rows:
         lines.append(tuple(_printable(cell.text) for cell in row))

@@ -1,7 +1,7 @@
-"""Results of `penstock bench` and `simulate`: what was asked, of which server, where, when, and what came of it.
+"""Results of `penstock bench` and `simulate`: options, server, machine, date, and the requests of each run.
 
-Its file is one JSON object with one run or several. Each run has its requests as columns, its gaps between tokens as a
-histogram, and its figures. The figures are for people and other programs; `result_files` reads the columns alone.
+The file is one JSON object with one or more runs. Each run has its requests as columns, its gaps between tokens as a
+histogram, and its figures. The figures are for other programs; `result_files` reads only the columns and the histogram.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much was asked at once: `kind` is one of `LOAD_UNITS`."""
+    """Offered load of a run: a number of users or a request rate. `kind` is a key of `LOAD_UNITS`."""
 
     kind: str
     value: float
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The server or the engine, as far as known."""
+    """The measured server or engine, as far as known."""
 
     url: str = ""
     model: str = ""
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of the client; in process and simulated, also of the server."""
+    """The client's machine. For a run in process or a simulation, also the server's."""
 
     cpu: str = ""
     num_cpus: int = 0
@@ -78,18 +78,18 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One load on one target."""
+    """One run of a workload against a target, at one load."""
 
     name: str = ""
-    """The settings that set it apart from the other runs of its result."""
+    """The settings in which this run differs from the others of its result."""
     workload: str
-    """Its name, with how it was changed. Results of other workloads are not compared."""
+    """Name of the workload, with its changes. `bench compare` refuses results of different workloads."""
     options: Mapping[str, Json] = field(default_factory=dict)
-    """All else that was asked for, by option."""
+    """Option -> value, for all other options given."""
     seed: int | None = None
     load: Load | None = None
     how: str = "http"
-    """`http`, `in process` or `simulated`. A simulated run is labelled as an estimate."""
+    """`http`, `in process` or `simulated`. Reports label a simulated run as an estimate."""
     target: Target = field(default_factory=Target)
     begun_at: str = ""
     slos: tuple[Slo, ...] = ()
@@ -104,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The runs of one call of a command. Runs with equal loads are repeats."""
+    """The runs of one command. Runs with equal loads are repeats."""
 
     runs: Sequence[Run]
     machine: Machine = field(default_factory=this_machine)
@@ -112,10 +112,10 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write the file whole or not at all. Raises ConfigError."""
+    """Write the result atomically. Raises ConfigError if the file can't be written."""
     runs = [_plain_run(run) for run in result.runs]
     top = {"penstock_bench": VERSION, "made_by": result.made_by, "machine": result.machine, "runs": runs}
-    # A run may have taken hours: an option of a kind that JSON has not is written as text.
+    # A run may have taken hours, so write an option that JSON can't represent as text.
     content = orjson.dumps(top, default=str, option=orjson.OPT_APPEND_NEWLINE)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -169,7 +169,7 @@ def _plain_gaps(gaps: GapHistogram) -> dict[str, object]:
 
 
 def plain_figures(figures: Figures) -> dict[str, object]:
-    """Return the figures as in JSON: times in milliseconds, rates per second, null where unknown."""
+    """Return the figures for JSON: times in milliseconds, rates per second, None where unknown."""
     goodput, cost, fairness, steady = figures.goodput, figures.cost, figures.fairness, figures.steady
     return {
         "window": _plain_window(figures.window),
@@ -220,5 +220,5 @@ def _plain_estimate(estimate: Estimate) -> dict[str, float | None]:
 
 
 def _short(value: float | None) -> float | None:
-    """Return six digits, and None for infinity, which JSON lacks."""
+    """Round to six digits. Return None for infinity and NaN, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

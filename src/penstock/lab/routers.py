@@ -1,4 +1,4 @@
-"""Routers, which choose the replica of each request. A user's own is a class with one method."""
+"""Routers: they choose a replica for each request. Users can add a class with the method `choose`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REMEMBERED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request that is about to be sent to a replica, as a router sees it."""
+    """A request to be routed."""
 
     index: int
     now_ns: int
@@ -24,12 +24,12 @@ class Arrival:
     tenant: str
     priority: int
     blocks: Sequence[int]
-    """Names of the blocks of its prompt: equal names in equal places are equal tokens. A conversation has at least its own
-    name."""
+    """Names of the prompt's blocks: equal names at equal positions mean equal tokens. A conversation without blocks has one
+    name of its own."""
 
 
 class Router(Protocol):
-    """One for each run. It may keep state; time is passed in."""
+    """Chooses a replica for each request. Each run makes a new router, so it can keep state."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int: ...
 
@@ -52,9 +52,9 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """The replica that was sent most of the prompt's beginning before, else the least loaded.
+    """Chooses the replica that last got the longest prefix of the prompt, else the least loaded one.
 
-    A replica with more than `bound` times the mean of requests in flight is passed over, so that a popular prefix does not
+    A replica with more than `bound` times the mean number of requests in flight is skipped, so that a popular prefix does not
     overload it (Mirrokni, Thorup, Zadimoghaddam, Consistent Hashing with Bounded Loads, SODA 2018).
     """
 
@@ -94,7 +94,7 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 
 
 def find_router(name: str) -> Callable[[], Router]:
-    """Return the named router, or the class that `package.module:Class` or `./file.py:Class` names. Raises ConfigError."""
+    """Return a factory for a router: a name in `ROUTERS`, `package.module:Class` or `./file.py:Class`. Raises ConfigError."""
     if name in ROUTERS:
         return ROUTERS[name]
     if ":" not in name:

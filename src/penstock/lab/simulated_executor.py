@@ -1,7 +1,4 @@
-"""An executor that computes nothing: its steps take as long as a cost model says, its outputs have given lengths.
-
-It implements the `Executor` port for the simulation. It has no adapters.
-"""
+"""An executor for simulations: it computes nothing. A cost model gives step times, and output lengths are given."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
 EOS_TOKEN_ID = 0
-"""Ends an output. Requests must have it among their `stop_token_ids`."""
+"""Token that ends an output. Requests must have it among their `stop_token_ids`."""
 TOKEN_ID = 1
 
 _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
 
 class StepTimes(Protocol):
-    """How long steps take. Called once for each, in the order in which they begin."""
+    """Model of step times. Called once for each step, in the order in which steps begin."""
 
     def step_ns(self, counts: Counts) -> int: ...
 
@@ -36,7 +33,7 @@ class ModelledTimes:
         self.num_steps = 0
         self.num_outside = 0
         self.outside: Counter[str] = Counter()
-        """An exceeded limit, as `rows > 64` -> steps that exceed it."""
+        """Exceeded limit, such as `rows > 64` -> number of steps that exceed it."""
         self._cost = cost
         self._fitted = cost.fitted
         rng = Random(seed)  # noqa: S311  # repeatable on purpose
@@ -64,7 +61,7 @@ class ModelledTimes:
 
 
 class SimulatedExecutor(NoAdapters):
-    """`submit` returns at once, and its ticket says when the step is done."""
+    """An executor on virtual time. `submit` returns at once, with a ticket that says when the step ends."""
 
     def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
         self.depth = depth
@@ -73,7 +70,7 @@ class SimulatedExecutor(NoAdapters):
         self._output_lens = output_lens
         self._last_positions: dict[str, int] = {}
         self._results: dict[int, tuple[StepResult, int]] = {}
-        """Results of the steps in flight, each with the host's time after it."""
+        """Step id -> the result of a step in flight, and the host's time after it."""
         self._ready_ns = 0
         self._host_until_ns = 0
 
@@ -82,30 +79,30 @@ class SimulatedExecutor(NoAdapters):
         return self._capacity
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Costs nothing."""
+        """Do nothing, in no simulated time."""
 
     @property
     def block_bytes(self) -> int:
         return 1
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Costs nothing."""
+        """Do nothing, in no simulated time."""
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Costs nothing."""
+        """Do nothing, in no simulated time."""
 
     def submit(self, plan: StepPlan) -> Ticket:
         last_positions = self._last_positions
         for request_id in plan.releases:
             last_positions.pop(request_id, None)
         for admit in plan.admits:
-            if not isinstance(admit.request_id, PaddingId):  # whose output ends with its batch, and not by itself
+            if not isinstance(admit.request_id, PaddingId):  # a padding row ends with its batch
                 num_tokens = admit.num_prompt_tokens + self._output_lens[admit.request_id]
                 last_positions[admit.request_id] = num_tokens - 1
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = 0
         num_samples = max_context_len = 0
         token_ids: dict[str, tuple[int, ...]] = {}
-        for row in plan.rows:  # one loop without calls: it is run for every row of every step
+        for row in plan.rows:  # no calls in this loop, which runs for every row of every step
             context_len, query_len = row.context_len, row.query_len
             end = context_len + query_len
             if query_len == 1:
@@ -140,7 +137,7 @@ class SimulatedExecutor(NoAdapters):
         return Ticket(plan.step_id, ready_ns)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Changes nothing: outputs have given lengths."""
+        """Do nothing: outputs have given lengths."""
 
     def collect(self, ticket: Ticket) -> StepResult:
         result, host_ns = self._results.pop(ticket.step_id)

@@ -1,9 +1,9 @@
-"""The simulation: the clients of a workload and one or several virtual servers on one virtual clock.
+"""Simulates the clients of a workload and one or several servers on a virtual clock.
 
-At each instant a step ends, then requests come, then the next step is planned, as in the engine. Several replicas have a router
-before them. In a split, a prefill replica computes the prompt and the first token; the prompt's KV then takes the replica's
-link into the prefix cache of the least loaded decode replica, where an ordinary request for the other tokens finds it. KV that
-finds no room, or is evicted while its request waits, is computed again.
+At each instant a step ends, then requests arrive, then the next step is planned, as in the engine. With prefill replicas, one
+of them computes the prompt and the first token. The prompt's KV then moves over its link into the prefix cache of the least
+loaded decode replica, which gets a request for the other tokens. KV that does not fit, or is evicted meanwhile, is computed
+again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
 
 FIRST_CONVERSATION = 1 << 60
-"""Names of conversations begin here, above those of blocks."""
+"""First id of a conversation for routers. Ids of blocks are lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     records: Sequence[Record]
-    """One for each job, in the order of the jobs, as a client would have written them."""
+    """One record for each job, in the order of the jobs, as a client would have written it."""
     ended: Sequence[RequestStats]
-    """The engine's stats of each request that reached it, in the order of the jobs."""
+    """The engine's stats of each request that it accepted, in the order of the jobs."""
     duration_ns: int
     num_steps: int
     settings: ServerSettings
@@ -51,12 +51,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(ServerSettings):
-    """One server that can be run any number of times."""
+    """Settings of one simulated server and its clients. Each run starts anew."""
 
     max_tokens: int | None = 2048
-    """The limit that clients send; outputs end by themselves. None: each asks for exactly the tokens of its output."""
+    """`max_tokens` of every request; outputs end earlier with a stop token. None asks for exactly the output's length."""
     max_returns: int = 0
-    """How often a refused client comes back, as Retry-After says."""
+    """How often a refused request is sent again, after the time in `Retry-After`."""
     seed: int = 0
     """Seed of the cost model's noise."""
 
@@ -68,7 +68,7 @@ class Simulation(ServerSettings):
         predictions: Mapping[int, int] | None = None,
         on_plan: Callable[[StepPlan], None] | None = None,
     ) -> Outcome:
-        """Serve the jobs until all have ended; see `Cluster.run`."""
+        """Serve all jobs; see `Cluster.run`."""
         cluster = Cluster(settings=self, max_tokens=self.max_tokens, max_returns=self.max_returns, seed=self.seed)
         return cluster.run(workload, pace=pace, predictions=predictions, on_plan=on_plan)
 
@@ -89,7 +89,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Settings of equal replicas. Each run starts them anew."""
+    """Settings of several equal replicas. Each run starts anew."""
 
     settings: ServerSettings
     num_replicas: int = 1
@@ -97,7 +97,7 @@ class Cluster:
     link: Link | None = None
     make_router: Callable[[], Router] = RoundRobin
     max_tokens: int | None = None
-    """As of `Simulation`, like the next two."""
+    """See `Simulation`, also for the next two."""
     max_returns: int = 0
     seed: int = 0
 
@@ -122,8 +122,8 @@ class Cluster:
     ) -> Outcome:
         """Serve the jobs until all have ended. A job's request id is its index.
 
-        `predictions`: index -> predicted output length; the policies' predictor handles the others. `on_plan` gets the plans of
-        all replicas. Raises RuntimeError if requests are left and nothing will ever wake a server.
+        `predictions`: index -> predicted output length; other jobs use the policies' predictor. `on_plan` is called with each
+        plan of every replica. Raises RuntimeError if requests wait and no server will ever run them.
         """
         clock = VirtualClock()
         traffic = Traffic(
@@ -151,9 +151,9 @@ class Cluster:
         )
 
     def capacity_per_s(self, workload: Workload) -> float:
-        """Return the requests per second if all come at once and none is refused, late or cancelled.
+        """Return the requests per second of a run in which all arrive at once and none is refused, late or cancelled.
 
-        The first prompts and the last few rows have their part, so this is less than `plan.saturated_rate`.
+        The slow start and end of the run count, so this is less than `plan.saturated_rate`.
         """
         jobs = [
             replace(
@@ -175,7 +175,7 @@ class Cluster:
 def _play(
     clock: VirtualClock, traffic: Traffic, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None
 ) -> None:
-    """Let everything happen in the order of time. If several servers' turns are due at once, the first one goes first."""
+    """Run clients and servers in the order of time. At equal times clients go first, then the first server."""
     agenda = traffic.agenda
     with _without_collector():
         while True:
@@ -195,7 +195,7 @@ def _play(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Run without the search for cycles: requests, plans and events form none, and there are many."""
+    """Disable garbage collection: requests, plans and events form no cycles, and there are many."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -224,22 +224,22 @@ class _Fleet:
         self._decode_names = [name for name in self.servers if name.startswith("decode")]
         self._free_ns = dict.fromkeys(self._names, 0)
         self._places: dict[str, str] = {}
-        """Call under way -> its replica; while its KV is moved, the one it comes from."""
+        """Id of a call in flight -> its replica. While KV moves, the prefill replica."""
         self._prefilled: dict[str, RequestStats] = {}
-        """Calls that have left their prefill replica -> its stats of them."""
+        """Id of a call that has left its prefill replica -> the stats of that replica."""
         self._moving: set[str] = set()
         self._roots: dict[int, int] = {}
-        """Job of a conversation -> its first job."""
+        """Index of a later job in a conversation -> its first job."""
         for index, job in enumerate(workload.jobs):
             if job.after is not None:
                 self._roots[index] = self._roots.setdefault(job.after, job.after)
 
-    # A call comes, and goes on.
+    # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
         name = self._names[self._choose(self._router, call, self._names)]
         request = call.request
-        if self._decode_names:  # the first token, and its KV goes on
+        if self._decode_names:  # a prefill replica computes only the first token
             request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
         self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
         self._places[request.request_id] = name
@@ -277,7 +277,7 @@ class _Fleet:
             )
         return chosen
 
-    # What replicas say.
+    # Events of replicas.
 
     def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
         self._traffic.tell(events, now_ns)
@@ -300,12 +300,12 @@ class _Fleet:
         return event.finish_reason is FinishReason.LENGTH and call.request.sampling.max_tokens > 1
 
     def _end(self, event: TokenEvent, stats: RequestStats) -> None:
-        self._places.pop(event.request_id, None)  # a call that the engine refuses has its place after its end
+        self._places.pop(event.request_id, None)  # the engine can refuse a call before `submit` has noted its replica
         self._prefilled.pop(event.request_id, None)
         self.ended[event.request_id] = stats
         self._traffic.end(event, stats)
 
-    # KV goes from a prefill replica to one that decodes.
+    # Moving KV from a prefill replica to a decode replica.
 
     def _move(self, name: str, request_id: str) -> None:
         assert self._link is not None, "a split has a link"
@@ -333,7 +333,7 @@ class _Fleet:
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of all tokens of a request but the last into a server's prefix cache. Return whether there was room."""
+    """Put the KV of a request's prompt, without the last token, into a server's prefix cache. Return whether it fit."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
     bearer = _anew(request, request_id=f"{request.request_id} KV")
     hit = kv.lookup_prefix(bearer)

@@ -1,7 +1,7 @@
-"""The arithmetic of serving a model: bytes of weights and KV, requests that fit, time of a step, batch sizes.
+"""Arithmetic of serving a model: bytes of weights and KV, requests that fit, step times, batch sizes.
 
-`plan`, `penstock show` and `penstock profile` call it. All follows from the model's description and the machine's peaks; no
-weight is read and nothing is measured. A multiply-add is two operations.
+`plan`, `penstock show` and `penstock profile` call it. Inputs are the model's description and the machine's peaks; no weight is
+read. A multiply-add is two operations.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class ModelSize:
     num_parameters: int
     num_weight_bytes: int
     num_read_bytes: int
-    """Bytes of weights that a step of many rows reads. An embedding that is only looked up does not count."""
+    """Bytes of weights that a large step reads. An embedding that is only looked up does not count."""
     num_token_products: int
-    """Products of one token with weights, without logits. Only the experts that compute the token count."""
+    """Multiply-adds of one token with weights, without logits. Only experts chosen for the token count."""
     num_logit_products: int
     num_attention_products: int
-    """Products of one token with the key and the value of one position, over all layers."""
+    """Multiply-adds of one token with the key and value of one position, over all layers."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     kv_dtype: KvDtype
     kv_bytes_per_token: int
-    """Keys and values of one position, with scales, over all layers."""
+    """Bytes of one position's keys and values, with scales, over all layers."""
     is_quantised: bool
     state_bytes_per_block: int = 0
     expert_share: float = 0.0
-    """Share of `num_read_bytes` that are the matrices of experts."""
+    """Share of experts' weights in `num_read_bytes`."""
     routed_share: float = 1.0
-    """Share of a layer's experts that compute one token."""
+    """Share of a layer's experts that each token uses."""
 
 
 def size_of(
     program: Program, *, name: str, kv_dtype: KvDtype, num_weight_bytes: int, num_read_bytes: int, is_quantised: bool
 ) -> ModelSize:
-    """Return the numbers of a model. The bytes depend on the file's formats, so they are passed in."""
+    """Return the size of a model. Bytes of weights depend on the file's formats, so the caller passes them."""
     sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
     num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
@@ -91,32 +91,32 @@ def token_ops(size: ModelSize, context_tokens: float = 0.0) -> float:
 
 
 def decode_row_ops(size: ModelSize, context_tokens: float) -> float:
-    """Return the operations of a row that generates one token after this many positions, logits included."""
+    """Return the operations to generate one token after `context_tokens` positions, logits included."""
     return token_ops(size, context_tokens + 1) + 2 * size.num_logit_products
 
 
 def read_bytes(size: ModelSize, num_tokens: float) -> float:
-    """Return the bytes of weights that a step of this many tokens reads.
+    """Return the bytes of weights that a step of `num_tokens` reads.
 
-    A mixture reads the experts that its tokens need. If n tokens need k of E equally likely experts each, that is
-    E (1 - (1 - k/E)^n) experts on average.
+    A mixture of experts reads only the experts chosen for its tokens. If n tokens choose k of E equally likely experts each,
+    it reads E (1 - (1 - k/E)^n) experts on average.
     """
     return size.num_read_bytes * (1 - size.expert_share * math.pow(1 - size.routed_share, num_tokens))
 
 
 def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
-    """Return the bytes that a step reads in which each row generates one token: weights once, and the KV of each row."""
+    """Return the bytes read by a step that decodes one token per row: weights once, plus the KV of each row."""
     return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """A machine's rates for one model, as steps reach them: shares of the peaks."""
+    """Rates that steps of one model reach on a machine: shares of the peaks."""
 
     ops_per_s: float
     read_bytes_per_s: float
     fixed_ns: int
-    """Time of each step beside its operations and reads."""
+    """Fixed time added to each step."""
 
 
 def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
@@ -128,11 +128,10 @@ def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
 
 
 def roofline(size: ModelSize, rates: Speeds) -> CostModel:
-    """Estimate the time of any step by the roofline of each operation (Williams, Waterman, Patterson, CACM 52(4), 2009).
+    """Estimate a cost model by the roofline of each operation (Williams, Waterman, Patterson, CACM 52(4), 2009).
 
-    Products with weights take as long as reading the weights or as multiplying, whichever is longer. Attention of decodes is
-    bound by reading KV, that of prompts by multiplying. Logits cost their products. The times are added: what overlaps is
-    unknown.
+    Products with weights take the longer of the times to read the weights and to multiply. So does attention in decodes, with
+    KV. Attention in prompts and logits take the time to multiply. All times are added, as if nothing overlapped.
     """
     ns_per_op, ns_per_byte = NS_PER_S / rates.ops_per_s, NS_PER_S / rates.read_bytes_per_s
     token_ns = 2 * size.num_token_products * ns_per_op
@@ -140,7 +139,7 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
     def products_ns(num_tokens: float) -> float:
         return max(read_bytes(size, num_tokens) * ns_per_byte, num_tokens * token_ns)
 
-    # Brackets of constant cost per token. Up to the knee, each token of a mixture has more experts read.
+    # Brackets of constant cost per token. Up to the knee, each further token of a mixture reads more experts.
     knee = int(_knee(size, token_ns / ns_per_byte))
     counts = [0, *sorted({many for i in range(knee.bit_length()) for many in (1 << i, 3 << i) if many < knee})]
     counts = [*(counts if size.expert_share else counts[:1]), knee, knee + 1, knee + 2]
@@ -159,7 +158,10 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
 
 
 def _knee(size: ModelSize, bytes_per_token: float) -> float:
-    """Return the number of tokens whose products take as long as reading their weights. A token costs `bytes_per_token`."""
+    """Return the number of tokens at which multiplying takes as long as reading the weights.
+
+    `bytes_per_token`: bytes read in the time of multiplying for one token.
+    """
     low, high = 0.0, size.num_read_bytes / bytes_per_token
     for _ in range(60 if size.expert_share else 0):
         middle = (low + high) / 2
@@ -168,10 +170,10 @@ def _knee(size: ModelSize, bytes_per_token: float) -> float:
 
 
 def with_more_compute(cost: CostModel, factor: float) -> CostModel:
-    """Return a fitted model of a machine that multiplies `factor` times as fast.
+    """Return a fitted cost model for a machine that multiplies `factor` times as fast.
 
-    A fit does not say what a part waits for. Products and attention of prompts are taken for multiply-adds; the fixed part of a
-    step, which reads the weights, and the reads of decodes are taken for bandwidth.
+    A fit does not say what limits each cost. We assume that `step_ns` and `decode_read_ns` are limited by bandwidth, and the
+    costs changed here by multiply-adds.
     """
     return replace(
         cost,
@@ -184,12 +186,12 @@ def with_more_compute(cost: CostModel, factor: float) -> CostModel:
 
 
 def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
-    """Return a fitted model of a machine that reads memory `factor` times as fast; see `with_more_compute`."""
+    """Return a fitted cost model for a machine that reads memory `factor` times as fast; see `with_more_compute`."""
     return replace(cost, step_ns=cost.step_ns / factor, decode_read_ns=cost.decode_read_ns / factor)
 
 
 class Bounds(NamedTuple):
-    """Tokens per second that no server exceeds with this machine's peaks, for short texts."""
+    """Upper bounds of tokens per second by a machine's peaks, for short texts."""
 
     prompt_tokens_per_s: float
     one_row_tokens_per_s: float
@@ -226,7 +228,7 @@ def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: in
     return total_ns
 
 
-# Lengths, and the memory that they take
+# Lengths of requests, and their memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,13 +236,13 @@ class Lengths:
     num_jobs: int
     mean_prompt: float
     prompt_cv: float
-    """Standard deviation over mean, here and below."""
+    """Coefficient of variation: standard deviation / mean. So is `output_cv`."""
     mean_output: float
     output_cv: float
     p50_prompt: int
     p99_prompt: int
     mean_context: float
-    """Positions before a generated token, on average over all of them."""
+    """Mean number of positions before a generated token."""
     totals: tuple[int, ...]
 
     @property
@@ -270,7 +272,7 @@ class Fit(NamedTuple):
     paged_tokens: float
     paged_waste: float
     num_preallocated: int
-    """If each had memory for the longest request that is admitted."""
+    """Number if each request had memory for the longest admitted one."""
     preallocated_waste: float
 
 
@@ -298,14 +300,14 @@ class BatchPoint:
     decode_ns: int
     prompt_ns: float
     tpot_ns: float
-    """Time per token of a request, the prompts of others included."""
+    """Time per output token, including steps that compute other requests' prompts."""
     rate: float
     output_tokens_per_s: float
     kv_share: float
 
 
 def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
-    """Apply Little's law to `num_rows` requests, each with one prompt and one step per token of its answer."""
+    """Return times and rates of a server with always `num_rows` requests, by Little's law."""
     decodes = decode_shape(num_rows, lengths.mean_context)
     decode_ns, prompt_ns = cost.duration_ns(decodes), 0.0
     room, num_tokens = max(1, capacity.max_step_tokens - num_rows), round(lengths.mean_prompt)
@@ -335,7 +337,7 @@ def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequen
 
 
 def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns: float) -> BatchPoint | None:
-    """Return the most rows whose time per token, prompts included, is within `tpot_ns`, or None if not even one row is."""
+    """Return the largest batch with at most `tpot_ns` per token, or None if one row takes longer."""
     low, high = 0, capacity.max_rows
     while low < high:
         middle = (low + high + 1) // 2
@@ -345,7 +347,7 @@ def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns
 
 
 def fullest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
-    """Return the batch that rows and memory allow. Its rate is the most that the server can keep up with."""
+    """Return the largest batch that the limits of rows and memory allow."""
     fitting = int((capacity.num_blocks - 1) / _mean_blocks(lengths, capacity))
     return batch_point(max(1, min(capacity.max_rows, fitting)), cost, lengths, capacity)
 
@@ -361,7 +363,7 @@ def format_number(value: float, unit: str = "", *, digits: int = 3) -> str:
 
 
 def format_time(ns: float) -> str:
-    """`2.68 ms`"""
+    """Format a time, such as `2.68 ms`."""
     for factor, unit in ((NS_PER_S, "s"), (1_000_000, "ms"), (1_000, "us")):
         if abs(ns) >= factor:
             return f"{_rounded(ns / factor, 3)} {unit}"
@@ -374,7 +376,7 @@ def _rounded(value: float, digits: int) -> str:
 
 
 class Line(NamedTuple):
-    """One quantity: its name, its formula in words, the same with numbers, and the result."""
+    """A quantity: its name, its formula in words, the formula with numbers, and the result."""
 
     name: str
     formula: str
@@ -391,9 +393,9 @@ def arithmetic(
     *,
     tpot_limit_ns: float | None = None,
 ) -> Iterator[Line]:
-    """Yield all quantities of a deployment in the order in which they follow from each other.
+    """Yield the quantities of a deployment, each after the ones that it depends on.
 
-    `cost` may be fitted; `rates` are always those of the roofline, whose lines say so.
+    `cost` may be fitted; `rates` are always the roofline's.
     """
     context = lengths.mean_context
     yield from _memory_lines(size, capacity, lengths)

@@ -1,7 +1,7 @@
-"""Times of steps by part, with their arithmetic intensity and their share of the machine's peaks, for `penstock profile`.
+"""Table of step times by part, with arithmetic intensity and shares of the machine's peaks, for `penstock profile`.
 
-By the roofline (Williams, Waterman and Patterson, CACM 52(4), 2009) a step takes at least as long as its operations and its
-reads at their peaks. The longer of them bounds it.
+By the roofline (Williams, Waterman and Patterson, CACM 52(4), 2009), a step takes at least the time of its operations at peak
+speed, and at least the time of its reads. The longer time is its bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Medians of steps of one shape. Times are nanoseconds."""
+    """Median times of the steps of one shape, in nanoseconds."""
 
     shape: StepShape
     duration_ns: float
@@ -74,7 +74,7 @@ def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | No
 
 
 def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
-    """Return the (operations, bytes read) that a step needs at least."""
+    """Return the least (operations, bytes read) of a step."""
     counts = CostModel().counts(shape)
     products = (
         counts.num_tokens * size.num_token_products
@@ -110,7 +110,7 @@ def roofline_panel(figures: Sequence[StepFigures], peaks: Peaks, title: str) -> 
 
 
 def shapes_of(capacity: Capacity) -> list[StepShape]:
-    """Return shapes for a table: decodes of more and more rows over two contexts, and chunks of prompts."""
+    """Return the shapes of the table: decodes with more and more rows at two context lengths, and chunks of prompts."""
     shapes = [StepShape(((1, context_len),) * num_rows, num_rows) for context_len in (128, 1024) for num_rows in TABLE_ROWS]
     shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in (0, 1024) for num_tokens in TABLE_TOKENS]
     return [shape for shape in shapes if fits(shape, capacity)]
@@ -121,6 +121,6 @@ def _knee(peaks: Peaks) -> float:
 
 
 def _shape_words(shape: StepShape) -> str:
-    """`32x1@256`: rows, tokens of each, context of each."""
+    """Format a shape as `32x1@256`: 32 rows, each with 1 token after 256 positions."""
     query_len, context_len = shape.rows[0]
     return f"{len(shape.rows)}x{query_len}@{context_len}"

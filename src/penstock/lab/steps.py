@@ -1,7 +1,7 @@
-"""Measured steps: a designed set of them on an executor, or those of a recording. The fit and `penstock profile` use them.
+"""Measures steps: a designed set on an executor, or the steps of a recording. For the fit and `penstock profile`.
 
-The designed steps decode with 1 to 64 rows over contexts of several lengths, compute chunks of prompts, and do both at once.
-Each round has another order, so that a slow phase of the machine hits all shapes alike.
+The designed steps decode 1 to 64 rows at several context lengths, compute chunks of prompts, or do both. Each round has another
+order, so that a slow phase of the machine affects all shapes alike.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHUNK_CONTEXTS = (0, 1000)
 NUM_MIXES = 24
 REFERENCE = StepShape(((1, 128),), 1)
-"""The step between measured ones. It shows how much of the machine others use."""
+"""Shape of the step run between measured steps. Its time shows how much other processes slow the machine."""
 NUM_TO_WARM = 10
-"""Reference steps in a row; the last tells how fast the machine is."""
+"""Successive reference steps. The last, with warm caches, is the machine's speed."""
 STRETCH = 100
 
 
@@ -47,26 +47,26 @@ class MeasuredStep:
     execute_ns: int
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     host_ns: int | None = None
-    """The engine's own time between this step and the next, or None if unknown."""
+    """Time of the engine's thread between this step and the next, or None if unknown."""
     is_for_host: bool = False
-    """Only its host time is used: it was not measured beside a reference."""
+    """Whether only the host time is used, because no reference step ran beside this step."""
     coldness: float = 0.0
-    """Share of the weights that the steps before it left to fetch; see `cost_model.coldness_after`."""
+    """Share of the weights evicted from the caches before the step; see `cost_model.coldness_after`."""
     slowness: float = 1.0
-    """Time of the reference steps beside it over their median."""
+    """Time of the neighbouring reference steps / median of all reference steps."""
     group: int = 0
-    """Steps of one group are left out together when a fit is judged."""
+    """Steps of one group are left out together in cross-validation."""
 
 
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
-    """Return the shapes that an executor of this capacity can compute, each once."""
+    """Return the shapes to measure, without those that exceed the capacity."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     shapes = [
         StepShape(((1, context_len),) * num_rows, num_rows) for num_rows in DECODE_ROWS for context_len in DECODE_CONTEXTS
     ]
     for num_tokens in CHUNK_TOKENS:
         shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in CHUNK_CONTEXTS]
-        shapes.append(StepShape(((num_tokens, 0),), 0))  # in the middle of a prompt: nothing is sampled
+        shapes.append(StepShape(((num_tokens, 0),), 0))  # a chunk in the middle of a prompt samples nothing
     for _ in range(NUM_MIXES):
         shapes.append(_mix(capacity, rng))
     return [shape for shape in dict.fromkeys(shapes) if fits(shape, capacity)]
@@ -83,7 +83,7 @@ def _mix(capacity: Capacity, rng: Random) -> StepShape:
 
 
 def fits(shape: StepShape, capacity: Capacity) -> bool:
-    """Return whether the executor can compute a step of this shape, with blocks of its own for each row."""
+    """Return whether an executor can compute a step of this shape, with separate blocks for each row."""
     num_blocks = sum(_num_blocks(row, capacity.block_size) for row in shape.rows)
     return (
         len(shape.rows) <= capacity.max_rows
@@ -100,10 +100,10 @@ class StepRunner:
         self._ids = count()
 
     def fill(self) -> None:
-        """Write KV into every block: memory that was never written is one cached page of zeros."""
+        """Write KV into every block. Memory that was never written maps to one page of zeros, so reading it is too fast."""
         capacity = self._executor.capacity
         size = capacity.block_size
-        # A row has a place for its next token, too.
+        # A row also needs a place for its next token.
         room = min(capacity.num_blocks - 1, capacity.max_model_len // size) - 1
         num_filled = max(1, min(room, capacity.max_step_tokens // size))
         for begin in range(0, num_filled * size, capacity.max_step_tokens):
@@ -132,8 +132,11 @@ class StepRunner:
     def _admit(self, shape: StepShape, names: Sequence[str], samples: Sequence[int], step_id: int) -> Iterator[AdmitRow]:
         first, size = 1, self._executor.capacity.block_size
         for place, (name, row, num_samples) in enumerate(zip(names, shape.rows, samples, strict=True)):
-            length, num_blocks = sum(row) + (not num_samples), _num_blocks(row, size)  # without a sample, the prompt goes on
-            # Tokens of their own: a mixture of experts sends equal ones to the same experts.
+            length, num_blocks = (
+                sum(row) + (not num_samples),
+                _num_blocks(row, size),
+            )  # unsampled: the prompt goes on
+            # Different tokens for each row: a mixture of experts routes equal tokens to the same experts.
             tokens = tuple((1000 + step_id * 31 + place * 613 + idx * 7) % self._vocab_size for idx in range(length))
             blocks = tuple(range(first, first + num_blocks))
             first += num_blocks
@@ -142,9 +145,9 @@ class StepRunner:
 
 class Measured(NamedTuple):
     of_shapes: list[MeasuredStep]
-    """Each shape once in each round; a shape's steps are a group."""
+    """Each shape once per round. The steps of a shape are a group."""
     after_them: list[MeasuredStep]
-    """The reference step after each of those; a round's are a group."""
+    """The reference step after each step in `of_shapes`. Those of a round are a group."""
 
 
 def measure(
@@ -202,9 +205,9 @@ def measure_with_host(
     num_tokens: int = 48,
     first_group: int = 0,
 ) -> list[MeasuredStep]:
-    """Run decodes of 1, 2, 4 and more requests through the engine's own turns with text, so that the host's time is known.
+    """Run decodes of 1 to 64 requests through the engine, with text but without HTTP, to measure the host's time.
 
-    There is no HTTP. Requests of one number are a group.
+    Steps with the same number of requests are a group.
     """
     told = _Told()
     core = EngineCore(Scheduler(executor.capacity, make_policies()), observer=told)
@@ -260,9 +263,10 @@ def steps_of(
     max_steps: int = 20_000,
     is_taken: Callable[[StepDone], bool] = lambda _: True,
 ) -> list[MeasuredStep]:
-    """Return steps of a recording, from stretches that have `max_steps` together. Stretches of time are groups.
+    """Return at most about `max_steps` steps of a recording, in stretches of `STRETCH`. Groups are parts of the recording.
 
-    The host's time is known if one step was in flight at a time and requests still ran. Raises PenstockError without steps.
+    The host's time is known after a step that left requests running, if the server had one step in flight at a time. Raises
+    PenstockError if there are no steps.
     """
     num_steps = sum(1 for _ in recording.steps())
     if not num_steps:

@@ -1,4 +1,4 @@
-"""Requests of made-up lengths: fixed, uniform or lognormal."""
+"""Synthetic requests with fixed, uniform or lognormal lengths."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LENGTHS = re.compile(r"(?P<mean>\d{1,8})(?:-(?P<high>\d{1,8})|~(?P<cv>\d{1,3}(?
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens: from `low` to `high`, or lognormal around `low` if `cv` is above 0."""
+    """A distribution of lengths in tokens: uniform from `low` to `high`, or lognormal with mean `low` if `cv` is above 0."""
 
     text: str
-    """`512`; `100-900`, all equally likely; `512~0.8`: lognormal, mean 512, deviation 0.8 * 512."""
+    """As typed: `512`, `100-900` (uniform), or `512~0.8` (lognormal, mean 512, standard deviation 0.8 * 512)."""
     low: int
     high: int
     cv: float
@@ -57,7 +57,7 @@ NAMED: Mapping[str, tuple[str, str]] = {
     "documents": ("4000~0.5", "200~0.5"),
     "writing": ("200~0.8", "1000~0.5"),
 }
-"""Name -> lengths of prompts and answers, in the range of published chat and document traffic."""
+"""Name -> lengths of prompts and answers, similar to published chat and document traffic."""
 
 
 def synthetic(name: str, count: int, *, prompt: Lengths, output: Lengths, seed: int) -> Workload:

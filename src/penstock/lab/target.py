@@ -1,6 +1,6 @@
-"""A server that speaks OpenAI's API, as a client sees it: its address, the fields that it takes, its tokenizer.
+"""A server with OpenAI's API as a client sees it: its address, the fields that it accepts, its tokenizer.
 
-`Target` makes the bodies of requests. `Questions` asks what must be known before a run.
+`Target` makes request bodies. `Questions` finds out before a run what the server supports.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.lab import answers
 from penstock.types.errors import PenstockError
 
 MAX_TOKENIZE_S = 0.005
-"""A server that takes longer on average to count a text is too far away to count all prompts."""
+"""Longest mean time to count a text at which the server's tokenizer is used for all prompts."""
 _PROBES = ("a", "the word", "some words", "four or five words")
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
-"""Fields that are left out if a server refuses them."""
+"""Fields to leave out if the server refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Raises PenstockError for anything but a server's URL."""
+        """Parse the URL of a server. Raises PenstockError for anything else."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             parts, port = urlsplit(""), 0
-        if "@" in parts.netloc:  # which is not written here: it may be a password
+        if "@" in parts.netloc:  # not shown in the message: it may be a password
             raise PenstockError(
                 f"The address of {parts.netloc.rpartition('@')[2]} has a user or a password, which is not sent.",
                 remedy="Leave it out, with its @. Give the server's key with --api-key.",
@@ -83,16 +83,16 @@ class Endpoint(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     url: str
-    """`http://HOST:PORT` or `https://...`, with or without `/v1`. A path before it is kept."""
+    """`http://HOST:PORT` or `https://...`, with or without `/v1` at the end. Any other path is kept."""
     model: str = ""
     endpoint: Endpoint = Endpoint.COMPLETIONS
     stream: bool = True
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, object] = field(default_factory=dict)
-    """Fields that are added to each request or replace ours; None removes a field."""
+    """Fields to add or replace in each request. None removes a field."""
     limit_field: str = "max_tokens"
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
-    """For https; None trusts the system's authorities."""
+    """TLS settings for https. None trusts the system's certificate authorities."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -105,7 +105,7 @@ class Target:
         return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
 
     def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
-        """Return a request in JSON. For a chat, `prompt` is its messages."""
+        """Return the body of a request. For a chat, `prompt` is the list of messages."""
         body: dict[str, object] = {"model": self.model}
         if self.endpoint is Endpoint.EMBEDDINGS:
             body["input"] = prompt
@@ -122,7 +122,7 @@ class Target:
 
 class Questions:
     def __init__(self, target: Target, *, timeout_s: float = 120.0) -> None:
-        """The first answer of a server that just started may take long. Raises PenstockError for a bad URL."""
+        """Prepare to ask a server; the connection opens with the first question. Raises PenstockError for a bad URL."""
         self._address = address = Address.of(target.url)
         where = address.host, address.port
         self._connection = (
@@ -152,19 +152,19 @@ class Questions:
             ) from None
 
     def server(self) -> str:
-        """Return name and version of the server, as far as it reports them. Raises PenstockError if it is gone."""
+        """Return the server's name and version, as far as reported. Raises PenstockError if it can't be reached."""
         owner, version = self._got("/v1/models").get("data"), self._got("/version").get("version")
         name = owner[0].get("owned_by") if isinstance(owner, list) and owner and isinstance(owner[0], dict) else None
         return " ".join(part for part in (name, version) if isinstance(part, str))
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the tokens of a text without special ones, or None if the server has no such route. Raises PenstockError."""
-        own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # of Penstock and vLLM
-        for body in (own, {"content": text}):  # of llama.cpp
+        """Return a text's token ids, without special tokens, or None if the server can't tokenize. Raises PenstockError."""
+        own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # for Penstock and vLLM
+        for body in (own, {"content": text}):  # for llama.cpp
             found = self._got("/tokenize", body).get("tokens")
             if not isinstance(found, list) or not all(type(token_id) is int for token_id in found):
                 continue
-            if found or not text:  # llama.cpp finds no tokens where the field that it reads is missing
+            if found or not text:  # without its own field, llama.cpp answers with no tokens
                 return found
         return None
 
@@ -185,7 +185,7 @@ class Questions:
         return found if isinstance(found, dict) else {}
 
     def settle(self) -> tuple[Target, tuple[str, ...]]:
-        """Return the target without the fields that this server refuses, and a sentence on each. Asks for one token.
+        """Send test requests for one token. Return the target without fields that the server refuses, and a note on each.
 
         Raises PenstockError if the server would refuse every request.
         """
@@ -216,7 +216,7 @@ class Questions:
                 )
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Return status and body of an answer. Raises PenstockError if the server can't be reached."""
+        """Send a request and return (status, body). Raises PenstockError if the server can't be reached."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._target.api_key is not None:
             headers["Authorization"] = f"Bearer {self._target.api_key}"
@@ -228,7 +228,7 @@ class Questions:
                 return answer.status, answer.read()
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
-                if not is_kept:  # else the server may just have closed a connection that was idle
+                if not is_kept:  # the server may have closed an idle connection: try a new one
                     raise self._address.unreachable(error) from None
 
 
@@ -244,7 +244,7 @@ _REMEDIES = {
 
 
 class ServerTokenizer:
-    """The server's own tokenizer as `prompts.Tokenizer`. Each text is a request, so the server must be near."""
+    """The server's own tokenizer as `prompts.Tokenizer`. Each text takes an HTTP request."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -252,7 +252,7 @@ class ServerTokenizer:
 
     @classmethod
     def of(cls, questions: Questions) -> ServerTokenizer | None:
-        """Return None if the server has none, or takes longer than `MAX_TOKENIZE_S`. Raises PenstockError."""
+        """Return the tokenizer, or None if the server has none or is slower than `MAX_TOKENIZE_S`. Raises PenstockError."""
         tokenizer = cls(questions)
         if (token_ids := questions.tokenize("the")) is None or questions.detokenize(token_ids) is None:
             return None
@@ -268,12 +268,12 @@ class ServerTokenizer:
         token_ids = self._questions.tokenize(text)
         if token_ids is None:
             raise PenstockError("The server did not count the tokens of a text.", remedy="Count them with --tokenizer MODEL.")
-        if len(text) <= 40:  # single words are asked for again, prompts are not
+        if len(text) <= 40:  # single words repeat, prompts do not
             self._known[text] = token_ids
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        del skip_special_tokens  # no server asks
+        del skip_special_tokens  # servers have no such option
         text = self._questions.detokenize(token_ids)
         if text is None:
             raise PenstockError("The server did not write tokens as text.", remedy="Count tokens with --tokenizer MODEL.")

@@ -1,6 +1,6 @@
-"""Readers of files with requests, which make a `Workload` of their rows. The format is found in the content.
+"""Reads files of requests into a `Workload`. The format is recognised by the content.
 
-They read within limits. An error names the file, the line, the cause and the remedy.
+Sizes are limited. Errors name the file and the line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CountTokens = Callable[[str], int]
 CHARS_PER_TOKEN = 4
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_OUTPUT_TOKENS = 128
-"""Length of an answer whose length the file does not give."""
+"""Length of an answer if the file does not give one."""
 FORMATS = (
     "a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure); or one JSON object a line with "
     "timestamp, input_length, output_length and hash_ids (Mooncake), with conversations (ShareGPT, also as one JSON array), "
@@ -52,7 +52,7 @@ class Lines:
     def __init__(self, path: Path, limits: Limits) -> None:
         self.limits = limits
         self.number = 0
-        """The last line read, from 1; in a JSON array the entry."""
+        """Number of the last line read, or of the last entry of a JSON array; from 1."""
         self._noun = "line"
         self._path = path
 
@@ -116,9 +116,11 @@ def read_workload(
 ) -> Workload:
     """Return the requests of a file.
 
-    `count_tokens`: None estimates the lengths of texts, and the workload's name says so. `max_requests`: no more rows are read
-    than these need. `max_turns`: turns of a conversation; in a file without conversations, successive requests are chained.
-    Arrivals count from the first row, and are all 0 if the file has none. Raises PenstockError.
+    Arrivals count from the first request. If the file has no times, all arrive at 0. Raises PenstockError.
+
+    `count_tokens`: counts the tokens of a text. None estimates, and the workload's name says so.
+    `max_requests`: stop reading after this many.
+    `max_turns`: longest conversation. If the file has no conversations, successive requests are chained into some.
     """
     lines = Lines(path, limits or Limits())
     count = count_tokens or estimate_tokens
@@ -162,10 +164,9 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
 
 
 def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
-    """Yield the conversations of a ShareGPT file, each as pairs of the user's messages and their answers.
+    """Yield each conversation of a ShareGPT file as (message of the user, answer) pairs.
 
-    A conversation begins with its first message of a user, and ends before the first message without an answer. Raises
-    PenstockError.
+    Messages before the first of a user are dropped, and all from the first unanswered one on. Raises PenstockError.
     """
     lines = Lines(path, limits or Limits())
     for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):
@@ -278,7 +279,7 @@ def _pairs(lines: Lines, turns: Sequence[object]) -> list[tuple[str, str]]:
 
 
 def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
-    """Return whether a user wrote it, or None for neither a user nor a model, and its text."""
+    """Return (is_user, text) of a message. `is_user` is None if neither a user nor a model wrote it."""
     if isinstance(turn, dict):
         author, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(author, str) and isinstance(text, str):
@@ -338,10 +339,11 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
 
 
 def _recorded(path: Path, max_requests: int | None) -> Workload:
-    """Return the requests that a server recorded.
+    """Return the requests of a recording as a workload.
 
-    Left out, and counted in the name, are requests without an end, refused or failed ones, and beam searches. A client that
-    went away goes away after as many tokens, or before the first at its instant. Adapters are ignored, and counted in the name.
+    Requests that did not end, failed, were refused or used beam search are left out. A client that left does so again: after
+    as many tokens, or at the same time if it had none. Adapters are ignored. The workload's name says how many requests were
+    left out or had an adapter.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
@@ -368,7 +370,7 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
     if departure is None or arrival.beam_width or departure.reason in (FinishReason.ERROR, FinishReason.REJECTED):
         return None
     num_generated, is_cut_off = departure.num_output_tokens, departure.reason is FinishReason.ABORT
-    has_left = is_cut_off and not departure.reject_reason  # else a limit of time ended it
+    has_left = is_cut_off and not departure.reject_reason  # with a reject reason, a deadline ended it
     return Job(
         arrival_ns=arrival.arrival_ns,
         num_prompt_tokens=max(1, arrival.num_prompt_tokens),
@@ -382,7 +384,7 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
     )
 
 
-# All of them
+# All formats
 
 
 def _trace(path: Path, name: str, rows: Iterable[Job], *, prefix_block_tokens: int = 0) -> Workload:
@@ -410,7 +412,7 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
-    """Return at least 1: what a trace counts as nothing is one token here."""
+    """Check a length in tokens, and raise 0 to 1."""
     if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
         raise lines.error(
             f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."

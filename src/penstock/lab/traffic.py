@@ -1,6 +1,6 @@
-"""The clients of a workload in virtual time: they send what is due, wait, go away, come back, and write the records.
+"""Simulates the clients of a workload: they send due requests, wait, leave, retry, and write the records.
 
-The simulation calls it. It knows of servers only that they take requests and report events.
+The simulation calls `Traffic`, which sees servers only through `Service` and their events.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.types.sampling import SamplingParams
 from penstock.types.stats import RequestStats
 
 _FIRST_TOKEN_ID = 2
-"""The least token of a prompt; lower ones are of outputs."""
+"""Lowest token id in prompts. Outputs use lower ids."""
 
 
 class Agenda:
@@ -48,14 +48,14 @@ class Agenda:
 
 
 class Prompts:
-    """Tokens of prompts. Two prompts share exactly what their jobs say (`Job.prefix`, `Job.after`)."""
+    """Makes the token ids of prompts. Two prompts share exactly the prefix that their jobs say (`Job.prefix`, `Job.after`)."""
 
     def __init__(self, workload: Workload) -> None:
         self._jobs = workload.jobs
         self._block_tokens = workload.prefix_block_tokens
         self._block_numbers: dict[int, int] = {}
         self._said: dict[int, tuple[int, ...]] = {}
-        """Job that will be continued -> its prompt and its answer."""
+        """Index of a job with a later turn -> tokens of its prompt and answer."""
 
     def make(self, index: int) -> tuple[int, ...]:
         job = self._jobs[index]
@@ -63,11 +63,11 @@ class Prompts:
             return job.prompt_token_ids
         num_tokens = job.num_prompt_tokens
         shared: tuple[int, ...] = ()
-        if job.after is not None:  # Shared blocks are in the history.
+        if job.after is not None:  # The history includes the shared blocks.
             shared = self._said.pop(job.after, ())
         elif job.prefix:
             shared = self._blocks(job.prefix)
-        own = _FIRST_TOKEN_ID + 2 * index  # even; those of prefixes are odd
+        own = _FIRST_TOKEN_ID + 2 * index  # even; ids in prefixes are odd
         return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
 
     def keep(self, index: int, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
@@ -112,16 +112,17 @@ class Traffic:
         max_returns: int = 0,
         predictions: Mapping[int, int] | None = None,
     ) -> None:
-        """`settings` are those of the servers.
+        """Make clients for a workload.
 
-        `max_tokens`: the limit that each client sends; None asks for exactly the tokens of its output, as `penstock bench`
-        does. `max_returns`: how often a refused client comes back, as Retry-After says. `predictions`: index -> predicted
-        output length.
+        `settings`: of the servers.
+        `max_tokens`: limit that each request sends. None asks for exactly the output's length, as `penstock bench` does.
+        `max_returns`: how often a refused request is sent again, after the time in `Retry-After`.
+        `predictions`: index -> predicted output length.
         """
         self.agenda = Agenda()
         self.records: list[Record] = []
         self.calls: dict[str, Call] = {}
-        """Requests under way, by request id, which is the index of the job."""
+        """Request id, the index of the job -> call in flight."""
         self._workload = workload
         self._clock = clock
         self._pacer = Pacer(workload, pace or Pace())
@@ -136,7 +137,7 @@ class Traffic:
         self._begin_ns = NEVER_NS
 
     def begin(self, service: Service) -> None:
-        """Send everything to this service from now on."""
+        """Start sending requests to `service`."""
         self._service = service
         self._note_next()
 
@@ -198,12 +199,12 @@ class Traffic:
         self._knock(call)
 
     def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
-        """Return the request that the client sends now, and the same as the door sees it."""
+        """Return a job's request, arriving now, for the engine and for admission control."""
         settings, arrival_ns = self._settings, self._clock.now_ns()
         max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
         if self._max_tokens is not None:
             max_tokens, stops = min(self._max_tokens, max(1, self._max_model_len - len(prompt))), (EOS_TOKEN_ID,)
-        # A turn of a conversation is later than its job says, and its deadline with it.
+        # A later turn of a conversation moves its deadline with it.
         own_ns = None if job.deadline_ns is None else job.deadline_ns + record.intended_ns - job.arrival_ns
         deadline_ns = _first(own_ns, _after(arrival_ns, settings.request_timeout_ns))
         queue_deadline_ns = _after(arrival_ns, settings.queue_timeout_ns)
@@ -239,7 +240,7 @@ class Traffic:
         return request, ask
 
     def _conversation_of(self, index: int) -> bytes:
-        """Return the name of a job's conversation, which is that of its first turn; empty for a job that is alone."""
+        """Return the index of a conversation's first job as its name, or empty for a job without other turns."""
         jobs = self._workload.jobs
         if jobs[index].after is None and not self._pacer.continues(index):
             return b""
@@ -259,7 +260,7 @@ class Traffic:
             del self.calls[request.request_id]
             if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
                 call.is_away = True
-                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # as the header says it
+                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # the header has whole seconds
                 self.agenda.note(again_ns, lambda: self._return(call))
             else:
                 self._refuse(call.record, rejected.reason)
@@ -319,7 +320,7 @@ _STATUSES = {
     RejectReason.DRAINING: 503,
     RejectReason.UNAVAILABLE: 503,
 }
-"""Reason -> HTTP status of the server; 408 for deadlines, 429 for all else."""
+"""Reason -> HTTP status of the server. Other reasons have 408 for deadlines, else 429."""
 
 
 def _lost(index: int, job: Job, at_ns: int) -> Record:

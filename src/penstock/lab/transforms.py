@@ -1,7 +1,7 @@
-"""Changes of a workload: fewer jobs or more, other lengths, another pace, tenants, cancellations, conversations.
+"""Transforms of workloads: fewer or more jobs, other lengths, another speed, tenants, cancellations, conversations.
 
-Each is a function from a workload to another, whose name says what was done. A turn is kept with the turn before it. The same
-arguments, seed included, give the same workload. "Roots" are jobs without `after`.
+Each function returns a new workload and appends the change to its name. The same arguments give the same workload. "Roots"
+are jobs without `after`: single requests and first turns of conversations. A later turn is kept if its root is.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def first(workload: Workload, count: int) -> Workload:
 
 
 def every(workload: Workload, step: int) -> Workload:
-    """Return each `step`-th root from the first on, with the turns that follow it."""
+    """Keep every `step`-th root, with its later turns."""
     _check_at_least_one("The step", step)
     chosen = {root for nth, root in enumerate(_roots(workload)) if nth % step == 0}
     return _changed(workload, _kept(workload, chosen), f"every {step}th")
 
 
 def evenly(workload: Workload, count: int) -> Workload:
-    """Return `count` roots, spread evenly over the workload, with the turns that follow them."""
+    """Keep `count` roots, spread evenly over the workload, with their later turns."""
     roots = _roots(workload)
     _check_at_least_one("The number of requests", count)
     if count > len(roots):
@@ -45,7 +45,7 @@ def evenly(workload: Workload, count: int) -> Workload:
 
 
 def between(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """Return the roots that come in these seconds, with their turns. Time counts from the begin of the slice."""
+    """Keep roots that arrive from `from_s` to `until_s`, with their later turns. `from_s` becomes time 0."""
     begin_ns, end_ns = round(from_s * NS_PER_S), round(until_s * NS_PER_S)
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
@@ -55,9 +55,9 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
 
 
 def cut(workload: Workload, count: int) -> list[Workload]:
-    """Return `count` successive slices of equally many roots, with their turns. Time counts from the begin of each.
+    """Cut a workload into `count` slices of equally many roots, with their later turns. Each slice begins at time 0.
 
-    Raises ConfigError for fewer than two roots a slice.
+    Raises ConfigError for fewer than two roots per slice.
     """
     roots = _roots(workload)
     _check_at_least_one("The number of slices", count)
@@ -76,9 +76,9 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 
 
 def repeat(workload: Workload, times: int) -> Workload:
-    """Return the workload `times` times, with a mean gap between the last arrival and the next first one.
+    """Repeat a workload `times` times, with one mean gap between repeats.
 
-    Prefixes of several conversations stay shared. Text of one conversation alone is new each time, or a cache would know it.
+    Prefix blocks that several conversations share stay shared. Other blocks get new ids, or a cache would find them.
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}
@@ -111,7 +111,7 @@ def repeat(workload: Workload, times: int) -> Workload:
 def divide_lengths(workload: Workload, divisor: int) -> Workload:
     """Make prompts and answers `divisor` times shorter, rounded down, at least 1.
 
-    Blocks of prefixes are divided as well, so what was shared stays shared. `prompts` cuts texts.
+    Blocks of prefixes become shorter, too, so shared prefixes stay shared. `prompts` cuts texts later.
     """
     _check_at_least_one("The divisor of lengths", divisor)
     if divisor == 1:
@@ -127,9 +127,9 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Cut longer prompts and answers. A conversation ends before the first later turn that would be longer.
+    """Cut prompts and answers to limits. A conversation ends before its first later turn that exceeds them.
 
-    A block of a prefix that is cut is no longer shared.
+    A prefix block that is cut is no longer shared.
     """
     if max_prompt_tokens is None and max_output_tokens is None:
         return workload
@@ -182,10 +182,10 @@ def think(workload: Workload, mean_s: float, seed: int) -> Workload:
 
 
 def converse(workload: Workload, num_turns: int) -> Workload:
-    """Chain successive jobs to conversations of `num_turns`.
+    """Chain successive jobs into conversations of `num_turns`.
 
-    A job's prompt becomes the user's new message after all that was said before, due as soon as the turn before has ended.
-    Raises ConfigError if the workload has conversations already.
+    A job's prompt becomes the new message after the conversation so far, sent when the turn before has ended. Raises
+    ConfigError if the workload already has conversations.
     """
     _check_at_least_one("The number of turns", num_turns)
     if num_turns == 1:
@@ -217,9 +217,9 @@ def converse(workload: Workload, num_turns: int) -> Workload:
 
 
 def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int) -> Workload:
-    """Put `num_tokens` before each prompt, equal within a group. The group of each conversation is drawn.
+    """Put `num_tokens` before each prompt, equal within a group. Each conversation gets a random group.
 
-    Raises ConfigError if the prompts have shared blocks, or texts, already.
+    Raises ConfigError if prompts already have shared blocks, texts or token ids.
     """
     _check_at_least_one("The length of a shared prefix", num_tokens)
     _check_at_least_one("The number of groups", num_groups)
@@ -254,9 +254,9 @@ def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) 
 
 
 def cancel(workload: Workload, share: float, seed: int) -> Workload:
-    """Make clients of this share of the jobs go away after a random part of the answer, at least 1 token and never all.
+    """Make the clients of a share of the jobs leave after a random part of the answer: at least 1 token, never all.
 
-    The share is exact, rounded to whole jobs. Answers of one token are left alone.
+    The share is exact, rounded to whole jobs. Answers of one token are never cancelled.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"The share of clients that go away is {share}.", remedy="Set it from 0 to 1, such as 0.03.")
@@ -308,7 +308,7 @@ def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) 
 
 
 def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_output: Callable[[int], int]) -> list[Job]:
-    """Return jobs with other lengths, at least 1. A turn's new message changes, and all that precedes it."""
+    """Return the jobs with new lengths, at least 1. In a conversation, `new_prompt` changes each turn's new message."""
     jobs: list[Job] = []
     for old in workload.jobs:
         history = was_history = 0

@@ -1,8 +1,8 @@
-"""Settings that suit a workload: searched in the simulator, judged on slices that the search did not see.
+"""Searches settings for a workload in the simulator, and measures gains on slices of the workload that the search did not use.
 
 All candidates serve the same slices, so differences are paired. The search is successive halving (Jamieson and Talwalkar,
-AISTATS 2016), where pairs of the best join each round, so that settings that help one by one are tried together. The best of
-many is too good by chance on the slices of the search, so gains are measured on other slices. `Evaluate` runs a server.
+AISTATS 2016). Each round adds combinations of the best candidates. Gains need other slices, because the best of many
+candidates is partly lucky on the slices of the search.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.types.errors import ConfigError, PenstockError
 
 MIN_SLICES = 6
 NUM_PARENTS = 6
-"""The best of a round whose pairs join the next."""
+"""Number of best candidates in a round whose combinations by pairs join the next."""
 Value = str | int
 Settings = tuple[tuple[str, Value], ...]
-"""Settings that differ from the default, in the order of their keys."""
+"""Settings that differ from the default, sorted by key."""
 DEFAULT: Settings = ()
 Evaluate = Callable[[Settings, Workload], Sequence[Record]]
 
@@ -51,12 +51,12 @@ NEEDS: Mapping[str, tuple[str, Value]] = {
     "max_batch_size": ("batching", "dynamic"),
     "length_buckets": ("batching", "dynamic"),
 }
-"""Setting -> the one without which it has no meaning."""
+"""Setting -> another setting that it requires."""
 
 
 class Objective(StrEnum):
     GOODPUT = "goodput"
-    """Requests per second that hold every SLO, from the first arrival to the last end."""
+    """Requests per second that meet every SLO, from the first arrival to the last end."""
     THROUGHPUT = "throughput"
     """Output tokens per second, from the first arrival to the last end."""
     TTFT_MEAN = "ttft_mean"
@@ -73,9 +73,9 @@ class Objective(StrEnum):
 
 
 def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) -> float:
-    """Return the figure of one run that the objective is about, in its unit.
+    """Return the objective's value for one run.
 
-    A request that failed or has no first token counts as infinitely late; one whose client left does not count.
+    In latencies, a failed request counts as infinite, and a cancelled one does not count.
     """
     samples = Samples.of(records)
     span_s = max(1, int(samples.ended_ns.max()) - int(samples.intended_ns.min())) / NS_PER_S
@@ -108,12 +108,12 @@ class Round:
 class Trials:
     def __init__(self, evaluate: Evaluate, objective: Objective, slos: Sequence[Slo]) -> None:
         self.refused: set[Settings] = set()
-        """Settings that contradict each other."""
+        """Candidates refused as contradictory."""
         self.scores: dict[tuple[Settings, str], float] = {}
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Raises ConfigError if the default is refused, or leaves a request unanswered where its time counts."""
+        """Rank the candidates by mean score. Raises ConfigError if the default is refused, or its latency is infinite."""
         found: dict[float, Settings] = {}
         for settings in sorted(candidates, key=len):
             try:
@@ -138,7 +138,10 @@ class Trials:
 
 
 def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
-    """Try each single change on one slice, then the better half and pairs of the best on twice as many. The default stays."""
+    """Try each single change on one slice, then, on twice as many, the better half and pairs of the best; and so on.
+
+    The default is in every round.
+    """
     left = [DEFAULT, *(with_needs({key: value}) for key, values in SPACE.items() for value in values)]
     rounds: list[Round] = []
     num_slices = 1
@@ -157,7 +160,7 @@ def with_needs(chosen: Mapping[str, Value]) -> Settings:
     return tuple(sorted((needed | dict(chosen)).items()))
 
 
-# The judgement
+# Comparison with the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +186,9 @@ def judge(
 ) -> list[Comparison]:
     """Compare each of a few candidates with the default, paired by slice.
 
-    All serve a slice before the next one's turn, every other time in reverse, so that a machine that slows down favours none.
-    Intervals are Student's t, widened (Bonferroni) so that all hold together at `LEVEL`. A candidate that fails drops out.
-    Raises PenstockError if the default fails.
+    All candidates serve a slice before the next slice begins, in alternating order, so that a machine that slows down favours
+    none. Intervals are Student's t with Bonferroni's correction. A candidate that fails drops out. Raises PenstockError if the
+    default fails.
     """
     if not few:
         return []
@@ -244,9 +247,9 @@ class Tuned:
     num_runs: int
     num_refused: int
     simulated: Sequence[Comparison]
-    """The best of the search, on slices that it has not seen."""
+    """Best candidates of the search, on other slices."""
     verified: Sequence[Comparison] | None
-    """Those that are surely better in the simulator, on the real engine and the unseen slices; None if not asked for."""
+    """Candidates significantly better in the simulator, compared on the real engine. None before `verify`."""
 
     @property
     def best(self) -> Comparison | None:
@@ -263,9 +266,9 @@ def tune(
     num_slices: int = 24,
     num_finalists: int = 3,
 ) -> Tuned:
-    """Search on a third of the slices and judge on another; the last is for `verify`. Thirds are interleaved.
+    """Search on a third of the slices, and compare the best on another third. The last third is for `verify`.
 
-    Raises ConfigError for what can't be tuned.
+    Raises ConfigError for too few slices, or goodput without SLOs.
     """
     if objective is Objective.GOODPUT and not slos:
         raise ConfigError("Goodput needs SLOs.", remedy="Give --slo ttft=2s, say.")
@@ -290,7 +293,9 @@ def tune(
 
 
 def verify(tuned: Tuned, serve: Evaluate) -> Tuned:
-    """Judge those that are surely better in the simulator on the real engine. Raises PenstockError if the default fails
-    there."""
+    """Run candidates that are significantly better in the simulator on the real engine, against the default.
+
+    Raises PenstockError if the default fails.
+    """
     better = [one.settings for one in tuned.simulated if one.is_surely_better]
     return replace(tuned, verified=judge(serve, tuned.objective, tuned.slos, better, tuned.unseen))

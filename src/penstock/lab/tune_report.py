@@ -1,4 +1,4 @@
-"""The outcome of a tuning in words and tables. Called by `cli.tune`."""
+"""Reports the result of a tuning as text and tables. Called by `cli.tune`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def notes(tuned: Tuned) -> Sequence[str]:
 
 
 def gain_words(one: Comparison, objective: Objective) -> str:
-    """`+12.3% [+8.1%, +16.5%]` of the default, or if that is 0 `+1.2 [+0.9, +1.5] requests/s`."""
+    """Format a gain as `+12.3% [+8.1%, +16.5%]`, or as `+1.2 [+0.9, +1.5] requests/s` if the default's score is 0."""
     if math.isnan(one.difference.value):
         return "unknown"
     gain, form, unit = (one.gain, "+.1%", "") if one.default > 0 else (one.difference, "+.4g", f" {objective.unit}")

@@ -1,4 +1,4 @@
-"""A server in virtual time: the real door, scheduler, KV manager, core and stepper around a modelled executor."""
+"""A server in virtual time: the real admission control, scheduler, KV manager, core and stepper, with a modelled executor."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from penstock.types.request import Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 NEVER_NS = 1 << 62
-"""An instant that no simulation reaches."""
+"""An instant later than any simulation."""
 MAX_SAMPLES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """A server's settings as values. Each start makes its policies anew."""
+    """Settings of a simulated server. Each start makes new policies."""
 
     capacity: Capacity
     make_policies: Callable[[], Policies]
@@ -40,16 +40,16 @@ class ServerSettings:
     isolates_tenants: bool = False
     slo_itl_ns: int | None = None
     request_timeout_ns: int | None = None
-    """Limits of the whole request, its wait, and its first token. The job's own deadline may be earlier."""
+    """Limit of a request's whole time. The next two limit its wait and its first token."""
     queue_timeout_ns: int | None = None
     first_token_timeout_ns: int | None = None
     depth: int = 1
 
 
 class Timeline:
-    """Requests and KV blocks of a server over time: exact means, and samples to draw.
+    """Requests and KV blocks of a server over time: exact means, and samples for plots.
 
-    When it has `MAX_SAMPLES`, every other sample is dropped and the interval between two doubles.
+    At `MAX_SAMPLES`, every other sample is dropped and the sampling interval doubles.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -75,7 +75,7 @@ class Timeline:
             self._sample(now_ns)
 
     def means(self, until_ns: int) -> tuple[float, float, float]:
-        """Return means over time from 0 to `until_ns`: running and waiting requests, share of the blocks that requests hold."""
+        """Return means over time up to `until_ns`: running requests, waiting requests, share of blocks held by requests."""
         self.note(until_ns, self._last_running, self._last_waiting, self._last_held)
         running, waiting, held = (total / max(1, until_ns) for total in self._sums)
         return running, waiting, held / self.num_blocks
@@ -92,10 +92,10 @@ class Timeline:
 
 
 class Player:
-    """The turns of an engine. The owner of the clock calls `act` at `next_ns`.
+    """Runs an engine in virtual time. The owner of the clock calls `act` at `next_ns`.
 
-    At each instant a step ends, then commands come, then the next step is planned. The executor's tickets must say when their
-    steps end (`Ticket.ready_ns`).
+    At each instant a step ends, then commands are taken, then the next step is planned. The executor's tickets must have
+    `ready_ns`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Player:
             self.next_ns = self._clock.now_ns()
 
     def act(self) -> bool:
-        """Finish the step that ends now, or plan the next one and return true."""
+        """Finish the step that ends now and return False, or plan the next step and return True."""
         stepper = self._stepper
         self.begun = None
         if self.is_computing:
@@ -166,9 +166,9 @@ class VirtualServer(NullObserver):
         return len(self._output_lens)
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
-        """Take a request whose output ends after `num_output_tokens`. Raises `Rejected` if the door refuses it.
+        """Accept a request that ends after `num_output_tokens`. Raises `Rejected` if admission control refuses it.
 
-        Without an `ask` it does not pass the door: it comes from another server.
+        Without `ask`, skip admission control: another server has admitted the request.
         """
         now_ns, admission = self._clock.now_ns(), self.admission
         if admission is not None and ask is not None:
@@ -188,7 +188,7 @@ class VirtualServer(NullObserver):
             self._note(self.core.snapshot)
 
     def load(self) -> EngineLoad:
-        """Return the engine's load, as `Engine.load` does."""
+        """Return the server's load, as `Engine.load` does."""
         load = self.core.snapshot
         num_waiting = max(0, self.num_in_flight - load.num_running)
         return load._replace(num_waiting=num_waiting, num_prompt_tokens=self._num_prompt_tokens)
@@ -213,7 +213,7 @@ class VirtualServer(NullObserver):
     def _tell_first_tokens(self, admission: Admission, events: Sequence[TokenEvent]) -> None:
         waiting = self._first_tokens
         found = [request for event in events if (request := waiting.pop(event.request_id, None)) is not None]
-        firsts = [request for request in found if request.first_token_ns is not None]  # the others have ended without
+        firsts = [request for request in found if request.first_token_ns is not None]  # others ended without a token
         if firsts:
             admission.on_tokens(firsts, ())
 

@@ -1,4 +1,4 @@
-"""A workload: requests as values, with the length of each output. Benchmarks send them, the simulator runs them."""
+"""Workloads: lists of requests with given output lengths. Benchmarks send them, the simulator runs them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ NS_PER_S = 1_000_000_000
 class Job:
     arrival_ns: int
     num_prompt_tokens: int
-    """All tokens of the prompt, those of earlier turns included."""
+    """Tokens of the whole prompt, with earlier turns."""
     num_output_tokens: int
     tenant: str = ""
     priority: int = 0
     deadline_ns: int | None = None
-    """An instant, not a span."""
+    """Instant of the deadline, on the clock of `arrival_ns`."""
     cancelled_ns: int | None = None
     cancelled_after_tokens: int | None = None
     after: int | None = None
-    """Index of the job before it in the same conversation, smaller than its own. None if it is due by itself."""
+    """Index of the previous job in the same conversation, or None. It is smaller than this job's index."""
     prefix: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of `Workload.prefix_block_tokens` each. Equal ids are equal tokens."""
+    """Ids of the prompt's blocks of `Workload.prefix_block_tokens` each. Blocks with equal ids have equal tokens."""
     prompt: str | None = None
-    """The text to send, or the user's new message of a conversation. None: any text of that length."""
+    """The text to send, or the new message of a conversation. None means any text of that length."""
     prompt_token_ids: tuple[int, ...] = ()
-    """The prompt's tokens where they matter, else empty."""
+    """The prompt's tokens, or empty if any tokens will do."""
     texts: tuple[str, ...] = ()
-    """The texts of one request for embeddings, else empty."""
+    """Texts of a request for embeddings, else empty."""
 
     def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(EOS_TOKEN_ID,))
@@ -52,6 +52,6 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     name: str
-    """Its origin, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
+    """Origin and changes: `azure_conv_2023.csv, lengths / 4`."""
     jobs: Sequence[Job]
     prefix_block_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The workload that a user asks for, as one value, and how it is made: read or made up, then changed in a fixed order."""
+"""Makes the workload that the options of a command describe: read or synthetic, then transformed in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MAX_TENANTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadChoice:
-    """Fields that are None or empty change nothing. One that has no meaning beside the others is an error."""
+    """Options for a workload. Fields that are None or empty change nothing; contradictory fields are errors."""
 
     workload: str = "synthetic"
-    """A name of `synthetic.NAMED`, or a file that `traces` can read."""
+    """A name in `synthetic.NAMED`, or a file that `traces` can read."""
     requests: int | None = None
-    """The first so many. None: all of a file, else 100, or as many as `stages` last for."""
+    """Number of requests. None takes all of a file, else as many as `stages` last for, or 100."""
     arrivals: str = ""
-    """One of `ARRIVALS`; empty for what the other fields imply, else those of the file."""
+    """One of `ARRIVALS`. If empty, other fields imply it, or the file's own arrivals are kept."""
     rate: float | None = None
     rate_to: float | None = None
     cv: float | None = None
@@ -40,25 +40,25 @@ class WorkloadChoice:
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     input_tokens: str = ""
-    """As `Lengths.parse` takes it, for a made-up workload. In a conversation, the user's new message."""
+    """For `Lengths.parse`: length of a synthetic prompt. In a conversation, of each new message."""
     output_tokens: str = ""
     prefix_tokens: int = 0
-    """Tokens before each made-up prompt that its group shares."""
+    """Tokens before each synthetic prompt, shared within its group."""
     prefix_groups: int = 1
     tenants: str = ""
-    """`a=7,b=1`: names with weights; or `4`: so many equal ones."""
+    """Names with weights, `a=7,b=1`, or a number of equal tenants, `4`."""
     cancel_share: float = 0.0
     sessions: int = 1
-    """The most turns of a conversation. In files without conversations, successive requests are chained."""
+    """Most turns of a conversation. Without conversations in the file, successive requests are chained."""
     think_time_s: float = 0.0
     seed: int = 0
 
 
 def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None) -> Workload:
-    """Make the workload; its name says how, without the seed.
+    """Make the workload. Its name lists the changes. Raises PenstockError.
 
     `count_tokens` counts the texts of a file; None estimates. The order is: read, chain turns, divide lengths, add shared
-    prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations. Raises PenstockError.
+    prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations.
     """
     kind = _arrivals_of(choice)
     if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
@@ -86,7 +86,7 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
 
 
 def parse_tenants(text: str) -> Mapping[str, float]:
-    """`a=7,b=1` or `4` -> name: weight. Raises ConfigError."""
+    """Parse tenants: `a=7,b=1`, or `4` for four equal ones. Return name -> weight. Raises ConfigError."""
     if re.fullmatch(r"\d{1,9}", text):
         if not 1 <= int(text) <= MAX_TENANTS:
             raise ConfigError(f"The number of tenants is {text}.", remedy=f"Set it from 1 to {MAX_TENANTS}.")
@@ -103,7 +103,7 @@ def parse_tenants(text: str) -> Mapping[str, float]:
 
 
 def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
-    """`2x60,10x30` -> 2 requests per second for 60 seconds, then 10 for 30. Raises ConfigError."""
+    """Parse stages: `2x60,10x30` is 2 requests per second for 60 seconds, then 10 for 30. Raises ConfigError."""
     stages = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)x(\d{1,9}(?:\.\d{1,9})?)", part.strip())
@@ -162,11 +162,11 @@ _OPTIONS = {
     "gamma": ("cv", "--cv"),
     "stages": ("stages", "--stages"),
 }
-"""Arrivals -> the field that only they have, and its option."""
+"""Kind of arrivals -> the field that is only for this kind, and its option."""
 
 
 def _arrivals_of(choice: WorkloadChoice) -> str:
-    """Return the kind of arrivals, empty for those of the file. Raises ConfigError if the choice contradicts itself."""
+    """Return the kind of arrivals, or empty to keep the file's. Raises ConfigError for contradictory fields."""
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
