@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
-    from penstock.serve.generation import PythonFields
+    from penstock.serve.bodies import PythonFields
     from penstock.types.adapter import AdapterRef
     from penstock.types.result import TokenLogprobs
 
@@ -397,7 +397,7 @@ class Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.calls.run import render_here
-        from penstock.serve.generation import ChatTemplateFields, read_told_conversation
+        from penstock.serve.bodies import ChatTemplateFields, read_told_conversation
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}
@@ -430,7 +430,7 @@ def _requests(
     from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
     from penstock.calls.check import make_call
     from penstock.calls.run import make_requests, seed_of, tokenise
-    from penstock.serve.generation import fields_of, structured_grammar
+    from penstock.serve.bodies import fields_of, structured_grammar
 
     fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)
     with own_errors():
@@ -459,7 +459,7 @@ def _requests(
 
 def _fields_of(params: SamplingParams) -> PythonFields:
     """Return the parameters with types and ranges checked. Raises `Rejected`."""
-    from penstock.serve.generation import PythonFields
+    from penstock.serve.bodies import PythonFields
 
     fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
     if params.logit_bias is not None:

@@ -105,7 +105,7 @@ class AsyncLLM(_Facts):
         """As `LLM`."""
         config = _config(model, settings)
         self._running = start_model(config, locate(config))
-        # Also at the interpreter's end: its threads must not outlive it.
+        # Also runs at the interpreter's exit, because the model's threads must end first.
         self._closer = weakref.finalize(self, _close_unasked, self._running.close)
 
     def generate(
@@ -294,7 +294,7 @@ class AsyncLLM(_Facts):
                         count(len(chunks))
 
         with _progress(use_tqdm, len(texts), "Texts", " text") as count:
-            readers = [asyncio.ensure_future(read(count)) for _ in range(2)]  # while one's texts end, the other's are there
+            readers = [asyncio.ensure_future(read(count)) for _ in range(2)]  # two, so that the engine always has texts
             try:
                 with self._told_if_closed():
                     await asyncio.gather(*readers)
@@ -430,7 +430,7 @@ class LLM(_Facts):
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Run `work` on the loop's thread and return its result. An interrupt such as Ctrl-C cancels `work`."""
-        # A queue, as Ctrl-C may leave the lock of a `concurrent.futures.Future` locked: it comes between two lines of Python.
+        # A queue, because Ctrl-C may interrupt a `concurrent.futures.Future` while its lock is held.
         tasks: list[asyncio.Task[_Result]] = []
         done: SimpleQueue[asyncio.Task[_Result]] = SimpleQueue()
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request as HttpRequest
 
 from penstock.serve.errors import ApiError
-from penstock.serve.http.exchange import client_watch, unless_gone
+from penstock.serve.http.checks import client_watch, unless_gone
 
 
 class Client:

@@ -13,8 +13,7 @@ import pytest
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.http import connection as connection_module
-from penstock.serve.http.connection import HttpConnection
-from penstock.serve.http.exchange import Exchange
+from penstock.serve.http.connection import Exchange, HttpConnection
 from support.server.harness import GatedExecutor, LiveServer, running, until
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})

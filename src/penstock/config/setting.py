@@ -214,4 +214,4 @@ def _as_table(raw: object) -> dict[str, Any]:
 def _toml_type(value: object) -> str:
     """Return the name of a TOML type other than text, such as `an integer`."""
     names = {bool: "a boolean", int: "an integer", float: "a decimal number", list: "a list", dict: "a table"}
-    return names.get(type(value), f"a {type(value).__name__}")  # of dates and times
+    return names.get(type(value), f"a {type(value).__name__}")  # a date or a time

@@ -291,7 +291,7 @@ class Adapters:
                 self._retire(entry.adapter)
             return True
 
-    # --- the source of the scheduler ---
+    # --- the scheduler's `AdapterSource` ---
 
     def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
         with self._changed:
@@ -368,7 +368,7 @@ class Adapters:
                 return path
         return None
 
-    # --- what follows belongs to the lock ---
+    # --- for callers that hold the lock ---
 
     def _check_free(self, name: str, *, may_replace: bool) -> None:
         if name in self._names and not may_replace:
@@ -478,7 +478,7 @@ class Adapters:
             len(self._in_memory) + num_adapters > self._max_in_memory
             or self._num_bytes + sum(one.num_bytes for one in self._reading.values()) + num_bytes > self._max_bytes
         ):
-            # Of equals the first one: it is the least recently used.
+            # `min` returns the first of equals: the least recently used.
             self._let_go(min(self._in_memory.values(), key=lambda one: (one.is_held, one.is_retired, not one.is_taken)))
             self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
 

@@ -278,7 +278,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         )
     if maker.adapters is not None:
         _connect(maker.adapters, blueprint.lora.max_lora_rank, model, executor, blueprint.adapters.num_bytes)
-    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that convert weights
+    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # only of backends that convert weights
     template = None if chat_template is None else chat_template.source
     info = _model_info(maker, model, executor, template)
     engine = Supervisor(

@@ -58,7 +58,7 @@ def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[o
     from penstock import __version__
 
     parts: list[object] = [__version__, compute.options.backend, getattr(executor, "variant", ""), *_kernels(compute)]
-    # Those of some models depend on the longest request.
+    # Some models' rotations depend on the longest request.
     rotations = [attention.rotation for attention in model.spec.attentions]
     if model.spec.ending is not None:  # an encoder, whose numbers depend on `--pooling` and `--weight-dtype`
         parts += [model.spec.ending, str(compute.options.weight_dtype)]

@@ -353,7 +353,7 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
         )
     if num_blocks < 1:
         raise ConfigError(f"--blocks is {num_blocks}, and a KV cache has one at least.")
-    asked = config.model.max_model_len or 8192  # as of the default model
+    asked = config.model.max_model_len or 8192  # the default model's
     longest = min(asked, num_blocks * compute.block_size)
     return Capacity(1 + num_blocks, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
 

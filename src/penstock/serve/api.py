@@ -16,12 +16,11 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.asking import CallEndpoint, Reader
+from penstock.serve.asking import CallEndpoint, FolderWatch, Reader
 from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
-from penstock.serve.loading import FolderWatch
 from penstock.serve.texts.endpoint import TextsEndpoint
 
 PlainText = Annotated[str, "text/plain"]

@@ -20,7 +20,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Parts, Refused, Route
-from penstock.serve.asking import CallEndpoint, Reader
+from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
@@ -38,7 +38,6 @@ from penstock.serve.http.checks import (
 )
 from penstock.serve.http.cors import Cors
 from penstock.serve.llama_cpp.routes import api as llama_cpp
-from penstock.serve.loading import FolderWatch, Waits
 from penstock.serve.ollama.routes import API as OLLAMA
 from penstock.serve.openai.read import read_chat
 from penstock.serve.openai.routes import API as OPENAI

@@ -1,15 +1,21 @@
-"""Turns a request of any API into a call and an answer. Reads the model, the owner and the terms from the request's headers.
+"""Turns a request of any API into a call and an answer: finds its model, reads its headers, and waits for a missing model.
 
-`Asked` makes a call of a neutral request, and `CallEndpoint` answers it. All functions may run on any thread. Only `look_up`
-blocks, because it reads the disk.
+`Asked` makes a call of a neutral request, and `CallEndpoint` answers it. `app` wraps every endpoint in `Waits.around`. If the
+endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the endpoint
+is called again. Functions may run on any thread. Only `look_up` blocks, because it reads the disk.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -21,7 +27,7 @@ from starlette.types import Scope
 from penstock.admission.checks import TenantLimits
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
 from penstock.calls.check import make_call
-from penstock.calls.in_flight import InFlight
+from penstock.calls.in_flight import Arrival, InFlight
 from penstock.calls.run import run
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
@@ -30,12 +36,11 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, unavailable
-from penstock.serve.http.checks import JsonEndpoint, entry_of, headers_of, identity_of, key_name, key_of, values_of
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
+from penstock.serve.http.checks import JsonEndpoint, entry_of, headers_of, identity_of, key_name, key_of, unless_gone, values_of
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, NameUnknown
+from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +65,18 @@ _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
+
+MAX_LOOK_S = 5.0
+"""After this time, a search on disk counts as finding nothing."""
+MAX_WAITING_BYTES = 64 << 20
+"""Most bytes of bodies that wait for one model, or for the folder of adapters: sixteen of the largest bodies."""
+MAX_LOOK_THREADS = 4
+"""Adapter names searched for at once. A hanging disk blocks this many threads."""
+MAX_LOOKS = 1024
+"""Most names, and most requests, that wait for the folder of adapters."""
+
+
+# Models and adapters by name
 
 
 def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
@@ -287,6 +304,196 @@ def _value(scope: Scope, name: str) -> str | None:
 
 def _bad_header(name: str, rule: str) -> ApiError:
     return invalid(f"The header {name} {rule}.", name)
+
+
+# Waiting for a model or an adapter
+
+
+class FolderWatch:
+    """Looks for new models in the folder of models when a request names an unknown one. For the event loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._turn = asyncio.Lock()
+        self._began_s = self._ended_s = 0.0
+        """When the last look into the folder began and ended."""
+
+    async def find(self, name: str) -> ServedModel | None:
+        """Return the model with this name, or None if it was removed from the folder."""
+        served = self._deployment.find(name)
+        if served is None or served.path is None:
+            return served
+        await self.look()
+        return self._deployment.find(name)
+
+    async def look(self) -> None:
+        """Wait for a look into the folder that begins after this call, for `MAX_LOOK_S` at most. Callers share looks."""
+        if not self._deployment.may_grow:
+            return
+        asked_s = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_LOOK_S), self._turn:
+                if self._began_s > asked_s:
+                    return
+                # Wait ten times as long as a look takes, so that unknown names can't keep the disk busy.
+                rest_s = 10 * (self._ended_s - self._began_s) - (asked_s - self._ended_s)
+                await asyncio.sleep(max(0.0, rest_s))
+                self._began_s = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._deployment.look)
+                finally:
+                    self._ended_s = time.monotonic()
+
+
+class Waits:
+    """Makes requests wait for missing models and adapters. For the event loop."""
+
+    def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight) -> None:
+        self._deployment = deployment
+        self._folder = folder
+        self._in_flight = in_flight
+        self._looks = _AdapterLooks(deployment)
+
+    def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
+        """Wrap `answer` so that it is retried after a missing model or adapter was found. `loads`: also load models."""
+
+        async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
+            has_looked = not self._deployment.may_grow
+            while True:
+                away = unknown = None
+                try:
+                    return await answer(data, http)
+                except ModelAway as error:
+                    if not loads:
+                        raise
+                    away = error.name
+                except NameUnknown as error:
+                    unknown = error.name
+                except ApiError as error:
+                    if error.code != MODEL_NOT_FOUND or has_looked:
+                        raise
+                if away is not None:
+                    await self._load(away, data, http)
+                elif unknown is not None:
+                    http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
+                    http.scope[LOOKED_UP_KEY] = unknown, await unless_gone(http, self._looks.find(unknown, len(data)))
+                else:
+                    has_looked = True
+                    await self._folder.look()
+
+        return answer_when_there
+
+    async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
+        """Wait until the model is loaded. Raises `Rejected`, or 404 if the model was removed from the folder."""
+        clock, config = self._deployment.clock, self._in_flight.config
+        served = await unless_gone(http, self._folder.find(name))
+        if served is None:
+            raise model_not_found(name, self._deployment.names)
+        asked_ns = clock.now_ns()
+        arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
+        owner, request_id = read_owner(http.scope, config), identity_of(http.scope).request_id
+        unix_time_s = self._deployment.sources.unix_time_s
+        with self._in_flight.arriving(Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns)):
+            await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
+        http.scope[LOADED_KEY] = now_ns = clock.now_ns()
+        served.metrics.count_model_wait(now_ns - asked_ns)
+
+
+class _AdapterLooks:
+    """Searches the folders of adapters for unknown names, in threads."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._looks: dict[str, asyncio.Task[tuple[ServedModel, AdapterRef] | None]] = {}
+        """Searches by name, including those that wait for a thread."""
+        self._turns = asyncio.Semaphore(MAX_LOOK_THREADS)
+        self._num_asking = 0
+        self._num_asking_bytes = 0
+
+    async def find(self, name: str, num_bytes: int) -> tuple[ServedModel, AdapterRef] | None:
+        """Return the adapter on disk with this name, or None. Callers share a search. `num_bytes`: size of the body.
+
+        Raises 503 if too many requests wait, or if the search takes too long.
+        """
+        is_under_way = name in self._looks
+        num_names = len(self._looks) + (not is_under_way)
+        if max(self._num_asking + 1, num_names) > MAX_LOOKS or self._num_asking_bytes + num_bytes > MAX_WAITING_BYTES:
+            raise unavailable("Too many requests wait for the folder of adapters. Its disk may be slow.")
+        self._num_asking += 1
+        self._num_asking_bytes += num_bytes
+        try:
+            async with asyncio.timeout(MAX_LOOK_S):
+                found = await asyncio.shield(self._look(name))
+                if found is None and is_under_way:  # the file may be newer than that search
+                    found = await asyncio.shield(self._look(name))
+                return found
+        except TimeoutError:
+            message = f"The disk did not say within {MAX_LOOK_S:g} s whether there is an adapter {shorten(name)!r}."
+            raise unavailable(message, MAX_LOOK_S) from None
+        finally:
+            self._num_asking -= 1
+            self._num_asking_bytes -= num_bytes
+
+    def _look(self, name: str) -> asyncio.Task[tuple[ServedModel, AdapterRef] | None]:
+        """Return the running search for the name, or start one. A search goes on even if all callers have left."""
+        task = self._looks.get(name)
+        if task is None:
+            task = self._looks[name] = asyncio.create_task(self._ask(name))
+            task.add_done_callback(lambda _: self._looks.pop(name))
+        return task
+
+    async def _ask(self, name: str) -> tuple[ServedModel, AdapterRef] | None:
+        async with self._turns:
+            found: Future[tuple[ServedModel, AdapterRef] | None] = Future()
+            # A daemon thread: if the disk hangs, the process can still end, and no pool loses a thread.
+            threading.Thread(target=self._run, args=(name, found), name="adapter-look", daemon=True).start()
+            return await asyncio.wrap_future(found)
+
+    def _run(self, name: str, found: Future[tuple[ServedModel, AdapterRef] | None]) -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(look_up(name, self._deployment))
+        except Exception as error:  # the task raises it
+            found.set_exception(error)
+
+
+async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:
+    """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
+
+    Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
+    """
+    if served.num_waiting >= served.max_waiting or served.num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+        detail = f"{served.num_waiting} requests wait for {served.name} to be loaded already"
+        raise _refused(served, RejectReason.QUEUE_FULL, detail, deployment.expected_wait_s(served))
+    patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
+    future = deployment.want(served)  # load it even if this request can't wait so long
+    expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
+    if expected_s > patience_s:
+        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
+    served.num_waiting += 1
+    served.num_waiting_bytes += num_bytes
+    try:
+        async with asyncio.timeout(max(0.0, patience_s)):
+            return await asyncio.shield(asyncio.wrap_future(future))
+    except TimeoutError:
+        expected_s = deployment.expected_wait_s(served)
+        raise _refused(served, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s) from None
+    finally:
+        served.num_waiting -= 1
+        served.num_waiting_bytes -= num_bytes
+
+
+def _wait_limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
+    """Return the time until which a request may wait: its own limit or the server's, if earlier. Raises 400."""
+    terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
+    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
+
+
+def _refused(served: ServedModel, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
+    served.metrics.count_rejected(reason)
+    return Rejected(reason, detail, retry_after_s=retry_after_s)
 
 
 # From a request to an answer

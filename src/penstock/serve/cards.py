@@ -18,8 +18,7 @@ from typing_extensions import TypedDict
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.served import ModelFacts, ServedModel
-from penstock.serve.asking import find_allowed, may_ask
-from penstock.serve.loading import FolderWatch
+from penstock.serve.asking import FolderWatch, find_allowed, may_ask
 from penstock.serve.shapes import Count
 
 

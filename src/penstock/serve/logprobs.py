@@ -82,7 +82,7 @@ class CompletionLogprobs:
         the last one ends. `num_chars`: length of the text.
         """
         is_special, num_tokens = self._tokenizer.is_special, len(token_ids)
-        most = min(num_tokens, 4)  # no model wants more of them at an end
+        most = min(num_tokens, 4)  # no model adds more special tokens at an end
         for first in range(most + 1):
             for last in range(num_tokens, max(first, num_tokens - most) - 1, -1):
                 if begins[last] - begins[first] == num_chars and all(map(is_special, (*token_ids[:first], *token_ids[last:]))):
@@ -183,7 +183,7 @@ class ChatLogprobs:
         ends: list[int] = []
         for value in data:
             self._num_decoded += len(self._decoder.decode(bytes([value])))
-            # A character that is not complete becomes one, or one U+FFFD.
+            # An incomplete character will become one character, or one U+FFFD.
             ends.append(self._num_decoded + bool(self._decoder.getstate()[0]))
         return ends
 

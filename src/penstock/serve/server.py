@@ -74,7 +74,7 @@ def run_server(
 
 @contextlib.contextmanager
 def _little_collecting() -> Iterator[None]:
-    # What was made so far lives until the end. Looking through it (above all, the default model's vocabulary) takes 30 ms.
+    # All objects so far live until the end. Scanning them (above all, the default model's vocabulary) takes 30 ms.
     gc.collect()
     gc.freeze()
     thresholds = gc.get_threshold()
@@ -298,7 +298,7 @@ def _first_request(running: RunningModel | None) -> tuple[str, dict[str, object]
         return "/v1/rerank", {"query": "Hello!", "documents": ["Good morning.", "Goodbye."]}
     if encoder is not None:
         return "/v1/embeddings" if encoder.task is Task.EMBED else "/classify", {"input": "Hello!"}
-    # At the default temperature, the words of a small model look like a fault of ours.
+    # At the default temperature, a small model's text looks like a bug of ours.
     if running is not None and running.chat_template is None:
         return "/v1/completions", {"prompt": "Once upon a time", "temperature": 0}
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}

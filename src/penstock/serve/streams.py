@@ -31,8 +31,7 @@ from penstock.serve.errors import (
     from_rejected,
     internal,
 )
-from penstock.serve.http.checks import entry_of
-from penstock.serve.http.exchange import CLIENT_LEFT, client_watch
+from penstock.serve.http.checks import CLIENT_LEFT, client_watch, entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (
@@ -324,7 +323,7 @@ class EventStream(Response):
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope, receive  # The watch has the latter.
+        del scope, receive  # `client_watch` calls `receive`.
         with client_watch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
             try:
                 headers = [(b"content-type", self._writer.media_type), *_HEADERS]
@@ -366,7 +365,7 @@ class EventStream(Response):
                 await send(_piece(data, more=True))
                 data = b""
             chunks = await self._next_chunks(send)
-        # The client has left. The server sends nothing, but wants to see an end.
+        # The client has left. Nothing is sent, but ASGI requires an end.
         await send(_piece(b"", more=False))
 
     async def _next_chunks(self, send: Send) -> list[OutputChunk]:

@@ -19,7 +19,7 @@ from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import unless_gone
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Default and largest number of models in one answer, as in Anthropic's API."""

@@ -15,9 +15,8 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS, MessageWriter
 from penstock.serve.asking import Asked, Reader, find_model
-from penstock.serve.bodies import MAX_CALL_ID_CHARS, MAX_TOOLS, NotYet, check_depth, parse_body, sampling_of
+from penstock.serve.bodies import MAX_CALL_ID_CHARS, MAX_TOOLS, NotYet, check_depth, json_grammar, parse_body, sampling_of
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.generation import json_grammar
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted

@@ -24,11 +24,13 @@ from penstock.serve.bodies import (
     ToolCallBody,
     Unread,
     has_sampling,
+    json_grammar,
+    make_message,
+    read_tools,
     sampling_of,
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
-from penstock.serve.generation import json_grammar, make_message, read_tools
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message
 

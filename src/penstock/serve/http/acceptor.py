@@ -12,9 +12,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Coroutine
+from typing import Protocol
 
 from penstock.serve.errors import ApiError, unavailable
-from penstock.serve.http.exchange import Connection
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS
 from penstock.serve.http.tls import Encryption
 
@@ -31,6 +31,14 @@ _READ_BYTES = 1 << 14
 _RETRY_S = 0.5
 _REPORT_EVERY_S = 1.0
 _POLL_S = 0.05
+
+
+class Connection(Protocol):
+    def leave(self, error: ApiError) -> None: ...
+
+    def close(self) -> None: ...
+
+    def cut_off(self) -> None: ...
 
 
 class Acceptor:
@@ -146,7 +154,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # asyncio's own loop goes on here, and logs a traceback for each connection of the backlog.
+                # asyncio's own server would go on, and log a traceback for each waiting connection.
                 self._make_room()
                 self._report(f"No connection can be accepted: {error.strerror}. ")
                 self._pause()
@@ -172,7 +180,7 @@ class Acceptor:
         self._num_closed += 1
         self._report()
         del self._idle_since_s[connection]
-        self.idle(connection)  # It is closing: still not busy, and the last to be closed again.
+        self.idle(connection)  # Still idle while it closes, but last in line.
         connection.leave(unavailable("Other connections need the place of this one, whose request has not come."))
         self._loop.call_later(_CLOSING_S, connection.cut_off)
 

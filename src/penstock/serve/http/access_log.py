@@ -99,7 +99,7 @@ class LoggedRequests:
         async def told_send(message: Message) -> None:
             nonlocal is_over
             if message["type"] == "http.response.start":
-                # A connection that has refused the rest of the request has said so first.
+                # A connection that refused the rest of the request has already set the status.
                 entry.status = entry.status or message["status"]
             else:
                 is_over = not message.get("more_body")

@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import Request as HttpRequest
@@ -26,6 +27,7 @@ from penstock.serve.errors import (
     ApiError,
     ErrorWords,
     as_api_error,
+    cancelled,
     internal,
     invalid,
     invalid_api_key,
@@ -50,6 +52,8 @@ _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "p
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 ENTRY_KEY = "penstock.access_entry"
 """Keys of a scope for facts about the request."""
+CLIENT_LEFT = "the client closed the connection"
+_Result = TypeVar("_Result")
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
 _OWN_SITES = frozenset({b"same-origin", b"none"})
@@ -252,7 +256,7 @@ class RequestChecks:
             scope[_IS_ADMIN_KEY] = self._keys is None
         else:
             self._look_for_admin(scope, self._admin_keys)
-        # POST / asks the model something, where GET / is the page.
+        # GET / is the page, but POST / generates text.
         is_open = scope["path"] in self._open_paths and scope["method"] in ("GET", "HEAD")
         if self._keys is not None and not is_open and not scope[_IS_ADMIN_KEY]:
             key = scope[_KEY_KEY] = _sent_key(scope, self._keys)
@@ -382,7 +386,7 @@ def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
 def _announced_bytes(scope: Scope) -> int:
     """Return `Content-Length`, or 0. The HTTP parser has refused malformed ones."""
     value = headers_of(scope).get(b"content-length", b"")
-    # Digits beyond the twentieth only make it larger than every limit, and Python reads no number of thousands.
+    # 20 digits exceed every limit, and Python refuses to parse thousands of digits.
     return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else 0
 
 
@@ -454,3 +458,42 @@ def _is_json(scope: Scope) -> bool:
         return True
     kind, _, subtype = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
     return kind == "application" and "/" not in subtype and (subtype == "json" or subtype.endswith("+json"))
+
+
+# While a request is answered
+
+
+@contextmanager
+def client_watch(http: HttpRequest, on_gone: Callable[[], object]) -> Iterator[None]:
+    """Call `on_gone` if the client leaves before the block ends. Nothing else may call `receive` in the block."""
+    task = asyncio.create_task(_wait_for_end(http.receive, on_gone))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`. If the client leaves, cancel `work` and raise 499."""
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    def give_up() -> None:
+        nonlocal has_left
+        has_left = True
+        task.cancel()
+
+    try:
+        with client_watch(http, give_up):
+            return await work
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise cancelled(CLIENT_LEFT) from None
+        raise
+
+
+async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_gone()

@@ -12,13 +12,16 @@ import logging
 import re
 import sys
 import termios
+import time
 from collections import deque
 from collections.abc import Sequence
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import httptools
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from penstock.serve.errors import (
     ApiError,
@@ -31,7 +34,6 @@ from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.access_log import AccessLog, refusal
 from penstock.serve.http.checks import OPEN_PATHS, entry_of
 from penstock.serve.http.cors import Cors, Headers
-from penstock.serve.http.exchange import Exchange, answer_head, date_header
 from penstock.serve.http.tls import Encryption
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,10 @@ LINGER_S = 2.0
 
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """The header Host (RFC 3986, 3.2.2). It may be empty."""
+_MAX_BUFFERED_BODY_BYTES = 1 << 16
+"""Most bytes of a body that wait for the app. With more, reading from the connection stops."""
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
@@ -90,6 +96,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.exchanges: deque[Exchange] = deque()
         """Requests without a complete answer. The app answers the first one."""
         self.is_taken = asyncio.Event()
+        """Set while the operating system has taken all written bytes."""
         self.is_taken.set()
         self.is_reading = False
         """Whether a part of a request has come, but not its end."""
@@ -225,6 +232,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     # What an exchange and the acceptor call
 
     def resume_reading(self) -> None:
+        """Continue to read, unless too many requests wait already."""
         if len(self.exchanges) <= 1 + _MAX_BEHIND:
             self.transport.resume_reading()
 
@@ -233,6 +241,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.write(data if self._encryption is None else self._encryption.encrypt(data))
 
     def on_answered(self, exchange: Exchange) -> None:
+        """Go on to the next request after a complete answer."""
         self.exchanges.popleft()
         if not exchange.keeps_alive:
             self.exchanges.clear()
@@ -249,6 +258,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._be_idle_when_taken()
 
     def leave(self, error: ApiError) -> None:
+        """Close after all due answers. An incomplete request is answered with the error."""
         if self.is_reading and not (self.is_refused or self._is_behind()):
             self._refuse(error, lingers=False)
         elif self.exchanges:
@@ -270,6 +280,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def cut_off(self) -> None:
+        """Close at once, and drop unsent bytes."""
         self.transport.abort()
 
     # Parsing
@@ -381,7 +392,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._read_timer = self._loop.call_later(self.keep_alive_s, self.close)
 
     def _watch_reading(self, num_bytes: int) -> None:
-        # Bytes that came together with the beginning of a request, or with body, may belong to those.
+        # Bytes that came together with body or the beginning of a request may be part of either.
         self._num_bytes_without_body = 0 if self._has_news else self._num_bytes_without_body + num_bytes
         if self._num_bytes_without_body > MAX_HEAD_BYTES:
             self._refuse(request_head_too_large(MAX_HEAD_BYTES))
@@ -482,3 +493,121 @@ class HttpConnection(asyncio.BufferedProtocol):
             assert self._parser is not None
             method = self._parser.get_method() if self._url else b""
             self._access_log.add(refusal(self._address("peername"), method, self._url, error.status_code, len(response.body)))
+
+
+class Exchange:
+    """One request and its answer, as ASGI's `receive` and `send`."""
+
+    def __init__(self, connection: HttpConnection, scope: Scope, *, keeps_alive: bool, expects_continue: bool) -> None:
+        self.scope = scope
+        self.keeps_alive = keeps_alive
+        """Whether the connection stays open after the answer."""
+        self.is_whole = False
+        """Whether the whole request has been received."""
+        self.has_begun = False
+        """Whether the app has begun the answer."""
+        self.is_answered = False
+        self.has_left = False
+        """Whether the client has left, so that nothing can be sent."""
+        self._connection = connection
+        self._expects_continue = expects_continue
+        self._body = bytearray()
+        self._news = asyncio.Event()
+        self._head = b""
+        """The head of the answer, to be written together with the first piece of the body."""
+        self._has_body = self._is_chunked = False
+
+    async def run(self, app: ASGIApp) -> None:
+        """Run the app, which answers the request."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            _log.exception("an answer ended in the middle")
+        finally:
+            if not (self.is_answered or self.has_left):
+                self._connection.close()
+
+    def add_body(self, data: bytes) -> bool:
+        """Add a piece of the request's body. Return False if reading should stop until the app has taken it."""
+        if self.is_answered:
+            return True
+        self._body += data
+        self._news.set()
+        return len(self._body) <= _MAX_BUFFERED_BODY_BYTES
+
+    def end_body(self) -> None:
+        self.is_whole = True
+        self._news.set()
+
+    def leave(self) -> None:
+        """Tell the app that the client has left."""
+        self.has_left = True
+        self._news.set()
+
+    async def receive(self) -> Message:
+        if not (self.has_left or self.is_answered):
+            if self._expects_continue and not self.has_begun:
+                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
+            self._connection.resume_reading()
+            await self._news.wait()
+            self._news.clear()
+        if self.has_left or self.is_answered:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": not self.is_whole}
+
+    async def send(self, message: Message) -> None:
+        connection = self._connection
+        if not connection.is_taken.is_set():
+            await connection.is_taken.wait()
+        if self.has_left or self.is_answered:
+            return
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message["headers"])
+            return
+        data, has_more = message.get("body", b""), message.get("more_body", False)
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            if not has_more:
+                data += b"0\r\n\r\n"
+        elif not self._has_body:
+            data = b""
+        if self._head:
+            data, self._head = self._head + data, b""
+        connection.write(data)
+        if not has_more:
+            self.is_answered = True
+            self._news.set()
+            connection.on_answered(self)
+
+    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        given = dict(headers)
+        self._has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
+        # An answer without a length ends with the connection in HTTP/1.0.
+        self._is_chunked = self._has_body and b"content-length" not in given and self.scope["http_version"] != "1.0"
+        more: Headers = [date_header()]
+        if self._expects_continue and not self.is_whole:
+            # The client may or may not send the body now (RFC 9110, 10.1.1), so its next bytes are ambiguous.
+            self.keeps_alive = False
+        if given.get(b"connection", b"").lower() == b"close":
+            self.keeps_alive = False
+        elif not self.keeps_alive:
+            more.append((b"connection", b"close"))
+        if self._is_chunked:
+            more.append((b"transfer-encoding", b"chunked"))
+        self._head = answer_head(status, [*more, *headers])
+        self.has_begun = True
+
+
+def date_header() -> tuple[bytes, bytes]:
+    return b"date", formatdate(time.time(), usegmt=True).encode()
+
+
+def answer_head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))]
+    for name, value in headers:
+        if _CONTROL.search(value):
+            raise ValueError(f"A header has a control character: {value!r}")
+        lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", b""])

@@ -19,7 +19,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import invalid
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import unless_gone
 from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS

@@ -29,13 +29,14 @@ from penstock.serve.bodies import (
     StopStrings,
     Unread,
     check_body,
+    grammar_of,
     has_not_yet,
     has_sampling,
     has_unread,
+    json_grammar,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.generation import grammar_of, json_grammar
 from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES

@@ -33,11 +33,12 @@ from penstock.serve.bodies import (
     has_not_yet,
     has_sampling,
     has_unread,
+    json_grammar,
     past_call,
+    read_tools,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.generation import json_grammar, read_tools
 from penstock.serve.http.checks import is_admin
 from penstock.text.dialects import Message, PastCall
 from penstock.types.sampling import MAX_LOGPROBS

@@ -19,9 +19,17 @@ from penstock.calls.call import (
     ToolChoice,
 )
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import MAX_CHOICES, parse_body
+from penstock.serve.bodies import (
+    MAX_CHOICES,
+    fields_of,
+    grammar_of,
+    json_grammar,
+    parse_body,
+    read_conversation,
+    read_tools,
+    structured_grammar,
+)
 from penstock.serve.errors import invalid, refuse_unknown
-from penstock.serve.generation import fields_of, grammar_of, json_grammar, read_conversation, read_tools, structured_grammar
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody, ResponseFormat
 from penstock.serve.openai.write import ChatWriter, CompletionWriter

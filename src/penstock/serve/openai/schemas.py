@@ -20,6 +20,8 @@ from penstock.serve.bodies import (
     MAX_SUFFIX_CHARS,
     MAX_TOKENS_LIMIT,
     Body,
+    ChatTemplateFields,
+    GenerationFields,
     NoEffect,
     NotYet,
     ReasoningBudget,
@@ -29,7 +31,6 @@ from penstock.serve.bodies import (
     has_unread,
 )
 from penstock.serve.errors import RULE
-from penstock.serve.generation import ChatTemplateFields, GenerationFields
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
 

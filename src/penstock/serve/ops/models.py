@@ -15,8 +15,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ServedModel
 from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import invalid, model_not_found
-from penstock.serve.http.checks import require_admin
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import require_admin, unless_gone
 from penstock.serve.shapes import Success
 
 _Result = TypeVar("_Result")

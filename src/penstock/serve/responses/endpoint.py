@@ -23,8 +23,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid
-from penstock.serve.http.checks import add_header, entry_of, identity_of
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import add_header, entry_of, identity_of, unless_gone
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody

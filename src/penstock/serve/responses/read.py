@@ -14,9 +14,8 @@ import orjson
 
 from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import MAX_MESSAGES, check_part, past_call, sampling_of
+from penstock.serve.bodies import MAX_MESSAGES, check_part, json_grammar, past_call, sampling_of
 from penstock.serve.errors import invalid, refuse_unknown, shorten
-from penstock.serve.generation import json_grammar
 from penstock.serve.http.checks import identity_of
 from penstock.serve.responses.answers import Response
 from penstock.serve.responses.schemas import (

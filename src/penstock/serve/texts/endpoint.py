@@ -19,8 +19,7 @@ from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.http.checks import JsonEndpoint, entry_of
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import JsonEndpoint, entry_of, unless_gone
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.tokens import work_size

@@ -21,12 +21,12 @@ from penstock.serve.bodies import (
     MAX_TOKENS_LIMIT,
     Body,
     StopStrings,
+    grammar_of,
     has_not_yet,
     has_sampling,
     sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.generation import grammar_of
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
 from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, GrammarKind

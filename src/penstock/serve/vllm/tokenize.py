@@ -19,10 +19,19 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import find_model, read_owner
-from penstock.serve.bodies import INLINE_MAX_BYTES, MAX_TOKEN_IDS, Body, IgnoredParameters, TokenId, parse_body
+from penstock.serve.bodies import (
+    INLINE_MAX_BYTES,
+    MAX_TOKEN_IDS,
+    Body,
+    ChatTemplateFields,
+    IgnoredParameters,
+    Messages,
+    TokenId,
+    parse_body,
+    read_told_conversation,
+)
 from penstock.serve.errors import invalid
-from penstock.serve.generation import ChatTemplateFields, Messages, read_told_conversation
-from penstock.serve.http.exchange import unless_gone
+from penstock.serve.http.checks import unless_gone
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 
