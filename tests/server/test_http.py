@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import logging
+from functools import partial
 
 import httpx
 import orjson
 import pytest
 
 from penstock.config import ServerConfig
+from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import MAX_HEAD_BYTES, HttpConnection
+from penstock.serve.http.listener import bind_socket
 from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until
 from support.server.http import BODY, CHUNKED, GET, check_error, connected, head, post, read_answer
 
@@ -305,6 +308,29 @@ async def test_a_stream_to_http_1_0_ends_with_the_connection(live):
         answer = (await reader.read()).lower()
     assert b"transfer-encoding" not in answer
     assert answer.endswith(b"data: [done]\n\n")
+
+
+@pytest.mark.parametrize(("version", "is_reset"), [("1.0", True), ("1.1", False)])
+async def test_half_an_answer_never_looks_whole(version, is_reset):
+    """Chunks show where an answer ends. HTTP/1.0 has none, and the end of the connection would look like the answer's."""
+
+    async def fail(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise RuntimeError
+
+    with bind_socket("127.0.0.1", 0) as listener:
+        make_connection = partial(HttpConnection, fail, max_body_bytes=1)
+        acceptor = Acceptor(listener, make_connection, max_connections=1, ssl_context=None)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(head(f"GET / HTTP/{version}", "Host: a"))
+        if is_reset:
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+        else:
+            assert (await reader.read()).endswith(b"\r\n4\r\nhalf\r\n")
+        writer.close()
+        acceptor.close()
 
 
 async def test_the_rest_of_a_request_that_is_refused_early_may_still_come(live):

@@ -10,6 +10,8 @@ import asyncio
 import fcntl
 import logging
 import re
+import socket
+import struct
 import sys
 import termios
 import time
@@ -283,6 +285,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Close at once, and drop unsent bytes."""
         self.transport.abort()
 
+    def reset(self) -> None:
+        """Close at once with a TCP reset, which the client can't mistake for the end of an answer (socket(7), SO_LINGER)."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     # Parsing
 
     def _new_parser(self) -> httptools.HttpRequestParser:
@@ -516,6 +523,8 @@ class Exchange:
         self._head = b""
         """The head of the answer, to be written together with the first piece of the body."""
         self._has_body = self._is_chunked = False
+        self._ends_with_connection = False
+        """Whether the answer has neither a length nor chunks, because the client speaks HTTP/1.0."""
 
     async def run(self, app: ASGIApp) -> None:
         """Run the app, which answers the request."""
@@ -525,7 +534,10 @@ class Exchange:
             _log.exception("an answer ended in the middle")
         finally:
             if not (self.is_answered or self.has_left):
-                self._connection.close()
+                if self._ends_with_connection:
+                    self._connection.reset()
+                else:
+                    self._connection.close()
 
     def add_body(self, data: bytes) -> bool:
         """Add a piece of the request's body. Return False if reading should stop until the app has taken it."""
@@ -584,8 +596,9 @@ class Exchange:
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         given = dict(headers)
         self._has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
-        # An answer without a length ends with the connection in HTTP/1.0.
-        self._is_chunked = self._has_body and b"content-length" not in given and self.scope["http_version"] != "1.0"
+        if self._has_body and b"content-length" not in given:
+            self._ends_with_connection = self.scope["http_version"] == "1.0"
+            self._is_chunked = not self._ends_with_connection
         more: Headers = [date_header()]
         if self._expects_continue and not self.is_whole:
             # The client may or may not send the body now (RFC 9110, 10.1.1), so its next bytes are ambiguous.
