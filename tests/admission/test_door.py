@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.admission.checks import Ask, DoorView
+from penstock.admission.ask import Ask, DoorView
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.admission.estimates import Margin
 from penstock.testing import make_request

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.checks import Ask, DoorView
+from penstock.admission.ask import Ask, DoorView
 from penstock.admission.tenants import MAX_TENANTS, Tenants
 from penstock.types.errors import RejectReason
 

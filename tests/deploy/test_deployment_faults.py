@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import make_lasting, serve_model, start_model

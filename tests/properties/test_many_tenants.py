@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sized
 from types import FunctionType, ModuleType
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock

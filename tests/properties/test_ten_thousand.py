@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage

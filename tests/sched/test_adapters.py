@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.engine.ports import NullObserver
 from penstock.sched.adapters import KEPT_NS, LOAD_TIMEOUT_NS

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
+from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
-from penstock.sched.flights import Flights
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -165,7 +165,7 @@ def test_contents_do_not_move_under_a_void_row(house: House) -> None:
 
 
 def test_without_the_fence_they_would_and_the_executor_says_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Flights, "leave", lambda flights, request: flights._kv.free(request.request_id))
+    monkeypatch.setattr(KVManager, "fence", lambda kv, request_id, step_id: kv.free(request_id))
     with pytest.raises(AssertionError, match=r"block .* is (read|written) while step .* is in flight"):
         fill_beside_a_void_row(house)
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.engine.core import EngineCore
 from penstock.sched.policies.base import Policies

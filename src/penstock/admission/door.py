@@ -10,19 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.admission.checks import (
-    Ask,
-    DoorView,
-    Refusal,
-    check_deadlines,
-    check_kv_headroom,
-    check_queue_delay,
-    check_queue_length,
-)
+from penstock.admission.ask import Ask, DoorView, Refusal
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
 from penstock.admission.tenants import Account, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
@@ -34,6 +26,11 @@ DEFAULT_RETRY_AFTER_S = 10.0
 """`Retry-After` before anything was measured."""
 RESTART_RETRY_AFTER_S = 5.0
 """`Retry-After` while the engine does not run: about as long as a restart takes."""
+
+LEAST_SHARE = 0.75
+"""No first token is assumed to come sooner than this share of its expected time."""
+NEW_SHARE = 0.8
+"""Share of the target that a new call may wait. A call that returns at its `Retry-After` time may wait all of it."""
 
 _UNAVAILABLE_DETAILS = {
     RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
@@ -337,3 +334,76 @@ class Admission:
             self._promises.settle(promise)
         spacing_ns = view.ns_per_request
         return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
+
+
+# The checks, in the order in which they run. Each returns why a call is refused, or None.
+
+
+def check_deadlines(view: DoorView) -> Refusal | None:
+    """Refuse a call that can't meet one of its deadlines.
+
+    The estimates are optimistic. An idle server refuses a call only once its deadline has passed.
+    """
+    ask = view.ask
+    ttft_ns = int(LEAST_SHARE * view.ttft_ns)
+    wait_ns = max(0, ttft_ns - view.own_prefill_ns)
+    total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.step_ns
+    for reason, what, deadline_ns, least_ns in (
+        (RejectReason.QUEUE_TIMEOUT, "the wait", ask.queue_deadline_ns, wait_ns),
+        (RejectReason.FIRST_TOKEN_TIMEOUT, "the first token", ask.first_token_deadline_ns, ttft_ns),
+        (RejectReason.DEADLINE, "the whole answer", ask.deadline_ns, total_ns),
+    ):
+        if deadline_ns is None:
+            continue
+        if view.now_ns >= deadline_ns or (not view.is_idle and view.now_ns + least_ns > deadline_ns):
+            left_ms = max(0.0, (deadline_ns - view.now_ns) / 1e6)
+            least = f"{what} would take at least {least_ns / 1e6:.0f} ms"
+            return Refusal(reason, f"The deadline can't be met: {least}, and {left_ms:.0f} ms are left.")
+    return None
+
+
+def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
+    num_excess = view.num_waiting + 1 - max_queue
+    if num_excess <= 0 or view.is_idle:  # places may be kept, but no request is here
+        return None
+    wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
+    waiting = counted(view.num_waiting, "request is", "requests are")
+    detail = f"the queue is full: {waiting} waiting or expected back, at most {max_queue} may"
+    return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)
+
+
+def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
+    """Refuse a call if its first token is expected later than the target.
+
+    `margin` is the worst recent error of that expectation. Half of the allowed time is for waiting, however long the prompt
+    takes.
+    """
+    target_ns = view.target_ttft_ns
+    if target_ns is None or view.is_idle or view.starts_at_once:
+        return None
+    allowed_ns = target_ns * (1.0 if view.is_expected else NEW_SHARE) / margin
+    excess_ns = view.ttft_ns - view.own_prefill_ns - max(allowed_ns - view.own_prefill_ns, allowed_ns / 2)
+    if excess_ns <= 0:
+        return None
+    detail = (
+        f"the queue's delay is over its target: the first token is expected after {view.ttft_ns / 1e9:.2f} s, or "
+        f"{view.ttft_ns * margin / 1e9:.2f} s with the worst recent error; the target is {target_ns / 1e9:g} s"
+    )
+    return Refusal(RejectReason.QUEUE_DELAY, detail, int(excess_ns))
+
+
+def check_kv_headroom(view: DoorView, headroom: float) -> Refusal | None:
+    """Refuse a call if less than `headroom`, a share in (0, 1), of the KV blocks would stay free at predicted lengths.
+
+    Only a call with a target is refused. Freed blocks are kept for its return: otherwise small calls would keep taking them.
+    """
+    num_excess = view.num_blocks_demanded - (1 - (headroom / 2 if view.is_expected else headroom)) * view.num_blocks_total
+    if view.target_ttft_ns is None or view.is_idle or num_excess <= 0:
+        return None
+    num_ends = -(-num_excess // view.num_blocks_freed)
+    wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
+    detail = (
+        f"the KV cache's headroom is gone: what runs or is expected back needs {view.num_blocks_demanded} of "
+        f"{view.num_blocks_total} blocks with this request, and {headroom:.0%} are kept free"
+    )
+    return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.admission.checks import DoorView, Refusal, TenantLimits
+from penstock.admission.ask import DoorView, Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024

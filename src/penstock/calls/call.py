@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.admission.checks import TenantLimits
+from penstock.admission.ask import TenantLimits
 from penstock.deploy.running import RunningModel
 from penstock.text.dialects import NAME_CHARS, Message
 from penstock.text.grammar import Grammar

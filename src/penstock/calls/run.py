@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Place
 from penstock.calls.call import (
     AskedGrammar,

@@ -134,11 +134,12 @@ class Stepper:
     def _prepare_blocks(self) -> None:
         core, executor = self._core, self._executor
         adapters = core.scheduler.kv.adapters
-        for number in adapters.take_drops():
+        drops, placements = (adapters.take_drops(), adapters.take_placements()) if adapters.num_placements else ((), ())
+        for number in drops:
             executor.drop_adapter(number)
         if copies := core.take_block_copies():
             executor.copy_blocks(copies)
-        for placement in adapters.take_placements():
+        for placement in placements:
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 
     def finish(self) -> StepPlan:

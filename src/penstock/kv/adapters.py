@@ -24,7 +24,7 @@ class Resident:
 class AdapterPages:
     def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
         self.residents: dict[int, Resident] = {}
-        self._numbers = self.residents.keys()
+        self.counts = AdapterCounts(numbers=self.residents.keys())
         self.num_pinned = 0
         self.num_pinned_blocks = 0
         self.num_placements = 0
@@ -35,10 +35,9 @@ class AdapterPages:
         self._drops: list[int] = []
         self._placements: list[AdapterPlacement] = []
 
-    @property
-    def counts(self) -> AdapterCounts:
-        num_resident, num_blocks, numbers = len(self.residents), len(self._number_of), self._numbers
-        return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
+    def _count(self) -> None:
+        num_resident, num_blocks, numbers = len(self.residents), len(self._number_of), self.residents.keys()
+        self.counts = AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
     def is_pinned(self, number: int) -> bool:
         """Return whether a running request uses the adapter."""
@@ -77,6 +76,7 @@ class AdapterPages:
             self.num_pinned += 1
             self.num_pinned_blocks += len(resident.block_ids)
         resident.num_pins += 1
+        self._count()
 
     def unpin(self, number: int, group: Hashable) -> None:
         """Count one block table less. After the last one the adapter's blocks are cached in `group`."""
@@ -87,6 +87,7 @@ class AdapterPages:
             self.num_pinned_blocks -= len(resident.block_ids)
             for block_id in resident.block_ids:
                 self._pool.release(block_id, keep=True, group=group)
+        self._count()
 
     def num_freed(self, pins: Mapping[int, int]) -> int:
         """Return how many blocks become available if each adapter loses that many pins."""
@@ -95,10 +96,7 @@ class AdapterPages:
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Forget the adapters in these blocks, which were allocated for something else."""
-        number_of = self._number_of
-        if not number_of:
-            return
-        taken = set(block_ids)
+        number_of, taken = self._number_of, set(block_ids)
         for number in dict.fromkeys(number_of[block_id] for block_id in sorted(taken & number_of.keys())):
             for block_id in self.residents.pop(number).block_ids:
                 del number_of[block_id]
@@ -110,6 +108,7 @@ class AdapterPages:
                 self._drops.append(number)
             self._placements = placements
             self.num_evictions += 1
+            self._count()
 
     def holds(self, block_id: int) -> bool:
         return block_id in self._number_of

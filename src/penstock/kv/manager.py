@@ -115,7 +115,7 @@ class KVManager:
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
         number = request.adapter_number
-        num_missing = self.adapters.num_missing(number, packed)
+        num_missing = 0 if number == BASE else self.adapters.num_missing(number, packed)
         num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
         if num_fresh + hit.num_free_blocks + num_missing > self.pool.num_available:
             raise ValueError(
@@ -322,7 +322,8 @@ class KVManager:
         if self.tier is not None:
             self.tier.spill(taken, self.prefix.index)
         self.prefix.evict(taken)
-        self.adapters.evict(taken)
+        if self.adapters.residents:
+            self.adapters.evict(taken)
         return taken
 
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:

@@ -13,7 +13,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Protocol
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.clock import VirtualClock
 from penstock.lab.pacing import Pace, Pacer
 from penstock.lab.records import End, Record

@@ -66,34 +66,28 @@ class Adapters:
         )
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
 
-    def packed(self, request: Request) -> PackedAdapter | None:
-        ref = request.adapter
-        if ref is None or self._source is None or ref.number in self._kv.adapters.residents:
+    def packed(self, ref: AdapterRef) -> PackedAdapter | None:
+        """Return the adapter's content, unless it is in the pool or not loaded."""
+        if self._source is None or ref.number in self._kv.adapters.residents:
             return None
         return self._look(ref.number).packed
 
-    def await_load(self, request: Request, packed: PackedAdapter | None, now_ns: int) -> AwaitedAdapter | None:
-        if request.adapter is None or self._is_usable(request, packed):
-            return None
-        return AwaitedAdapter(request.adapter.number, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
-
-    def _is_usable(self, request: Request, packed: PackedAdapter | None) -> bool:
-        ref = request.adapter
-        assert ref is not None, "asked for a request with an adapter"
+    def is_awaited(self, request: Request, ref: AdapterRef, packed: PackedAdapter | None) -> bool:
+        """Return whether the request waits for its adapter to be loaded. Asks for the adapter if it is not loaded."""
         num_blocks = self._kv.adapters.num_blocks(ref.number, packed)
         if num_blocks:
-            return num_blocks + self._running.final_blocks_alone(request) <= self._kv.num_total_blocks
+            return num_blocks + self._running.final_blocks_alone(request) > self._kv.num_total_blocks
         if self._source is not None:
             self._source.want(ref, is_urgent=True)
-        return False
+        return True
 
-    def is_full(self, request: Request) -> bool:
-        """Return whether the request would exceed the maximum number of running adapters."""
-        adapters, ref = self._kv.adapters, request.adapter
-        return ref is not None and adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
+    def wait(self, ref: AdapterRef, now_ns: int) -> AwaitedAdapter:
+        return AwaitedAdapter(ref, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
 
-    def is_awaited(self, request: Request) -> bool:
-        return not self._is_usable(request, self.packed(request))
+    def is_full(self, ref: AdapterRef) -> bool:
+        """Return whether a request with this adapter would exceed the maximum number of running adapters."""
+        adapters = self._kv.adapters
+        return adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
 
     def are_late(self, now_ns: int) -> bool:
         """Return whether rows and blocks are no longer kept for waiting requests."""
@@ -116,8 +110,8 @@ class Adapters:
         for follower, awaited in self._waiting.adapters_aside:
             if self._source is None:
                 continue
-            request, state = follower.request, self._look(awaited.number)
-            num_pages = self._kv.adapters.num_blocks(awaited.number, state.packed)
+            request, state = follower.request, self._look(awaited.ref.number)
+            num_pages = self._kv.adapters.num_blocks(awaited.ref.number, state.packed)
             rejected = self._never_fits(request, num_pages)
             if rejected is not None:
                 yield request, rejected

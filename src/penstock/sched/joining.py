@@ -72,9 +72,11 @@ class Joining:
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
                 self._keep_place(follower, draft)
-        packed = self._adapters.packed(request)
-        if self._adapters.await_load(request, packed, draft.now_ns) is not None or self._adapters.is_full(request):
-            return False
+        packed, ref = None, request.adapter
+        if ref is not None:
+            packed = self._adapters.packed(ref)
+            if self._adapters.is_awaited(request, ref, packed) or self._adapters.is_full(ref):
+                return False
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
         candidate = Candidate(request, hit, query_len, packed)
@@ -143,15 +145,16 @@ class Joining:
             self.keep_tokens(draft, request)
             if draft.tokens_left == 0:
                 return
-            packed = self._adapters.packed(request)
-            awaited_adapter = self._adapters.await_load(request, packed, draft.now_ns)
-            if awaited_adapter is not None:
-                if not self._step_aside(request, awaited_adapter, fresh, draft):
+            packed, ref = None, request.adapter
+            if ref is not None:
+                packed = self._adapters.packed(ref)
+                if self._adapters.is_awaited(request, ref, packed):
+                    if not self._step_aside(request, self._adapters.wait(ref, draft.now_ns), fresh, draft):
+                        return
+                    continue
+                if self._adapters.is_full(ref):
+                    counts.waits_for = WaitReason.ADAPTER
                     return
-                continue
-            if self._adapters.is_full(request):
-                counts.waits_for = WaitReason.ADAPTER
-                return
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
             if awaited is not None and not self._order.outranks(request, awaited.leader, draft.now_ns):
@@ -230,7 +233,8 @@ class Joining:
     def _is_awaiting(self, follower: Follower) -> bool:
         awaited = follower.awaited
         if isinstance(awaited, AwaitedAdapter):
-            return self._adapters.is_awaited(follower.request)
+            ref = awaited.ref
+            return self._adapters.is_awaited(follower.request, ref, self._adapters.packed(ref))
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:

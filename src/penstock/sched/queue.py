@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from penstock.kv.prefix_cache import Awaited
 from penstock.sched.policies.base import BucketView, Order, OrderKey
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
 
@@ -172,7 +173,7 @@ class Bucket(Lanes):
 
 @dataclass(frozen=True, slots=True)
 class AwaitedAdapter:
-    number: int
+    ref: AdapterRef
     kept_until_ns: int
     """Until then a row and blocks are kept for the request."""
     until_ns: int

@@ -6,18 +6,19 @@ rules are in docs/architecture.md, "The step".
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
+from penstock.sched.ahead import Ahead
 from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
-from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
@@ -36,6 +37,16 @@ MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
 MAX_BIASES_RETOLD = 1024
 """Requests with more biases get no forced tokens, since the biases are sent again with them."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step between its plan and its commit."""
+
+    step_id: int
+    counts: StepCounts
+    void: frozenset[str] = frozenset()
+    """Ids of requests that ended meanwhile. The results of their rows are ignored."""
 
 
 class Scheduler:
@@ -84,7 +95,7 @@ class Scheduler:
         if capacity.is_one_pass:
             self.tell_no_stops()
         self._extending = Extending(self.kv, self._running)
-        self._flights = Flights(self.kv)
+        self._flights: deque[Flight] = deque()
         self._ahead = Ahead(self.kv, policies, self._running, self.groups)
         self._beams = Beams(self.kv, self._running, self.groups)
         self._is_continuous = policies.gate.is_continuous
@@ -161,9 +172,18 @@ class Scheduler:
         self.groups.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
-        self._flights.leave(request)
+        self._free(request)
         progress.end(request, reason, stop_reason)
         self._policies.predictor.ended(request)
+
+    def _free(self, request: Request) -> None:
+        """Free the blocks of a request that ends, once no step in flight uses them."""
+        if not (self._flights and request.num_inflight_tokens):
+            self.kv.free(request.request_id)
+            return
+        for flight in self._flights:
+            flight.void |= {request.request_id}
+        self.kv.fence(request.request_id, self._flights[-1].step_id)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
         """Return waiting requests to refuse: their adapters can't be loaded or don't fit beside them."""
@@ -279,7 +299,7 @@ class Scheduler:
         releases = self._running.take_releases(draft.admits)
         plan = StepPlan(self._num_steps, draft.now_ns, tuple(draft.admits.values()), rows, releases)
         self._num_steps += 1
-        self._flights.depart(plan, counts)
+        self._flights.append(Flight(plan.step_id, counts))
         return plan
 
     # commit
@@ -289,11 +309,14 @@ class Scheduler:
 
         Raises KeyError or ValueError if a sampling row lacks its tokens, or if the step is not the oldest in flight.
         """
-        flight = self._flights.arrive(plan.step_id)
+        if not self._flights or self._flights[0].step_id != plan.step_id:
+            raise ValueError(f"step {plan.step_id} is not the oldest in flight")
+        flight = self._flights.popleft()
+        self.kv.lift_fence(flight.step_id)
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
         outcome = StepOutcome(flight.counts, flight.void)
         grouped, failures = tuple(self.groups.by_id), result.failures
-        rows = flight.live(plan.rows) if flight.void else plan.rows
+        rows = tuple([row for row in plan.rows if row.request_id not in flight.void]) if flight.void else plan.rows
         if result.prompt_logprobs:
             self._score(rows, result)
         advances = progress.advance(
@@ -399,11 +422,17 @@ class Scheduler:
 
     def abandon_flights(self) -> None:
         """Drop the steps in flight: nothing is committed or scheduled any more."""
-        self._flights.abandon()
+        while self._flights:
+            self.kv.lift_fence(self._flights.popleft().step_id)
 
     def check(self) -> None:
         check_kv(self.kv)
-        self._flights.check(self._running)
+        assert self._flights or not self.kv.fenced, "a fence is left, and no step is in flight"
+        for request in self._running:
+            assert self._flights or not request.num_inflight_tokens, (
+                f"{request.request_id!r} has tokens in flight, and no step is"
+            )
+            assert not request.num_pending_samples, f"{request.request_id!r} counts a token that nobody knows"
         self._running.check()
         self.groups.check()
         self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)

@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.admission.checks import TenantLimits
+from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
 from penstock.calls.check import make_call
 from penstock.calls.in_flight import Arrival, InFlight

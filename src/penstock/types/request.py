@@ -61,7 +61,7 @@ class Request:
     """Prompt + generated. A field, since every step reads it for every row."""
     max_total_tokens: int = 0  # limit of `num_tokens`; 0 before it is queued
     num_computed_tokens: int = 0
-    """Tokens with committed KV. Changes only in commit, or temporarily while a step is planned ahead (`sched/flights.py`)."""
+    """Tokens with committed KV. Changes only in commit, or temporarily while a step is planned ahead (`sched/ahead.py`)."""
     num_inflight_tokens: int = 0  # tokens scheduled and not yet committed
     num_pending_samples: int = 0
     """Tokens counted in `num_tokens` whose value is not known yet, while a step is planned ahead."""

@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from penstock.admission.checks import Ask
+from penstock.admission.ask import Ask
 from penstock.admission.door import Place
 from penstock.calls.call import Terms
 from penstock.calls.in_flight import InFlight

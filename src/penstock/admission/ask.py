@@ -1,0 +1,80 @@
+"""A call that asks for admission, the estimates that decide it, and the reason of a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.types.adapter import AdapterRef
+from penstock.types.errors import RejectReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    max_concurrent: int | None = None
+    tokens_per_minute: int | None = None
+    requests_per_minute: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A call that asks for admission, before its prompt is tokenised."""
+
+    num_requests: int = 1
+    num_chars: int = 0
+    num_token_ids: int = 0
+    max_new_tokens: int | None = None
+    """Limit of each choice. None: the rest of the context."""
+    min_new_tokens: int = 1
+    tenant: str = ""
+    limits: TenantLimits | None = None
+    """Limits of the call's tenant. None: the defaults."""
+    priority: int = 0
+    """Lower is served first, if the scheduling order reads priorities."""
+    deadline_ns: int | None = None
+    queue_deadline_ns: int | None = None
+    first_token_deadline_ns: int | None = None
+    slo_ttft_ns: int | None = None
+    claim: bytes | None = None
+    """Equal for all retries of the same call. None if unknown."""
+    is_retry: bool = False
+    adapter: AdapterRef | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class DoorView:
+    """A call and the estimates that decide its admission. Treat as frozen."""
+
+    ask: Ask
+    now_ns: int
+    is_expected: bool
+    """The call returns at its `Retry-After` time, so it may use room kept for such calls."""
+    is_idle: bool
+    starts_at_once: bool
+    """A row is free, no request waits for a row or a first token, and the call's adapter is loaded."""
+    num_waiting: int
+    """Waiting requests and places kept for returning calls, less the free rows."""
+    target_ttft_ns: int | None
+    """The smaller of the call's and the server's targets. None: no target."""
+    num_prompt_tokens: int
+    num_new_tokens: int
+    ttft_ns: int
+    """Expected time from now to the first token; 0 before any measurement."""
+    own_prefill_ns: int
+    step_ns: int
+    ns_per_request: int | None
+    """Expected time between two ends while others wait; None before any measurement."""
+    num_blocks_demanded: int
+    """Predicted KV blocks of running requests (at least those held now) and of this call, plus blocks kept for other calls."""
+    num_blocks_own: int
+    """Predicted KV blocks of this call, plus its adapter's if no other request uses it."""
+    num_blocks_freed: int
+    """Mean blocks freed by the end of one running request, >= 1."""
+    num_blocks_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: RejectReason
+    detail: str
+    wait_ns: int | None = None
+    """Time until the check would pass if no other call came; None if unknown."""
