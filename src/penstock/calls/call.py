@@ -107,13 +107,6 @@ class Conversation:
     param: str = "messages"
 
 
-@dataclass(frozen=True, slots=True)
-class AskedGrammar:
-    grammar: Grammar
-    param: str
-    """The field of the body that has the grammar."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
     """A function that an answer can call."""
@@ -208,7 +201,7 @@ class GenerationRequest(Shown):
     allowed_token_ids: Sequence[int] | None = None
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     bad_words: Sequence[str] = ()
-    grammar: AskedGrammar | None = None
+    grammar: Grammar | None = None
 
     # Where an answer ends
     stop: Sequence[str] = ()
@@ -321,7 +314,7 @@ class Call:
     prompts: Conversation | tuple[Prompt, ...]
     sampling: SamplingParams
     """Parameters common to all answers, without `max_tokens`, `seed` and bans that need a tokenizer."""
-    grammar: AskedGrammar | None
+    grammar: Grammar | None
     """The grammar of the answer, or of its tool calls."""
     tools: frozenset[str] | None = None
     """Tools that can be called after free text. Empty: the answer is a call from its first token. None: no calls."""

@@ -13,7 +13,6 @@ from penstock.calls.call import (
     NAME_RULE,
     TOOL_NAME,
     AnswerOptions,
-    AskedGrammar,
     Call,
     ChatRequest,
     CompletionRequest,
@@ -303,7 +302,7 @@ def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str
     return tuple(told)
 
 
-def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, AskedGrammar | None]:
+def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, Grammar | None]:
     """Return `Call.tools` and `Call.grammar`."""
     choice, asked = request.tool_choice, request.grammar
     if choice.mode == "none" or not request.tools:
@@ -321,11 +320,9 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
     if len(source) > MAX_SOURCE_CHARS:
         detail = f"'{param}' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken."
         raise wrong(detail, param)
-    other = asked.grammar if asked is not None and is_auto else None
+    other = asked if is_auto else None
     names = frozenset([tool.name for tool in callable_tools]) if is_free else frozenset()
-    grammar = Grammar(GrammarKind.TOOLS, source, other=other)
-    at = param if asked is None or other is None else asked.param
-    return names, AskedGrammar(grammar, at)
+    return names, Grammar(GrammarKind.TOOLS, source, other=other, param=param if other is None else other.param)
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:

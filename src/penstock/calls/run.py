@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from penstock.admission.ask import Ask
 from penstock.admission.door import Place
 from penstock.calls.call import (
-    AskedGrammar,
     Call,
     Conversation,
     InfillPrompt,
@@ -206,7 +205,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
     return AnswerForm(tools=tools, tool_names=call.tools or frozenset(), reasoning=reasoning, is_reasoning=is_reasoning)
 
 
-def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
+def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, AnswerPlan | None]:
     """Return the grammar of the answers, and the plan of what precedes it. At least one is not None."""
     from penstock.text.answer_matcher import AnswerPlan
 
@@ -215,8 +214,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
     if grammar is not None and reasoning is None and trigger_of is None:
         return grammar, None
     if grammar is not None and reasoning is not None and trigger_of is None:
-        lead = Lead(reasoning.open, reasoning.close, reasoning.lead)
-        grammar = dataclasses.replace(grammar, grammar=dataclasses.replace(grammar.grammar, lead=lead))
+        grammar = dataclasses.replace(grammar, lead=Lead(reasoning.open, reasoning.close, reasoning.lead))
     plan = AnswerPlan(
         reasoning=reasoning,
         is_reasoning=form is not None and form.is_reasoning,
@@ -228,32 +226,25 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
 
 
 async def _matchers(
-    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
+    grammar: Grammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
     """Return a matcher for each of `number` choices.
 
     Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, or a time limit.
     """
-    if asked is None:
+    if grammar is None:
         assert plan is not None, "a matcher needs a grammar or a plan"
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
-        matchers = _known(number, asked.grammar, plan, running)
-        if matchers is not None:
+        is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
+        if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
-        return await _in_time(_matchers_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
+        return await _in_time(_matchers_compiled(number, grammar, plan, running, terms.owner.tenant), running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
-        subject = f"'{asked.param}'" if asked.grammar.other is None else f"'{asked.param}' beside 'tools'"
-        detail = f"{subject} is refused. {rejected.detail}"
-        raise wrong(detail, asked.param) from rejected
-
-
-def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
-    """Return matchers if the grammar is compiled, and small enough for the event loop. Otherwise None."""
-    is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
-    return running.grammars.known(grammar, plan, number) if is_small else None
+        subject = f"'{grammar.param}'" if grammar.other is None else f"'{grammar.param}' beside 'tools'"
+        raise wrong(f"{subject} is refused. {rejected.detail}", grammar.param) from rejected
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:

@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from penstock.calls.call import NAME_RULE, TOOL_NAME, AskedGrammar, Conversation, FunctionTool, Names
+from penstock.calls.call import NAME_RULE, TOOL_NAME, Conversation, FunctionTool, Names
 from penstock.calls.check import MAX_CHOICES as MAX_CHOICES
 from penstock.calls.check import check_conversation, told_tools
 from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path, shorten
@@ -539,7 +539,7 @@ def fields_of(body: GenerationFields) -> dict[str, Any]:
     }
 
 
-def structured_grammar(asked: StructuredOutputs | None) -> AskedGrammar | None:
+def structured_grammar(asked: StructuredOutputs | None) -> Grammar | None:
     """Return the grammar of `structured_outputs`. Raises 400 unless exactly one form is given."""
     if asked is None:
         return None
@@ -558,24 +558,24 @@ def structured_grammar(asked: StructuredOutputs | None) -> AskedGrammar | None:
             raise invalid(f"'{at}' is of a 'grammar', and '{name}' is asked for: leave it out.", at)
         kind = _SYNTAXES[asked.grammar_syntax]
     if value is True:
-        return AskedGrammar(Grammar(kind, ""), param)
+        return Grammar(kind, param=param)
     return grammar_of(kind, value, param)
 
 
-def grammar_of(kind: GrammarKind, value: Any, param: str) -> AskedGrammar:
+def grammar_of(kind: GrammarKind, value: Any, param: str) -> Grammar:
     """Return the grammar of a text or a JSON value. Raises 400 for a value that is nested too deeply."""
     if isinstance(value, str):
-        return AskedGrammar(Grammar(kind, value), param)
+        return Grammar(kind, value, param=param)
     try:
-        return AskedGrammar(Grammar(kind, orjson.dumps(value).decode()), param)
+        return Grammar(kind, orjson.dumps(value).decode(), param=param)
     except orjson.JSONEncodeError:
         raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
 
 
-def json_grammar(schema: Any, param: str) -> AskedGrammar:
+def json_grammar(schema: Any, param: str) -> Grammar:
     """Return the grammar of a JSON schema, or of any JSON object if the schema is None. Raises 400."""
     if schema is None:
-        return AskedGrammar(Grammar(GrammarKind.JSON_OBJECT, ""), param)
+        return Grammar(GrammarKind.JSON_OBJECT, param=param)
     return grammar_of(GrammarKind.JSON_SCHEMA, schema, param)
 
 

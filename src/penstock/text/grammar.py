@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,8 @@ class Grammar:
     """The reasoning that may precede the answer, or None."""
     other: Grammar | None = None
     """An alternative to TOOLS, without a lead or an alternative of its own."""
+    param: str = field(default="", compare=False)
+    """The field of the client's request that has the grammar, for errors."""
 
     def before(self, spell: Callable[[str], str]) -> str:
         """Return the outer Lark, which has the source as `@main` and the alternative as `@other`.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
+from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     INT32_MAX,
@@ -33,6 +33,7 @@ from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
 from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Message
+from penstock.text.grammar import Grammar
 
 _NAMES = Names(
     "cohere",
@@ -121,7 +122,7 @@ def _request(body: CohereChatBody) -> ChatRequest:
     )
 
 
-def _grammar(asked: CohereFormat) -> AskedGrammar:
+def _grammar(asked: CohereFormat) -> Grammar:
     schema = asked.json_schema
     return json_grammar(schema, "response_format" if schema is None else "response_format.json_schema")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
-from penstock.calls.call import AskedGrammar, Call, CompletionRequest, InfillPrompt, MixedPrompt, Names, Prompt, TextPrompt
+from penstock.calls.call import Call, CompletionRequest, InfillPrompt, MixedPrompt, Names, Prompt, TextPrompt
 from penstock.calls.check import MAX_BIAS, MAX_CHOICES
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import Asked
@@ -41,7 +41,7 @@ from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
-from penstock.text.grammar import MAX_LARK_CHARS, GrammarKind
+from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind
 from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS, LineLimits, SamplingParams
 
@@ -407,7 +407,7 @@ def _lines(body: LlamaBody) -> LineLimits | None:
     return LineLimits(min_indent=min_indent, max_ns=max_ms * 1_000_000 if max_ms > 0 else None)
 
 
-def _grammar(body: LlamaBody) -> AskedGrammar | None:
+def _grammar(body: LlamaBody) -> Grammar | None:
     if body.json_schema is not None and body.grammar:
         raise invalid("'grammar' and 'json_schema' both say what the answer must be: leave one of them out.", "grammar")
     if body.json_schema is not None:

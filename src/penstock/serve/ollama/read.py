@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from penstock.calls.call import AskedGrammar, Call, ChatRequest, CompletionRequest, Conversation, Names, TextPrompt
+from penstock.calls.call import Call, ChatRequest, CompletionRequest, Conversation, Names, TextPrompt
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
@@ -41,6 +41,7 @@ from penstock.serve.bodies import (
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import is_admin
 from penstock.text.dialects import Message, PastCall
+from penstock.text.grammar import Grammar
 from penstock.types.sampling import MAX_LOGPROBS
 
 _Body = TypeVar("_Body", bound="OllamaBody")
@@ -271,7 +272,7 @@ def _check_words(body: _AnswerBody) -> None:
         raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
 
 
-def _grammar(asked: Any) -> AskedGrammar | None:
+def _grammar(asked: Any) -> Grammar | None:
     if asked is None or asked == "":
         return None
     return json_grammar(None if asked == "json" else asked, "format")

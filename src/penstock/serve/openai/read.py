@@ -8,7 +8,6 @@ from typing import Any
 from starlette.types import Scope
 
 from penstock.calls.call import (
-    AskedGrammar,
     BeamSearch,
     Call,
     ChatRequest,
@@ -34,7 +33,7 @@ from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody, ResponseFormat
 from penstock.serve.openai.write import ChatWriter, CompletionWriter
 from penstock.serve.streams import NewWriter
-from penstock.text.grammar import GrammarKind
+from penstock.text.grammar import Grammar, GrammarKind
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. Chats have the rest of the context."""
@@ -135,7 +134,7 @@ def _fields(body: GenerationBody, scope: Scope) -> dict[str, Any]:
     }
 
 
-def _grammar(body: GenerationBody) -> AskedGrammar | None:
+def _grammar(body: GenerationBody) -> Grammar | None:
     of_format = None if body.response_format is None else _format_grammar(body.response_format)
     if of_format is not None and body.structured_outputs is not None:
         message = "'response_format' and 'structured_outputs' both say what the answer must be: leave one of them out."
@@ -143,7 +142,7 @@ def _grammar(body: GenerationBody) -> AskedGrammar | None:
     return of_format or structured_grammar(body.structured_outputs)
 
 
-def _format_grammar(asked: ResponseFormat) -> AskedGrammar | None:
+def _format_grammar(asked: ResponseFormat) -> Grammar | None:
     schema = asked.json_schema
     tags = [name for name in ("structures", "triggers", "format") if getattr(asked, name) is not None]
     fields = [("json_schema", schema is not None, "json_schema"), ("schema", asked.schema_ is not None, "json_object")]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from penstock.calls.call import AskedGrammar, Call, ChatRequest, Conversation, Names, ToolChoice
+from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import MAX_MESSAGES, check_part, json_grammar, past_call, sampling_of
 from penstock.serve.errors import invalid, refuse_unknown, shorten
@@ -32,6 +32,7 @@ from penstock.serve.responses.schemas import (
 from penstock.serve.responses.tools import Tools, chat_name, read_tools
 from penstock.serve.streams import fingerprint
 from penstock.text.dialects import Message
+from penstock.text.grammar import Grammar
 
 Item = Any
 """An item as clients receive it and the store keeps it: JSON data with an `id`."""
@@ -302,7 +303,7 @@ def _request(body: ResponsesBody, messages: list[Message], tools: Tools) -> Chat
     )
 
 
-def _grammar(asked: TextFormat) -> AskedGrammar | None:
+def _grammar(asked: TextFormat) -> Grammar | None:
     if asked.type != "json_schema":
         for name in ("name", "schema", "strict"):
             if getattr(asked, "schema_" if name == "schema" else name) is not None:

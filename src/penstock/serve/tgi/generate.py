@@ -12,7 +12,7 @@ import orjson
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.calls.call import AskedGrammar, Call, CompletionRequest, Names, TextPrompt
+from penstock.calls.call import Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.asking import Asked
@@ -29,7 +29,7 @@ from penstock.serve.bodies import (
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
-from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, GrammarKind
+from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
@@ -159,7 +159,7 @@ def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> 
     )
 
 
-def _grammar(asked: TgiGrammar | None) -> AskedGrammar | None:
+def _grammar(asked: TgiGrammar | None) -> Grammar | None:
     """Return the grammar, or None. Raises 400."""
     if asked is None:
         return None
