@@ -17,8 +17,7 @@ from penstock.clock import VirtualClock, WallClock
 from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
-from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
@@ -74,6 +73,7 @@ class World:
             tokenizer=part,
             chat_template=None,
             grammars=part,
+            dialect=part,
             admission=part,
             metrics=self.of[name].metrics,
             model=cast(Any, SimpleNamespace(name=name)),

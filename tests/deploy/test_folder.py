@@ -14,7 +14,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.folder import ModelFolder
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import ServedModel
 from penstock.models import catalog
 from penstock.models.catalog import ModelSource
 from penstock.obs.metrics import Metrics

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.deploy.resources import MemoryShare
 from penstock.deploy.room import LOADS_PER_STAY, MAX_STAY_NS, MIN_STAY_NS, leavers, room_at_ns
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.running import ModelState, ServedModel
 
 NOW_NS = 100 * MIN_STAY_NS
 

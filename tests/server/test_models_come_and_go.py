@@ -18,7 +18,7 @@ from penstock.calls import run as run_file
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.running import ModelState, ServedModel
 from penstock.models.facts import ModelFacts
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app

@@ -22,14 +22,13 @@ from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import leavers, room_at_ns
-from penstock.deploy.served import ModelState, ServedModel, UnloadReason
+from penstock.deploy.running import ModelState, RunningModel, ServedModel, Sources, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 
 if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.deploy.off_loop import OffLoop
-    from penstock.deploy.running import RunningModel, Sources
 
 _log = logging.getLogger(__name__)
 
@@ -158,8 +157,6 @@ class Deployment:
     @cached_property
     def sources(self) -> Sources:
         """Times and ids for requests without a model."""
-        from penstock.deploy.running import Sources
-
         return Sources()
 
     @property

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.blueprint import Blueprint
     from penstock.deploy.deployment import Deployment
-    from penstock.deploy.running import RunningModel
-    from penstock.deploy.served import ServedModel
+    from penstock.deploy.running import RunningModel, ServedModel
     from penstock.engine.ports import Executor
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
@@ -103,7 +102,7 @@ def _folder(config: Config) -> Path | None:
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
     """Return the model of a present source, without loading it. Raises ConfigError for bad names of adapters."""
-    from penstock.deploy.served import ServedModel
+    from penstock.deploy.running import ServedModel
     from penstock.models.facts import read_facts
 
     is_on_gpu = decide(config).is_on_gpu

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import ServedModel
 from penstock.models.catalog import ModelSource, list_folder
 from penstock.types.errors import PenstockError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.running import ModelState, ServedModel
 
 MIN_STAY_NS = 10_000_000_000
 """Least time that a model in use stays loaded."""

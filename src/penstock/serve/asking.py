@@ -33,8 +33,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import JsonEndpoint, entry_of, headers_of, identity_of, key_name, key_of, unless_gone, values_of

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
-from penstock.deploy.served import ModelFacts, ServedModel
+from penstock.deploy.running import ModelFacts, ServedModel
 from penstock.serve.asking import FolderWatch, find_allowed, may_ask
 from penstock.serve.shapes import Count
 

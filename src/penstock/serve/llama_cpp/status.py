@@ -14,8 +14,7 @@ from typing_extensions import TypedDict
 import penstock
 from penstock.calls.call import CompletionRequest
 from penstock.calls.check import check_sampling
-from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ModelFacts
+from penstock.deploy.running import ModelFacts, RunningModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, find_model, read_owner
 from penstock.serve.errors import unavailable

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
-from penstock.deploy.served import ModelFacts, ModelState, ServedModel
+from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask
 from penstock.serve.bodies import Body, Unread, parse_body

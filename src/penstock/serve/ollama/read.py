@@ -16,8 +16,7 @@ from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Conversation, Names, TextPrompt
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,

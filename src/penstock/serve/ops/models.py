@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import ServedModel
 from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin, unless_gone

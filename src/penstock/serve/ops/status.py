@@ -12,8 +12,7 @@ from typing_extensions import TypedDict
 
 import penstock
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.running import RunningModel
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.running import ModelState, RunningModel, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S

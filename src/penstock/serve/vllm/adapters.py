@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.served import ServedModel
+from penstock.deploy.running import ServedModel
 from penstock.serve.asking import find_served
 from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
