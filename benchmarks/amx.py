@@ -113,12 +113,12 @@ def beside(results: Results) -> list[list[str]]:
     return rows + [[f"{name}, {step}", f"{found['ms']:.2f} ms"] for name in steps for step, found in steps[name].items()]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to do without")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     peers = [peer for peer in PEERS if peer not in args.without]
     before, runs = preparations(args.traces, peers), commands(args.traces, peers)
     if args.dry_run:

@@ -12,6 +12,7 @@ fastest run and the best peaks. Products: `kernels.py`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from kernel_engines import BLOCK_SIZE, AttentionCase, AttentionEngine, AttentionShape
 from peaks import PeakMeter, Work, fastest_s, usable_threads
@@ -43,12 +44,12 @@ def attention_work(shape: AttentionShape, case: AttentionCase) -> Work:
     return Work(4.0 * case.rows * visible * shape.num_heads * shape.head_dim, kv_bytes)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=usable_variants(), default=usable_variants()[0])
     parser.add_argument("--seconds", type=float, default=1.5, help="for each model; at least three runs")
     parser.add_argument("--cpu-time", action="store_true", help="one thread's time on a processor")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     threads = 1 if args.cpu_time else usable_threads()
     room = max(case.rows * (case.context_len + case.query_len + 2 * BLOCK_SIZE) for case in CASES) + MAX_TOKENS
     for model, shape in MODELS.items():

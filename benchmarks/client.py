@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -93,11 +93,11 @@ def agreement(url: str, count: int, num_tokens: int) -> dict[str, float]:
     return {name: round(ours[name] / theirs[name], 4) for name in ours}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=25_000, help="of the fast runs (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     sys.path.insert(0, str(TESTS))
     results: dict[str, list[dict[str, float]]] = {"closed": [], "open": [], "streams": [], "agree": []}
     for _ in range(args.repeat):

@@ -118,10 +118,10 @@ def usable_threads() -> int:
     return machine.find_cores().num_threads
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=20)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     meters = {variant: PeakMeter(usable_threads(), variant) for variant in usable_variants()}
     for meter in meters.values():
         meter.sample(repeat=args.repeat)

@@ -132,12 +132,12 @@ class Crowd:
         }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     lines = []
     for num_rows, depth in ((num_rows, depth) for num_rows in args.rows for depth in (1, 2)):
         found = Crowd(num_rows, depth, int(args.step_ms * 1e6), args.steps).run()

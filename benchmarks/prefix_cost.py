@@ -100,7 +100,7 @@ def summarise(with_cache: Sequence[Spent], without: Sequence[Spent]) -> dict[str
     return {"rounds": len(without)} | {name: round(value, 5) for name, value in figures.items()}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=50.0, help="of CPU time, in all rounds")
     parser.add_argument("--blocks", type=int, default=2048, help="of each pool")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     model = load_model(resolve(args.model, default_cache_dir()))
     executor = NativeExecutor(
         model,

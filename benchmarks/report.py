@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ def by_title(section: str) -> dict[str, str]:
     return {part.partition("\n")[0]: part.strip() for part in parts}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--page", type=Path, default=PAGE)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     page = args.page.read_text(encoding="utf-8")
     plots: dict[str, str] = {}
     for name, results in read_results(args.results).items():

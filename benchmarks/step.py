@@ -73,7 +73,7 @@ def plan_shape(step: StepShape) -> plan.StepShape:
     return plan.StepShape(((step.query_len, step.context_len),) * step.rows, step.rows)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(step) for step in STEPS])
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--variant", default="", help="the best that there is, if none is named")
     parser.add_argument("--kv-cache-dtype", type=KvDtype, choices=list(KvDtype), default=KvDtype.INT8)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     source = resolve(args.model, default_cache_dir())
     model, outline = load_model(source), read_outline(Config(), source, is_gpu=False)
     executor = open_executor(model, args.steps, args.threads, args.variant, args.kv_cache_dtype)

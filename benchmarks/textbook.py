@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,14 +114,14 @@ def draw(folder: Path, part: str, columns: tuple[str, ...], tables: Mapping[str,
     plots.draw(part, panels).save(folder / f"{part}.png")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--workload", default="chat", help="as of `penstock simulate`")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--cost", type=Path, help="a fitted cost model")
     parser.add_argument("--plots", type=Path, help="folder for a plot of each comparison")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     choice = WorkloadChoice(workload=args.workload, requests=args.requests)
     cost = load_cost(args.cost).cost if args.cost else CostModel()
     capacity = cluster_of({}, cost, blocks=BLOCKS, rows=32).capacity_per_s(make_workload(choice))

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from types import SimpleNamespace
 
 import amx
@@ -34,9 +33,8 @@ def run(monkeypatch, tmp_path, capsys):
         said = lambda command, **_: SimpleNamespace(stdout=output_of(command), returncode=0)  # noqa: E731
         monkeypatch.setattr(amx.subprocess, "run", said)
         monkeypatch.setattr(amx, "FOLDER", tmp_path / "amx")
-        monkeypatch.setattr(sys, "argv", ["amx.py", "--traces", str(tmp_path), *words])
         with pytest.raises(SystemExit) as ended:
-            amx.main()
+            amx.main(["--traces", str(tmp_path), *words])
         out = capsys.readouterr().out
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
         return ended.value.code, {row[0]: row[1:] for row in rows}, out
@@ -111,11 +109,10 @@ def test_no_test_at_all_is_no_result(output):
 
 def test_without_amx_it_says_so(monkeypatch):
     monkeypatch.setattr(amx, "usable_variants", lambda: ["avx2", "portable"])
-    monkeypatch.setattr(sys, "argv", ["amx.py"])
     for why, told in (("", "the processor has none"), ("the host has switched them off", "the host has switched them off")):
         monkeypatch.setattr(amx, "why_no_tiles", lambda why=why: why)
         with pytest.raises(SystemExit, match=f"^No AMX here, but avx2, portable: {told}.$"):  # a text: exit status 1
-            amx.main()
+            amx.main([])
 
 
 def test_what_all_runs_need_is_there_before_the_first(run, monkeypatch, tmp_path):
@@ -136,22 +133,20 @@ def test_what_all_runs_need_is_there_before_the_first(run, monkeypatch, tmp_path
     assert status == 1
     assert rows["SmolLM2, prompt of 512: share of the tiles' peak"][-1] == "yes"
     failed = lambda command, **_: SimpleNamespace(stdout="", returncode=1)  # noqa: E731
-    monkeypatch.setattr(sys, "argv", ["amx.py", "--traces", str(tmp_path)])
     monkeypatch.setattr(amx.subprocess, "run", failed)
     with pytest.raises(SystemExit, match=r"^pull-smollm2 exited with 1\.\nNothing was measured"):
-        amx.main()
+        amx.main(["--traces", str(tmp_path)])
     (tmp_path / SHAREGPT_FILE).unlink()
     with pytest.raises(SystemExit, match=f"{SHAREGPT_FILE} is missing"):
-        amx.main()
+        amx.main(["--traces", str(tmp_path)])
     monkeypatch.setattr(amx.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SystemExit, match=r"^pytest is missing"):
-        amx.main()
+        amx.main(["--traces", str(tmp_path)])
 
 
 def test_a_dry_run_prints_the_commands_on_any_machine(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(amx.subprocess, "run", None)
-    monkeypatch.setattr(sys, "argv", ["amx.py", "--dry-run", "--traces", str(tmp_path), "--without", "vllm"])
-    amx.main()
+    amx.main(["--dry-run", "--traces", str(tmp_path), "--without", "vllm"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [command for made in (amx.preparations, amx.commands) for command in made(tmp_path, ["openvino"]).values()]
     assert not any("vllm" in line for line in lines)
@@ -172,8 +167,7 @@ def test_the_peaks_of_each_variant_are_told(monkeypatch, capsys):
     read = []
     monkeypatch.setattr(peaks, "peak_read_gbs", lambda *, num_bytes, **_: read.append(num_bytes) or 31.0)
     monkeypatch.setattr(peaks, "probed_bytes", lambda: 968 << 20)
-    monkeypatch.setattr(sys, "argv", ["peaks.py", "--repeat", "1"])
-    peaks.main()
+    peaks.main(["--repeat", "1"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["peaks"]
     assert list(found) == usable_variants()
     kinds = set(peaks.KINDS) if "amx" in found else {"int8", "bf16", "float32"}

@@ -7,11 +7,10 @@ import client
 
 
 def test_the_report_has_every_figure(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["client.py", "--requests", "40", "--repeat", "1"])
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(client, "FIRST_MS", 2)
     monkeypatch.setattr(client, "GAP_MS", 1)
-    client.main()
+    client.main(["--requests", "40", "--repeat", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["benchmark"] == "client"
     assert report["open"]["requests_per_s"] > 0

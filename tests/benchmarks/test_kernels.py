@@ -129,6 +129,5 @@ def test_products_are_printed_as_a_table(monkeypatch, capsys):
 def test_attention_is_printed_as_a_table(monkeypatch, capsys):
     monkeypatch.setattr(attention, "MODELS", {"small": AttentionShape(2, 1, 16)})
     monkeypatch.setattr(attention, "CASES", (AttentionCase(2, 1, 40),))
-    monkeypatch.setattr(sys, "argv", ["attention.py", "--seconds", "0"])
-    attention.main()
+    attention.main(["--seconds", "0"])
     assert capsys.readouterr().out.splitlines()[4].startswith("| 2x1@40 |")

@@ -1,7 +1,5 @@
 """The device of `pipeline.py` counts what it is to count: the time between two steps, and no time of a step itself."""
 
-import sys
-
 import pipeline
 import pytest
 from pipeline import Timer
@@ -90,8 +88,7 @@ def test_with_two_steps_in_flight_the_device_waits_less():
     assert one["ahead"] == 0 < 0.9 < two["ahead"]
 
 
-def test_each_number_of_rows_has_a_line_for_each_depth(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--rows", "2", "4", "--steps", "30", "--step-ms", "0.2"])
-    pipeline.main()
+def test_each_number_of_rows_has_a_line_for_each_depth(capsys):
+    pipeline.main(["--rows", "2", "4", "--steps", "30", "--step-ms", "0.2"])
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
     assert [(line[0], line[1]) for line in lines] == [("| 2", "1"), ("| 2", "2"), ("| 4", "1"), ("| 4", "2")]

@@ -1,7 +1,6 @@
 """The cost of a prefix cache that finds nothing: two schedulers on one executor, which do not disturb each other."""
 
 import json
-import sys
 
 import prefix_cost
 import pytest
@@ -36,10 +35,9 @@ def test_the_cost_is_that_of_the_median_round():
 
 
 @pytest.mark.model
-def test_last_line_is_the_result(monkeypatch, capsys):
+def test_last_line_is_the_result(capsys):
     options = ["--seconds", "0", "--prompt", "16", "--reply", "2", "--rows", "2", "--blocks", "16"]
-    monkeypatch.setattr(sys, "argv", ["prefix_cost.py", *options])
-    prefix_cost.main()
+    prefix_cost.main(options)
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["rounds"] == 5
     assert 0 < report["books"] < 0.2

@@ -45,7 +45,7 @@ def panels(monkeypatch):
     return found
 
 
-def write_page(tmp_path, monkeypatch, results):
+def write_page(tmp_path, results):
     """report.py with these results; the page it leaves behind."""
     page = tmp_path / "gpu.md"
     page.write_text("".join(f"<!-- begin {name} -->\nNot measured yet.\n<!-- end {name} -->\n" for name in BENCHMARKS))
@@ -53,9 +53,8 @@ def write_page(tmp_path, monkeypatch, results):
     for i, result in enumerate(results):
         paths.append(tmp_path / f"{i}.txt")
         paths[-1].write_text("some lines\n" + json.dumps(result) + "\n")
-    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, paths), "--page", str(page)])
     try:
-        report.main()
+        report.main([*map(str, paths), "--page", str(page)])
     finally:
         text = page.read_text()
     return text
@@ -85,30 +84,30 @@ def with_peaks_divided(result, factor):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_self_test_is_never_written_to_the_page(name, self_tested, tmp_path, monkeypatch):
+def test_a_self_test_is_never_written_to_the_page(name, self_tested, tmp_path):
     for result in (self_tested(name), self_tested(name) | {"gpu": GPU}):
         with pytest.raises(SystemExit, match=r"0\.txt: no figures of a GPU: it is of --self-test"):
-            write_page(tmp_path, monkeypatch, [result])
+            write_page(tmp_path, [result])
         assert (tmp_path / "gpu.md").read_text().count("Not measured yet.") == len(BENCHMARKS)
         assert not (tmp_path / "figures").exists()
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_result_without_the_name_of_a_gpu_is_refused(name, measured, tmp_path, monkeypatch):
+def test_a_result_without_the_name_of_a_gpu_is_refused(name, measured, tmp_path):
     with pytest.raises(SystemExit, match="does not name the GPU"):
-        write_page(tmp_path, monkeypatch, [measured(name) | {"gpu": None}])
+        write_page(tmp_path, [measured(name) | {"gpu": None}])
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 @pytest.mark.parametrize("peak", report_gpu.PEAKS)
-def test_a_result_without_a_peak_is_refused(name, peak, measured, tmp_path, monkeypatch):
+def test_a_result_without_a_peak_is_refused(name, peak, measured, tmp_path):
     result = measured(name)
     for peaks in ({}, {other: found for other, found in result["peaks"].items() if other != peak}):
         with pytest.raises(SystemExit, match="it has no peak"):
-            write_page(tmp_path, monkeypatch, [result | {"peaks": peaks}])
+            write_page(tmp_path, [result | {"peaks": peaks}])
     result["peaks"][peak]["best"] = 0.0
     with pytest.raises(SystemExit, match=peak):
-        write_page(tmp_path, monkeypatch, [result])
+        write_page(tmp_path, [result])
 
 
 def test_a_result_of_a_benchmark_as_it_was_before_is_refused(measured):
@@ -118,9 +117,9 @@ def test_a_result_of_a_benchmark_as_it_was_before_is_refused(measured):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_measurement_becomes_tables_and_plots(name, measured, tmp_path, monkeypatch):
+def test_a_measurement_becomes_tables_and_plots(name, measured, tmp_path):
     result = measured(name)
-    page = write_page(tmp_path, monkeypatch, [result])
+    page = write_page(tmp_path, [result])
     section = page.partition(f"<!-- begin {name} -->")[2].partition(f"<!-- end {name} -->")[0]
     assert "Not measured yet." not in section
     assert page.count("Not measured yet.") == len(BENCHMARKS) - 1

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 
 import pytest
 import step
@@ -19,9 +18,8 @@ def test_steps_are_named_by_rows_queries_and_context():
 
 @pytest.mark.model
 @pytest.mark.parametrize("steps", [["2x1@33", "1x24@16"], ["1x1@0"], ["4x40@0"]], ids=" ".join)
-def test_steps_are_printed_as_a_table(monkeypatch, capsys, steps):
-    monkeypatch.setattr(sys, "argv", ["step.py", "--rounds", "1", "--steps", *steps])
-    step.main()
+def test_steps_are_printed_as_a_table(capsys, steps):
+    step.main(["--rounds", "1", "--steps", *steps])
     told, _, head, _, *lines, last = capsys.readouterr().out.splitlines()
     assert "int8 keys and values" in told
     assert head == "| step | ms (fastest) | linear ms | attention ms | rows ms | bound by | share of the bound |"
@@ -49,8 +47,7 @@ class Meter:
 @pytest.mark.skipif("amx-emulated" not in emulated_variants(), reason="this processor can't emulate tiles")
 def test_with_tiles_the_bound_is_theirs(monkeypatch, capsys):
     monkeypatch.setattr(step, "PeakMeter", Meter)
-    monkeypatch.setattr(sys, "argv", ["step.py", "--rounds", "1", "--variant", "amx-emulated", "--steps", "1x16@0"])
-    step.main()
+    step.main(["--rounds", "1", "--variant", "amx-emulated", "--steps", "1x16@0"])
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     assert "bf16_tiles 100 GOP/s, reads 10 GB/s" in out

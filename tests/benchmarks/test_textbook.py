@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import textbook
 
 
 def report_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, dict[str, list]]:  # type: ignore[type-arg]
-    monkeypatch.setattr(sys, "argv", ["textbook.py", "--requests", "40", *words])
     monkeypatch.setattr(textbook, "LOADS", (0.9,))
-    textbook.main()
+    textbook.main(["--requests", "40", *words])
     report: dict[str, dict[str, list]] = json.loads(capsys.readouterr().out.splitlines()[-1])  # type: ignore[type-arg]
     return report
 
