@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
@@ -170,9 +171,8 @@ def test_an_engine_that_failed_leaves_nothing(gguf: Path, tmp_path: Path, monkey
         ask(runtime)
         runtime.close(30.0)
         runtime = build(gguf, config(tmp_path))
-        executor_class = type(runtime.engine._engine._executor)
         with monkeypatch.context() as broken:
-            broken.setattr(executor_class, "collect", _fail)
+            broken.setattr(NativeExecutor, "collect", _fail)
             assert ask(runtime, "broken") == ([], 0)
         end = time.monotonic() + 30.0
         while runtime.engine.state is not EngineState.READY:
@@ -220,7 +220,7 @@ def test_an_engine_that_comes_back_without_its_file_says_that_it_has_none(
     try:
         monkeypatch.setattr(BlockFile, "emptied", hang)
         with monkeypatch.context() as broken:
-            broken.setattr(type(runtime.engine._engine._executor), "collect", _fail)
+            broken.setattr(NativeExecutor, "collect", _fail)
             assert ask(runtime, "broken") == ([], 0)
         end = time.monotonic() + 30.0
         while runtime.engine.state is not EngineState.READY:
@@ -236,10 +236,8 @@ def test_an_engine_that_can_not_be_made_anew_leaves_no_executor_behind(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no memory for its staging, twice; what its weights took is there for the next attempt."""
-    runtime = build(gguf, config(tmp_path / "kv"))
-    executor_class = type(runtime.engine._engine._executor)
-    make, close, staging = executor_class.__init__, executor_class.close, transfers._staging
-    is_open: dict[int, bool] = {id(runtime.engine._engine._executor): True}
+    make, close, staging = NativeExecutor.__init__, NativeExecutor.close, transfers._staging
+    is_open: dict[int, bool] = {}
     made: list[Any] = []
     num_calls = 0
 
@@ -259,19 +257,20 @@ def test_an_engine_that_can_not_be_made_anew_leaves_no_executor_behind(
             raise MemoryError
         return staging(*args)
 
-    monkeypatch.setattr(executor_class, "__init__", note_made)
-    monkeypatch.setattr(executor_class, "close", note_closed)
+    monkeypatch.setattr(NativeExecutor, "__init__", note_made)
+    monkeypatch.setattr(NativeExecutor, "close", note_closed)
+    runtime = build(gguf, config(tmp_path / "kv"))
     monkeypatch.setattr(transfers, "_staging", fail_twice)
     runtime.engine._first_delay_s = 0.01
     try:
         with monkeypatch.context() as broken:
-            broken.setattr(executor_class, "collect", _fail)
+            broken.setattr(NativeExecutor, "collect", _fail)
             ask(runtime, "broken")
         end = time.monotonic() + 30.0
         while runtime.engine.state is not EngineState.READY:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert num_calls == len(made) == 3
+        assert (num_calls, len(made)) == (3, 1 + 3), "one for the start, and one for each attempt"
         assert sum(is_open.values()) == 1
     finally:
         runtime.close(30.0)

@@ -55,8 +55,12 @@ def model(path: Path) -> Iterator[LLM]:
         yield model
 
 
-def engine_of(model: LLM) -> Any:
-    return model._async._running.engine
+def running_of(model: LLM | AsyncLLM) -> Any:
+    return model._running
+
+
+def engine_of(model: LLM | AsyncLLM) -> Any:
+    return running_of(model).engine
 
 
 def wait_until_idle(model: LLM) -> None:
@@ -235,7 +239,7 @@ def test_an_answer_is_what_the_server_says(model: LLM) -> None:
     biased = SamplingParams(logit_bias={5: 2.0}, **fields)
     ours = [answer.text for answer in only(model.generate("in the", biased)).outputs]
     chat = [answer.text for answer in only(model.chat(CONVERSATION, params)).outputs]
-    running = model._async._running
+    running = running_of(model)
     wait_until_idle(model)
     assert asyncio.run(ask()) == (ours, chat)
 
@@ -292,7 +296,7 @@ def test_ctrl_c_leaves_no_lock_of_python_locked(model: LLM, monkeypatch: pytest.
 
 def test_a_token_that_only_the_tokenizer_knows_is_told_as_text(path: Path) -> None:
     with LLM(path, **SETTINGS) as model:
-        running = model._async._running
+        running = running_of(model)
         running.model = replace(running.model, vocab_size=running.tokenizer.encode("in", add_special_tokens=False)[0])
         with pytest.raises(PenstockError, match=r"'prompt' contains 'in', token \d+ of the tokenizer, which the"):
             model.generate("in")
@@ -302,7 +306,7 @@ async def test_what_an_answer_said_before_it_failed_is_told_first(path: Path) ->
     async with AsyncLLM(path, **SETTINGS) as model:
         outputs = model.generate("in the", ENDLESS)
         await anext(outputs)
-        [stream] = model._running.bridge._readers.values()
+        [stream] = running_of(model).bridge._readers.values()
         assert isinstance(stream, Stream)
         request_id = next(iter(stream._unfinished))
         failure = OutputChunk(request_id, "the end", (5,), (), at_ns=0, finish_reason=FinishReason.ERROR, detail="It broke.")
@@ -462,7 +466,7 @@ def test_the_garbage_collector_may_close_a_model_in_any_of_its_threads(
     path: Path, monkeypatch: pytest.MonkeyPatch, is_engines: bool
 ) -> None:
     model = LLM(path, **SETTINGS)
-    running, loop, thread = model._async._running, model._loop, model._thread
+    running, loop, thread = running_of(model), model._loop, model._thread
     held = [model]  # the last reference, which is dropped in one of its own threads
     if is_engines:
         collect = ReferenceExecutor.collect
@@ -534,7 +538,7 @@ async def test_an_event_loop_reads_many_answers_at_once(path: Path) -> None:
         endless = model.generate("in the", ENDLESS)
         await anext(endless)
         await endless.aclose()
-        while (load := model._running.engine.load()).num_running + load.num_waiting:  # noqa: ASYNC110  # no event tells
+        while (load := engine_of(model).load()).num_running + load.num_waiting:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.001)
     with pytest.raises(PenstockError, match="closed"):
         await anext(model.generate("in the"))
@@ -580,15 +584,12 @@ def test_vectors_have_the_length_that_the_files_give_them(tmp_path: Path, name: 
     assert np.isclose(score.outputs.score, first @ second / lengths.prod())
 
 
-def test_texts_have_the_models_own_prompt_wherever_they_are_asked_for(
-    encoders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_have_the_models_own_prompt_wherever_they_are_asked_for(encoders: dict[str, Path]) -> None:
     texts = ["a first text", "another one"]
     with LLM(encoders["bert_gguf"]) as reader:
-        encoder = reader._async._running.model.encoder
-        assert encoder is not None
-        told = replace(encoder, prompts={"document": "of a book: "}, default_prompt="document")
-        monkeypatch.setattr(reader._async._running, "model", replace(reader._async._running.model, encoder=told))
+        running = running_of(reader)
+        told = replace(running.model.encoder, prompts={"document": "of a book: "}, default_prompt="document")
+        running.model = replace(running.model, encoder=told)
         first, second = (np.array(answer.outputs.embedding) for answer in reader.embed(texts))
         [score] = reader.score(*texts)
         with pytest.raises(Rejected, match=r"'texts\[0\]' is empty"):

@@ -63,6 +63,9 @@ class FakeMachine:
     def allow(self, monkeypatch: pytest.MonkeyPatch, cpus: Iterable[int]) -> None:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cpus))
 
+    def limit_address_space(self, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+        monkeypatch.setattr("resource.getrlimit", lambda _: (num_bytes, num_bytes))
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
@@ -74,13 +77,13 @@ def test_without_groups_the_kernel_decides(machine: FakeMachine) -> None:
 
 
 def test_the_limit_of_address_space_counts_less_what_is_taken(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * GIB, 2 * GIB))
+    machine.limit_address_space(monkeypatch, 2 * GIB)
     machine.write("proc/self/statm", f"{GIB // os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
     assert machine.memory() == GIB
 
 
 def test_a_limit_of_address_space_leaves_what_a_server_will_map(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (32 * GIB, 32 * GIB))
+    machine.limit_address_space(monkeypatch, 32 * GIB)
     machine.write("proc/self/statm", "100 1 1 1 0 1 0\n")
     early = address_space(proc=machine.proc)
     assert early is not None
@@ -145,7 +148,7 @@ def test_a_group_over_its_limit_leaves_nothing(machine: FakeMachine) -> None:
 
 
 def test_cpu_quotas_round_up_and_never_below_one(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    machine.allow(monkeypatch, range(8))
     assert machine.cpus() == 8
     machine.write("cgroup/cpu.max", "250000 100000\n")
     assert machine.cpus() == 3
@@ -288,12 +291,12 @@ def test_caches_of_the_own_cpus_count_and_shared_ones_once(machine: FakeMachine,
         machine.write_cache(cpu, 2, "Unified", "2048K", str(cpu), 2)
         machine.write_cache(cpu, 3, "Unified", "491520K", "0-1" if cpu < 2 else "2-3", 3)
     for cpus, num_sockets in (({0}, 1), ({0, 1}, 1), ({1, 2}, 2), ({0, 1, 3}, 2)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus)
+        machine.allow(monkeypatch, cpus)
         assert machine.caches() == 1024 * (len(cpus) * (48 + 2048) + num_sockets * 491520)
 
 
 def test_caches_that_the_kernel_does_not_tell_hold_nothing(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    machine.allow(monkeypatch, [0, 1])
     assert machine.caches() == 0
     machine.write("devices/system/cpu/cpu0/cache/index0/level", "1\n")  # as some ARM machines do, without a size
     machine.write_cache(1, 0, "Data", "32K", "", 1)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from penstock import __version__
 from penstock.cli.env import _facts, env
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from support.fake_machine import fake_kernels
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -76,8 +77,7 @@ def test_env_tells_a_wrong_value_beside_the_other_facts(penstock: Penstock) -> N
 def test_env_tells_the_kernels_that_the_settings_file_sets_for_one_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx2", "portable"])
-    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: "")
+    fake_kernels(monkeypatch, "avx2", "portable")
     file = tmp_path / "penstock.toml"
     file.write_text('[[models]]\nmodel = "a"\nkernels = "portable"\n[[models]]\nmodel = "b"\nkernels = "avx512"\n')
     kernels = next(line for line in CliRunner().invoke(env, ["--config", str(file)]).output.splitlines() if "kernels" in line)
@@ -86,16 +86,14 @@ def test_env_tells_the_kernels_that_the_settings_file_sets_for_one_model(
 
 
 def test_env_tells_kernels_that_serve_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx2", "portable"])
-    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: "")
+    fake_kernels(monkeypatch, "avx2", "portable")
     result = CliRunner().invoke(env, env={"PENSTOCK_KERNELS": "avx512"})
     assert "avx512, set by PENSTOCK_KERNELS, which this machine can't run; usable: avx2, portable" in result.output
 
 
 @pytest.mark.parametrize("reason", ["", "the system refuses them (arch_prctl: Operation not permitted)"])
 def test_env_says_why_the_processors_tiles_are_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: reason)
-    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx512", "portable"])
+    fake_kernels(monkeypatch, "avx512", "portable", why_no_tiles=reason)
     kernels = next(value for name, value in _facts(None, None, None) if name == "kernels")
     assert kernels == "avx512; usable: avx512, portable" + (f"; not the processor's tiles (AMX): {reason}" if reason else "")
 

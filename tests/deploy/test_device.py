@@ -21,24 +21,17 @@ from penstock.machine import Cores, find_cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
-
-GPU = cuda.Gpu("NVIDIA Fake", (9, 0), 80 << 30, 2)
+from support.fake_machine import GPU, fake_gpu, fake_kernels
 
 
 @pytest.fixture
 def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "why_not", lambda: None)
-    monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
-    monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
-    monkeypatch.setattr(cuda, "flashinfer_version", lambda: None)
+    fake_gpu(monkeypatch)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "why_not", lambda: "it is out for a walk")
-    monkeypatch.setattr(cuda, "find_gpu", lambda: "it is out for a walk")
-    monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
-    monkeypatch.setattr(cuda, "flashinfer_version", lambda: None)
+    fake_gpu(monkeypatch, "it is out for a walk")
 
 
 def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig | None = None, **settings: object) -> Compute:
@@ -100,8 +93,7 @@ def test_without_one_auto_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixtu
 def test_without_the_extra_there_is_a_line_of_it_where_there_is_a_gpu(
     gpu: cuda.Gpu | str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
-    monkeypatch.setattr(cuda, "find_gpu", lambda: gpu)
+    fake_gpu(monkeypatch, gpu, has_packages=False)
     caplog.set_level(logging.DEBUG)
     settle()
     [record] = caplog.records
@@ -203,7 +195,7 @@ def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], 
 def test_flashinfer_is_refused_before_anything_is_loaded(
     settings: dict[str, object], kv: KvConfig, version: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "flashinfer_version", lambda: version)
+    fake_gpu(monkeypatch, flashinfer=version)
     with pytest.raises(ConfigError, match=f"FlashInfer can't compute the attention: .*{words}"):
         settle("cuda", kv=kv, attention="flashinfer", **settings)
     assert settle("cuda", kv=kv, attention="auto", **settings).options.attention == "auto"
@@ -211,7 +203,7 @@ def test_flashinfer_is_refused_before_anything_is_loaded(
 
 @pytest.mark.usefixtures("has_gpu")
 def test_flashinfer_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "flashinfer_version", lambda: "0.7.2")
+    fake_gpu(monkeypatch, flashinfer="0.7.2")
     assert settle("cuda", attention="flashinfer").options.attention == "flashinfer"
     assert device.gpu_facts().endswith("torch 2.11.0, triton 3.6.0, flashinfer 0.7.2")
 
@@ -272,18 +264,19 @@ def test_memory_is_spread_over_the_nodes_unless_the_system_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The two nodes are made up: this machine need not have them."""
-    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: 0)
+    errors = [0]
+    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errors[-1])
     assert device.memory_nodes(TWO_NODES) == (0, 1)
     told = "node 0 with 2 cores, node 1 with 2 cores, 2 last-level caches of 32 MiB; weights and KV cache are "
     assert device.memory_facts(TWO_NODES) == told + "spread over all"
     assert not caplog.records
-    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errno.EPERM)
+    errors.append(errno.EPERM)
     assert device.memory_nodes(TWO_NODES) == ()
     why = "not spread: Operation not permitted; give the container CAP_SYS_NICE (--cap-add SYS_NICE)"
     assert device.memory_facts(TWO_NODES) == told + why
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "Operation not permitted" in caplog.text
-    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errno.EEXIST)
+    errors.append(errno.EEXIST)
     assert device.memory_facts(TWO_NODES) == told + "not spread: the policy that the process was started with stays (numactl)"
 
 
@@ -321,8 +314,7 @@ def test_so_is_one_that_is_not_there() -> None:
 
 
 def test_a_gpu_without_packages_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
-    monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
+    fake_gpu(monkeypatch, has_packages=False)
     assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install '.[cuda]'` in the source folder"
 
 
@@ -339,8 +331,7 @@ def test_the_reference_backend_pins_no_threads_and_has_no_kernels(setting):
 
 
 def test_kernels_that_the_machine_cannot_run_are_refused_with_those_that_it_can(monkeypatch):
-    info = {"variants": ["avx2", "portable"], "variant": "avx2", "why_no_tiles": "the system refuses them"}
-    monkeypatch.setattr("penstock.backends.native.info", lambda: info)
+    fake_kernels(monkeypatch, "avx2", "portable", why_no_tiles="the system refuses them")
     assert settle("cpu", kernels="portable").options.kernels == "portable"
     with pytest.raises(ConfigError, match=r"can't run the amx kernels \(the system refuses them\)") as raised:
         settle("cpu", kernels="amx")
@@ -350,8 +341,7 @@ def test_kernels_that_the_machine_cannot_run_are_refused_with_those_that_it_can(
 
 
 def test_the_log_says_which_kernels_and_why_not_tiles(monkeypatch):
-    info = {"variants": ["avx512"], "variant": "avx512", "why_no_tiles": "the system refuses them"}
-    monkeypatch.setattr("penstock.backends.native.info", lambda: info)
+    fake_kernels(monkeypatch, "avx512", why_no_tiles="the system refuses them")
     refused = "avx512 kernels, 2 threads, without the processor's tiles (AMX): the system refuses them"
     assert device.words(BackendConfig(backend="native", threads=2), find_cores()) == refused
     assert device.words(BackendConfig(backend="native", threads=1, kernels="avx2"), find_cores()) == "avx2 kernels, 1 thread"

@@ -20,6 +20,7 @@ from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, ModelError
+from support.executors import noted_executors
 from support.parity.encoder_cases import ENCODERS, write_encoder
 
 REFERENCE = Config(backend=BackendConfig(backend=Backend.REFERENCE))
@@ -51,9 +52,12 @@ def ask(path: Path, *bodies: tuple[str, dict[str, object]], config: Config = REF
     return asyncio.run(all_of_them())
 
 
-def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(embedder: Path) -> None:
+def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(
+    embedder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executors = noted_executors(monkeypatch, Backend.REFERENCE)
     running = start(embedder)
-    capacity = running.engine._engine._executor.capacity
+    capacity = executors[-1].capacity
     longest = ENCODERS["bert"].config["max_position_embeddings"]
     assert capacity.is_one_pass
     assert (capacity.max_rows, capacity.num_blocks) == (256, 513)
@@ -66,13 +70,16 @@ def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(embedde
 
 
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])
-def test_a_text_may_be_longer_than_any_block_of_a_kv_cache(tmp_path: Path, backend: Backend) -> None:
+def test_a_text_may_be_longer_than_any_block_of_a_kv_cache(
+    tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executors = noted_executors(monkeypatch, backend)
     short = ENCODERS["bert"]
     shapes = {name: (520, shape[1]) if "position" in name else shape for name, shape in short.shapes.items()}
     case = replace(short, config={**short.config, "max_position_embeddings": 520}, shapes=shapes)
     path = write_encoder(case, tmp_path / "long")
     running = start(path, Config(backend=BackendConfig(backend=backend)))
-    capacity = running.engine._engine._executor.capacity
+    capacity = executors[-1].capacity
     assert (capacity.max_model_len, capacity.block_size, capacity.max_step_tokens) == (520, 528, 520)
     running.close()
 

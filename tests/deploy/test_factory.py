@@ -35,6 +35,7 @@ from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingDefaults
+from support.executors import executor_class
 from support.reading import chunks_of
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
@@ -452,9 +453,8 @@ def test_a_failed_executor_is_built_again_from_the_files(gguf: Path, backend: Ba
 
     try:
         good = asyncio.run(answer("before"))
-        executor_class = type(runtime.engine._engine._executor)
         with monkeypatch.context() as broken:
-            broken.setattr(executor_class, "collect", _fail)
+            broken.setattr(executor_class(backend), "collect", _fail)
             assert asyncio.run(answer("broken"))[0] is FinishReason.ERROR
         end = time.monotonic() + 30.0
         while runtime.engine.state is not EngineState.READY:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.resolve import decide
 from penstock.types.model_spec import ModelSpec, Pooling, Rotation, TextEnding, spec_of_equal_layers
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
+from support.fake_machine import fake_gpu
 
 POOLINGS: tuple[Pooling, ...] = ("mean", "first")
 SPEC = spec_of_equal_layers(
@@ -64,7 +64,7 @@ def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> N
 
 
 def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("Fake", (9, 0), 1 << 30, 1))
+    fake_gpu(monkeypatch)
     model = tmp_path / "model"
     model.write_bytes(b"weights")
     own = fingerprint(model)

@@ -18,6 +18,7 @@ from penstock.engine.thread import EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ExecutorFailure
+from support.executors import executor_class, noted_executors
 from support.tiny_models import TinyLlama, write_gguf
 
 
@@ -55,20 +56,20 @@ def recorded(monkeypatch: pytest.MonkeyPatch, path: str) -> list[tuple[tuple[Any
 def test_a_restart_has_the_settings_of_the_start(gguf: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = recorded(monkeypatch, "penstock.models.load.load_model")
     schedulers = recorded(monkeypatch, "penstock.sched.scheduler.Scheduler")
+    executors = noted_executors(monkeypatch, backend)
     running = start_model(config_of(backend, gguf.parent), resolve(str(gguf), gguf.parent))
-    executors, block_bytes = [running.engine._engine._executor], [running.engine._engine._executor.block_bytes]
+    block_bytes = [executors[0].block_bytes]
     try:
         with monkeypatch.context() as broken:
-            broken.setattr(type(executors[0]), "collect", fail)
+            broken.setattr(executor_class(backend), "collect", fail)
             running.engine.submit(make_request("r", [5, 6, 7]))
             wait_until(lambda: running.metrics.num_restarts == 1)
         wait_until(lambda: running.engine.state is EngineState.READY)
-        executors.append(running.engine._engine._executor)
         block_bytes.append(executors[1].block_bytes)
     finally:
         running.close(30.0)
 
-    assert executors[0] is not executors[1]
+    assert len(executors) == 2
     assert executors[0].capacity == executors[1].capacity
     assert block_bytes[0] == block_bytes[1]
     assert len(loads) == 2

@@ -155,7 +155,7 @@ def test_the_pool_of_an_engine_that_failed_or_hangs_is_drawn(rigs) -> None:
     rig.engine.start()
     rig.engine.submit(make_request("a", 5))
     rig.sink.wait_for_ends("a")
-    rig.engine._thread.join(TIMEOUT_S)
+    rig.wait_until_ended()
     assert (rig.engine.state, num_held(rig)) == (EngineState.FAILED, 0)
 
     hung = rigs(GatedExecutor(TINY))

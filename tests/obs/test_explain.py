@@ -46,7 +46,7 @@ class Bench:
         parent_id = fields.pop("parent_id", "")
         request = make_request(request_id, prompt, arrival_ns=self.now_ns, **fields)
         request.parent_id = parent_id
-        self.driver._record(self.core.apply([Add(request)], self.now_ns))
+        self.driver.record(self.core.apply([Add(request)], self.now_ns))
 
     def steps(self, count: int = 1) -> None:
         for _ in range(count):
@@ -169,7 +169,7 @@ def test_time_for_its_grammar_is_told_apart_from_intake() -> None:
     assert explain_intake(request, 10 * MS).waited_for_ns == {MODEL: 1 * MS, GRAMMAR: 5 * MS, INTAKE: 2 * MS}
     bench = Bench()
     bench.driver.clock.advance(10 * MS)
-    bench.driver._record(bench.core.apply([Add(request)], bench.now_ns))
+    bench.driver.record(bench.core.apply([Add(request)], bench.now_ns))
     bench.run()
     told = bench.told("a")
     assert told.waited_for_ns == {MODEL: 1 * MS, GRAMMAR: 5 * MS, INTAKE: 2 * MS}

@@ -194,11 +194,11 @@ def test_steps_are_planned_ahead_while_contents_move(
     num_moved = {"read_blocks": 0, "write_blocks": 0}
 
     def note_step(executor: HashExecutor, plan: StepPlan) -> Ticket:
-        num_ahead.append(len(executor._in_flight))
+        num_ahead.append(executor.num_in_flight)
         return submit(executor, plan)
 
     def note_move(name: str, executor: HashExecutor, *arguments: Any) -> None:
-        num_moved[name] += len(executor._in_flight) * len(arguments[0])
+        num_moved[name] += executor.num_in_flight * len(arguments[0])
         moves[name](executor, *arguments)
 
     submit, moves = HashExecutor.submit, {name: getattr(HashExecutor, name) for name in num_moved}

@@ -83,7 +83,7 @@ class Driver:
             self.core,
             self.executor,
             self.clock,
-            tell=lambda events, _: self._record(events),
+            tell=lambda events, _: self.record(events),
             transfers=self.transfers,
             poll_aborts=self.poll_aborts,
             collect=self._collect,
@@ -107,7 +107,7 @@ class Driver:
         except ExecutorFailure as failure:
             self.was_idle = False
             self.stepper.forget()
-            self._record(self.core.fail_all(failure.message, self.clock.now_ns()))
+            self.record(self.core.fail_all(failure.message, self.clock.now_ns()))
         return plan
 
     def _collect(self, ticket: Ticket) -> StepResult:
@@ -115,7 +115,8 @@ class Driver:
         self.clock.advance(STEP_NS)
         return result
 
-    def _record(self, events: Iterable[TokenEvent]) -> None:
+    def record(self, events: Iterable[TokenEvent]) -> None:
+        """Add events to `outcomes`, such as events of commands that a test applied itself."""
         for event in events:
             outcome = self.outcomes.setdefault(event.request_id, Outcome())
             assert not outcome.events or outcome.finish_reason is None, f"{event.request_id!r} was heard of after its end"

@@ -297,6 +297,11 @@ class HashExecutor:
         for block_id, content in zip(block_ids, contents, strict=True):
             self._overwrite(block_id, struct.unpack(f"<{size}Q", content), size, "is written")
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were submitted and not yet collected."""
+        return len(self._in_flight)
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")

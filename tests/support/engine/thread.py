@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from penstock.clock import WallClock
@@ -112,6 +113,12 @@ class Rig:
             sink=self.sink,
             **engine_fields,
         )
+
+    def wait_until_ended(self) -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        while self.engine.is_alive:
+            assert time.monotonic() < end_s, "the engine's thread runs on"
+            time.sleep(0.001)
 
     def expected(self, request: Request):
         model, max_model_len = HashExecutor(TINY).model, TINY.max_model_len
