@@ -20,9 +20,9 @@ from penstock.serve.bodies import (
     MAX_TOOLS,
     Body,
     NoEffect,
-    NotYet,
     Schema,
     Unread,
+    has_not_yet,
     has_sampling,
     has_unread,
 )
@@ -45,6 +45,7 @@ class MessageBody(Body):
     """A string, or a list of blocks."""
 
 
+@has_not_yet('allowed_callers=[]|["direct"] defer_loading=false input_examples=[]')
 class ClientTool(Body):
     """A tool that the client runs."""
 
@@ -57,9 +58,6 @@ class ClientTool(Body):
     eager_input_streaming: Unread = None
     """No effect: input is always streamed as the model writes it."""
     cache_control: Unread = None
-    allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
-    defer_loading: Annotated[Any, NotYet(False)] = None
-    input_examples: Annotated[Any, NotYet([])] = None
 
 
 class ToolChoiceBody(Body):
@@ -103,6 +101,7 @@ class MetadataBody(Body):
 
 
 @has_unread("cache_control speed")
+@has_not_yet("mcp_servers=[]")
 class CountTokensBody(Body):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
@@ -122,11 +121,11 @@ class CountTokensBody(Body):
     output_config: OutputConfigBody | None = None
 
     context_management: ContextManagementBody | None = None
-    mcp_servers: Annotated[Any, NotYet([])] = None
 
 
 @has_unread("diagnostics inference_geo service_tier")
 @has_sampling("anthropic")
+@has_not_yet("container")
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
@@ -142,5 +141,3 @@ class MessagesBody(CountTokensBody):
     metadata: MetadataBody | None = None
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
     """Refused by `read` with the code on which clients send whole conversations."""
-
-    container: Annotated[Any, NotYet()] = None

@@ -16,13 +16,13 @@ from penstock.serve.bodies import (
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
     Body,
-    NotYet,
     ReasoningBudget,
     Schema,
     StopStrings,
     ToolBody,
     ToolCallBody,
     Unread,
+    has_not_yet,
     has_sampling,
     json_grammar,
     make_message,
@@ -43,6 +43,7 @@ _NAMES = Names(
 _TOOL_CHOICES = {"REQUIRED": ToolChoice("required"), "NONE": ToolChoice("none")}
 
 
+@has_not_yet("citations=[]")
 class CohereMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: Any = None
@@ -51,7 +52,6 @@ class CohereMessage(Body):
     tool_plan: str | None = None
     """The assistant's text before its calls."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    citations: Annotated[Any, NotYet([])] = None
 
 
 class CohereFormat(Body):
@@ -66,6 +66,8 @@ class CohereThinking(Body):
 
 
 @has_sampling("cohere")
+# The server adds no safety instructions.
+@has_not_yet('documents=[] citation_options={"mode":"OFF"} logprobs=false safety_mode="OFF"|"NONE"|"CONTEXTUAL"')
 class CohereChatBody(Body):
     """`POST /v2/chat`. Null is the same as absent."""
 
@@ -82,11 +84,6 @@ class CohereChatBody(Body):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     stop_sequences: StopStrings | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
-    documents: Annotated[Any, NotYet([])] = None
-    citation_options: Annotated[Any, NotYet({"mode": "OFF"})] = None
-    safety_mode: Annotated[Any, NotYet("OFF", "NONE", "CONTEXTUAL")] = None
-    """The server adds no safety instructions."""
-    logprobs: Annotated[Any, NotYet(False)] = None
 
 
 def chat(body: CohereChatBody, asked: Asked) -> tuple[Call, NewWriter]:

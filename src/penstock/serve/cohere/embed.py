@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import Body, NotYet
+from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.shapes import ApiVersion, Count, Vector
 from penstock.serve.texts import read
@@ -26,6 +26,7 @@ _PROMPTS = {
 _KINDS = ("float", "base64")
 
 
+@has_not_yet("images=[] inputs=[]")
 class CohereEmbedBody(Body):
     texts: read.Texts
     model: str | None = None
@@ -38,8 +39,6 @@ class CohereEmbedBody(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer texts are cut."""
     priority: read.Priority | None = None
-    images: Annotated[Any, NotYet([])] = None
-    inputs: Annotated[Any, NotYet([])] = None
 
 
 class EmbeddingsByType(TypedDict):

@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import NotYet
+from penstock.serve.bodies import has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import ApiVersion, Count, TokenUsage
 from penstock.serve.texts import read
@@ -18,6 +18,7 @@ from penstock.serve.texts.numbers import ranking
 from penstock.serve.texts.pairs import Pairs
 
 
+@has_not_yet('max_chunks_per_doc rank_fields=["text"]')
 class RerankBody(read.TextsBody):
     query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
     documents: read.Documents
@@ -27,8 +28,6 @@ class RerankBody(read.TextsBody):
     """The default is true, except at `/v2/rerank`."""
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
     """Cohere's field. Only values of at least the model's context are supported."""
-    max_chunks_per_doc: Annotated[Any, NotYet()] = None
-    rank_fields: Annotated[Any, NotYet(["text"])] = None
 
 
 RankedDocument = TypedDict("RankedDocument", {"text": str})

@@ -17,7 +17,7 @@ from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_model, read_owner
-from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
+from penstock.serve.bodies import INLINE_MAX_BYTES, Body, has_not_yet, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.llama_cpp.read import read_mixed
@@ -28,13 +28,13 @@ ReadChat = Callable[[Asked], Call]
 """Reads a body of `/v1/chat/completions` into a call."""
 
 
+@has_not_yet("parse_special=true")
 class LlamaTokenizeBody(Body):
     model: str | None = None
     content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
     """A text, or a list of token ids and texts."""
     add_special: bool | None = None
     """True adds the tokens that begin and end every text."""
-    parse_special: Annotated[Any, NotYet(True)] = None
     with_pieces: bool | None = None
 
 

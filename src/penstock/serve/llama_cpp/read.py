@@ -108,7 +108,7 @@ NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 @has_not_yet(
     "dynatemp_range=0|0.0 typical_p=1|1.0 xtc_probability=0|0.0 mirostat=0 adaptive_target=-1|-1.0 "
     "dry_multiplier=0|0.0 min_keep=0|1 post_sampling_probs=false backend_sampling=false grammar_lazy=false "
-    "grammar_triggers=[] preserved_tokens=[]"
+    'grammar_triggers=[] preserved_tokens=[] stream_options={}|{"include_usage":false} lora=[]'
 )
 class LlamaBody(Body):
     """Fields of both `/completion` and `/infill`. Null is the same as absent."""
@@ -156,10 +156,6 @@ class LlamaBody(Body):
     ) = None
     cache_prompt: bool | None = None
     """False disables the prefix cache."""
-
-    stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
-    lora: Annotated[Any, NotYet([])] = None
-    """Refused: send the name of an adapter in `model`."""
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -25,7 +25,6 @@ from penstock.serve.bodies import (
     MAX_TOOLS,
     Body,
     IgnoredParameters,
-    NotYet,
     StopStrings,
     ToolBody,
     check_body,
@@ -90,6 +89,8 @@ class OllamaBody(Body):
     """How long the model stays loaded after the request: seconds, or a duration such as `5m`. Negative: forever."""
 
 
+# A prompt that is too long is refused, never cut.
+@has_not_yet("shift=false truncate=false")
 class _AnswerBody(OllamaBody):
     stream: bool | None = None
     """True by default."""
@@ -98,9 +99,6 @@ class _AnswerBody(OllamaBody):
     think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": list(_EFFORTS)}]})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    shift: Annotated[Any, NotYet(False)] = None
-    truncate: Annotated[Any, NotYet(False)] = None
-    """No effect: a prompt that is too long is refused, never cut."""
 
 
 class OllamaFunction(Body):
@@ -115,11 +113,11 @@ class OllamaCall(Body):
     type: Literal["function"] | None = None
 
 
+@has_not_yet("images=[]")
 class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[Any, NotYet([])] = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_name: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
     """The name of the tool with this result."""

@@ -17,13 +17,13 @@ from penstock.serve.bodies import (
     Body,
     LogitBias,
     NoEffect,
-    NotYet,
     ReasoningBudget,
     Schema,
     StopStrings,
     TemplateVariables,
     Unread,
     at_most,
+    has_not_yet,
     has_sampling,
     has_unread,
 )
@@ -57,6 +57,7 @@ Included = Literal[
 """Words of `include`. Only the first has an effect."""
 
 
+@has_not_yet('allowed_callers=[]|["direct"] async=false defer_loading=false output_schema={}')
 class FunctionBody(Body):
     """A function that an answer can call. Its schema is always enforced. With `strict`, a schema that can't be is refused."""
 
@@ -65,10 +66,6 @@ class FunctionBody(Body):
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
     parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
     strict: bool | None = None
-    allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
-    async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
-    defer_loading: Annotated[Any, NotYet(False)] = None
-    output_schema: Annotated[Any, NotYet({})] = None
 
 
 class NamespaceTool(Body):
@@ -80,13 +77,10 @@ class NamespaceTool(Body):
     tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
+# An answer shows the reasoning itself, not a summary.
+@has_not_yet('summary="auto" generate_summary="auto" context="auto" mode="standard"')
 class ReasoningOptions(Body):
     effort: str | None = None
-    summary: Annotated[Any, NotYet("auto")] = None
-    """Ignored: answers show the reasoning itself."""
-    generate_summary: Annotated[Any, NotYet("auto")] = None
-    context: Annotated[Any, NotYet("auto")] = None
-    mode: Annotated[Any, NotYet("standard")] = None
 
 
 class TextFormat(Body):
@@ -108,6 +102,10 @@ class ResponseStreamOptions(Body):
 
 @has_unread("client_metadata prompt_cache_options prompt_cache_retention service_tier")
 @has_sampling("responses")
+@has_not_yet(
+    'access_programs={} background_options={}|{"completion_window":"soonest"} context_management=[] conversation '
+    'image={}|{"context_compression":"auto"} moderation prompt'
+)
 class ResponsesBody(Body):
     """`POST /v1/responses`. Null is the same as absent."""
 
@@ -156,14 +154,6 @@ class ResponsesBody(Body):
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
 
-    access_programs: Annotated[Any, NotYet({})] = None
-    background_options: Annotated[Any, NotYet({}, {"completion_window": "soonest"})] = None
-    context_management: Annotated[Any, NotYet([])] = None
-    conversation: Annotated[Any, NotYet()] = None
-    image: Annotated[Any, NotYet({}, {"context_compression": "auto"})] = None
-    moderation: Annotated[Any, NotYet()] = None
-    prompt: Annotated[Any, NotYet()] = None
-
 
 # The items of `input`
 
@@ -180,6 +170,7 @@ class MessageItem(Body):
     phase: Unread = None
 
 
+@has_not_yet('async=false caller={"type":"direct"}')
 class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
@@ -191,11 +182,10 @@ class FunctionCallItem(Body):
     internal_chat_message_metadata_passthrough: Unread = None
     parsed_arguments: Unread = None
     """OpenAI's client parses `arguments` into this field."""
-    async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
-    caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
 
 
+@has_not_yet('caller={"type":"direct"}')
 class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
@@ -205,29 +195,27 @@ class FunctionOutputItem(Body):
     status: ItemStatus | None = None
     internal_chat_message_metadata_passthrough: Unread = None
     name: str | None = None
-    caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
     """`namespace` and `name` have no effect: `call_id` identifies the call."""
 
 
+@has_unread("logprobs prompt_cache_breakpoint")
+@has_not_yet("annotations=[]")
 class TextPart(Body):
     """A part of a message, of a call's output or of reasoning, depending on `type`."""
 
     type: str
     text: str
-    annotations: Annotated[Any, NotYet([])] = None
-    logprobs: Unread = None
     parsed: Unread = None
     """OpenAI's client parses `text` into this field."""
-    prompt_cache_breakpoint: Unread = None
 
 
+@has_not_yet('encrypted_content=""')
 class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: ItemId | None = None
     summary: Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     content: Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
-    encrypted_content: Annotated[Any, NotYet("")] = None
     status: ItemStatus | None = None
     internal_chat_message_metadata_passthrough: Unread = None
 

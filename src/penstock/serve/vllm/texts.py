@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from typing_extensions import TypedDict
 
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import NotYet
+from penstock.serve.bodies import has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
 from penstock.serve.texts import read
@@ -18,11 +18,8 @@ from penstock.serve.texts.pairs import Pairs
 from penstock.types.encoder import ScoreFunction
 
 
-class VllmBody(read.TextsBody):
-    add_special_tokens: Annotated[Any, NotYet(True)] = None
-
-
-class ScoreBody(VllmBody):
+@has_not_yet("add_special_tokens=true")
+class ScoreBody(read.TextsBody):
     text_1: read.Texts
     """One text for all of `text_2`, or as many texts."""
     text_2: read.Texts
@@ -30,17 +27,18 @@ class ScoreBody(VllmBody):
     """False returns the model's output before its activation function."""
 
 
-class ClassifyBody(VllmBody):
+@has_not_yet("add_special_tokens=true")
+class ClassifyBody(read.TextsBody):
     input: read.TextsOrIds
     use_activation: bool | None = None
     """False returns the model's output before its activation function, instead of probabilities."""
 
 
-class PoolingBody(VllmBody):
+@has_not_yet("add_special_tokens=true dimensions")
+class PoolingBody(read.TextsBody):
     input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
-    dimensions: Annotated[Any, NotYet()] = None
 
 
 class TextsUsage(TokenUsage):
