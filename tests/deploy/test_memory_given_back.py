@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from pathlib import Path
 
@@ -42,12 +43,11 @@ async def ask(client: httpx.AsyncClient) -> None:
 
 
 async def until_dead(alive: dict[str, weakref.ref[object]]) -> None:
-    """Threads that end, and the event loop, let go of what they have just done."""
-    for _ in range(2000):
-        if not [name for name, part in alive.items() if part() is not None]:
-            return
+    """Threads that end, and the event loop, let go of what they have just done. A second of CPU time is enough for that."""
+    end_s = time.process_time() + 1.0
+    while living := [name for name, part in alive.items() if part() is not None]:
+        assert time.process_time() < end_s, f"these live on: {living}"
         await asyncio.sleep(0.001)
-    pytest.fail(f"these live on: {[name for name, part in alive.items() if part() is not None]}")
 
 
 def resident_kb() -> int:

@@ -124,16 +124,19 @@ def test_no_body_has_many_findings(kind):
 
 
 class Heartbeat:
-    """Beats in an event loop, and knows the longest time between two beats."""
+    """Beats in an event loop, and knows the most CPU time of this process between two beats.
+
+    CPU time, because it does not pass while other processes keep this one waiting.
+    """
 
     def __init__(self):
         self.longest_s = 0.0
 
     async def beat(self):
         while True:
-            begin = time.perf_counter()
+            begin = time.process_time()
             await asyncio.sleep(0.001)
-            self.longest_s = max(self.longest_s, time.perf_counter() - begin)
+            self.longest_s = max(self.longest_s, time.process_time() - begin)
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +157,9 @@ def test_no_body_holds_up_the_event_loop(spacious, costly, kind):
             ask = asyncio.create_task(client.post(path, content=costly[kind]))
             ready = [(await client.get("/health")).status_code]
             while not ask.done():
-                begin = time.perf_counter()
+                begin = time.process_time()
                 ready.append((await client.get("/health")).status_code)
-                heartbeat.longest_s = max(heartbeat.longest_s, time.perf_counter() - begin)
+                heartbeat.longest_s = max(heartbeat.longest_s, time.process_time() - begin)
             task.cancel()
         response = await ask
         assert response.status_code in (200, 400), response.text[:300]
@@ -164,7 +167,7 @@ def test_no_body_holds_up_the_event_loop(spacious, costly, kind):
         assert set(ready) == {200}
         return heartbeat.longest_s
 
-    # The machine may be busy with other things once, and twice: the least of three is what the body costs.
+    # A virtual machine may charge us for its host's other work once, and twice: the least of three is what the body costs.
     with others_are_no_garbage():
         assert any(asyncio.run(longest_gap_s()) < 0.3 for _ in range(3))
 

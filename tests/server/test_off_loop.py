@@ -348,29 +348,24 @@ async def test_who_waits_for_a_template_when_the_server_ends_is_told(path):
 
 
 async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):
+    """Its limit is CPU time of its own process: on a busy machine, others get as many answers meanwhile, only later."""
     endless = (
         "{% set l = range(9999) | list %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}{% endfor %}{% endfor %}"
     )
-    template = ChatTemplate(endless, special_tokens={}, max_s=0.5)
-    monkeypatch.setattr(off_loop, "MAX_RENDER_S", 3.0)  # one is rendered in that, also on a busy machine
     with running() as server:
-        server.runtime.chat_template = template
+        server.runtime.chat_template = ChatTemplate(endless, special_tokens={}, max_s=0.3)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            chats = [asyncio.create_task(client.post(path, json={"messages": MESSAGES})) for path in (CHAT, "/tokenize") * 8]
+            chats = [asyncio.create_task(client.post(path, json={"messages": MESSAGES})) for path in (CHAT, "/tokenize")]
             num_probes = 0
             while not all(chat.done() for chat in chats):
-                async with asyncio.timeout(0.5):
-                    assert (await client.get("/health")).status_code == 200
-                    assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+                assert (await client.get("/health")).status_code == 200
+                assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
                 num_probes += 1
-            answers = await asyncio.gather(*chats)
-        assert num_probes > 5
-        assert {answer.status_code for answer in answers} == {400, 429}
-        refused = check(
-            next(answer for answer in answers if answer.status_code == 400), 400, "invalid_request_error", "messages"
-        )
-        assert "more than 0.5 s" in refused["message"]
-        check(next(answer for answer in answers if answer.status_code == 429), 429, "overloaded")
+            assert num_probes > 5
+            for answer in await asyncio.gather(*chats):
+                assert "more than 0.3 s" in check(answer, 400, "invalid_request_error", "messages")["message"]
+            monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.0)
+            check(await client.post(CHAT, json={"messages": MESSAGES}), 429, "overloaded")
 
 
 async def test_small_work_does_not_wait_for_large(pool, held):
