@@ -37,6 +37,7 @@ from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingDefaults
 from support.executors import executor_class
 from support.reading import chunks_of
+from support.recorded import recorded
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
@@ -261,13 +262,14 @@ def test_seeds_repeat_if_one_is_given(gguf: Path) -> None:
     assert len(set(seeds[0])) == 3
 
 
-def test_the_scheduler_has_the_policies_of_the_config(gguf: Path) -> None:
+def test_the_scheduler_has_the_policies_of_the_config(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedulers = recorded(monkeypatch, "penstock.sched.scheduler.Scheduler")
     named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute", victim="latest")
     runtime = _build(gguf, replace(REFERENCE, scheduler=named, kv=replace(REFERENCE.kv, kv_watermark=0.5)))
-    scheduler = runtime.engine._engine._core.scheduler
     runtime.close()
-    assert isinstance(scheduler._policies.victim, LatestArrived)
-    assert scheduler._policies.reserve.share == 0.5
+    [((_, policies, *_), _)] = schedulers
+    assert isinstance(policies.victim, LatestArrived)
+    assert policies.reserve.share == 0.5
 
 
 def test_a_batch_has_the_settings_of_the_config() -> None:

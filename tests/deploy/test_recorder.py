@@ -21,6 +21,7 @@ from penstock.models.catalog import ModelSource, SourceKind, resolve
 from penstock.sched.policies.presets import PRESETS
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError
+from support.recorded import recorded
 from support.replay import replay
 from support.tiny_models import TinyLlama, write_gguf
 
@@ -195,13 +196,14 @@ def test_a_start_that_fails_gives_the_file_back(gguf: Path, tmp_path: Path, monk
     start_model(config, source).close(10)
 
 
-def test_a_sole_listener_is_told_without_a_group(gguf: Path, tmp_path: Path) -> None:
+def test_a_sole_listener_is_told_without_a_group(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = recorded(monkeypatch, "penstock.engine.core.EngineCore")
+    engines = recorded(monkeypatch, "penstock.engine.thread.Engine")
     config = replace(config_of(tmp_path), server=ServerConfig())
     running = start_model(config, resolve(str(gguf), gguf.parent))
-    engine: Any = running.engine
-    stepper = engine._engine._stepper
-    assert stepper._core._journal is running.journal
-    assert stepper._turn_observer is running.metrics
+    [(_, of_core)], [(_, of_engine)] = cores, engines
+    assert of_core["journal"] is running.journal
+    assert of_engine["turn_observer"] is running.metrics
     running.close(10)
 
 

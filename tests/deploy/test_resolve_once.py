@@ -19,6 +19,7 @@ from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ExecutorFailure
 from support.executors import executor_class, noted_executors
+from support.recorded import recorded
 from support.tiny_models import TinyLlama, write_gguf
 
 
@@ -36,20 +37,6 @@ def config_of(backend: Backend, folder: Path) -> Config:
         model=ModelConfig(generation_config="none", max_model_len=100, task="generate"),
         scheduler=SchedulerConfig(policy="priority", budget="decode-first", max_num_seqs=4, max_num_batched_tokens=48),
     )
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, path: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Record the arguments of all calls of a function or class."""
-    module, _, name = path.rpartition(".")
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    original: Callable[..., Any] = getattr(__import__(module, fromlist=[name]), name)
-
-    def record(*args: Any, **named: Any) -> Any:
-        calls.append((args, named))
-        return original(*args, **named)
-
-    monkeypatch.setattr(path, record)
-    return calls
 
 
 @pytest.mark.parametrize("backend", [Backend.NATIVE, Backend.REFERENCE])

@@ -17,8 +17,6 @@ import orjson
 import pytest
 
 from penstock.config import ServerConfig
-from penstock.serve.http import acceptor as acceptor_module
-from penstock.serve.http import connection as connection_module
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
@@ -26,6 +24,7 @@ from penstock.types.errors import ConfigError
 from support.server.connections import LONG, load, send
 from support.server.harness import GatedExecutor, running, until
 from support.server.http import GET, check_error, connected, post, read_answer
+from support.server.waits import set_waits
 
 MAX = 4
 MOST = MAX + NUM_EXTRA_CONNECTIONS
@@ -67,7 +66,7 @@ async def test_who_has_no_request_leaves_for_others(sent, caplog):
 
 
 async def test_who_waits_longest_leaves_first_and_is_told(monkeypatch):
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    set_waits(monkeypatch, grace_s=0.0)
     with narrow() as server:
         async with crowd(server, MAX) as clients:
             readers = [reader for reader, _ in clients]
@@ -150,8 +149,7 @@ async def large_answer(server, context=None):
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certificate, has_tls):
     """Each piece is read only after others have come and needed a place."""
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
-    monkeypatch.setattr(acceptor_module, "_CLOSING_S", 0.0)
+    set_waits(monkeypatch, grace_s=0.0, closing_s=0.0)
     key, paper = certificate if has_tls else (None, None)
     config = ServerConfig(port=0, max_connections=MAX, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
     trust = ssl.create_default_context(cafile=paper) if has_tls else None
@@ -175,9 +173,7 @@ async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certifica
 
 
 async def test_who_takes_no_more_of_its_answer_leaves_for_others(monkeypatch):
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
-    monkeypatch.setattr(connection_module, "STALL_S", 0.0)
-    monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
+    set_waits(monkeypatch, grace_s=0.0, stall_s=0.0, look_every_s=0.01)
     with narrow() as server:
         async with large_answer(server):
             (connection,) = server.server.acceptor.connections
@@ -189,7 +185,7 @@ async def test_who_takes_no_more_of_its_answer_leaves_for_others(monkeypatch):
 
 async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
     """To close such a connection waits for the client; its place does not."""
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    set_waits(monkeypatch, grace_s=0.0)
     with narrow() as server:
         async with connected(server) as (reader, writer):
             writer.write(GET)
@@ -204,8 +200,7 @@ async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
 
 async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
     """The rate is the one that requests need."""
-    monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.5)
+    set_waits(monkeypatch, look_every_s=0.01, write_timeout_s=0.5)
     with narrow() as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
         client.connect(("127.0.0.1", server.port))
@@ -341,7 +336,7 @@ class ExhaustedListener:
 
 
 async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch, caplog):
-    monkeypatch.setattr(acceptor_module, "_RETRY_S", 0.001)
+    set_waits(monkeypatch, retry_s=0.001)
     readable, other = socket.socketpair()
     with readable, other:
         other.send(b"x")
@@ -358,24 +353,28 @@ async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch,
     assert "Too many open files" in record.message
 
 
+def limit_open_files(monkeypatch, num_files):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (num_files, num_files))
+
+
 @pytest.mark.parametrize(
     ("beside", "asked", "least", "most"), [(240, None, 100, 192), (240, 50, 50, 50), (1 << 20, None, 8192, 8192)]
 )
 def test_the_limit_of_open_files_leaves_so_many_connections(monkeypatch, beside, asked, least, most):
     """`beside`: the open files that the limit allows beside those of this process, of which other tests leave some."""
     soft = beside + sum(1 for _ in Path("/dev/fd").iterdir())
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    limit_open_files(monkeypatch, soft)
     assert least <= connection_limit(ServerConfig(max_connections=asked)) <= most
 
 
 @pytest.mark.parametrize(("soft", "asked"), [(64, None), (256, 250)])
 def test_too_low_a_limit_of_open_files_is_told_with_a_remedy(monkeypatch, soft, asked):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    limit_open_files(monkeypatch, soft)
     with pytest.raises(ConfigError, match=f"may have {soft}.*ulimit -Hn"):
         connection_limit(ServerConfig(max_connections=asked))
 
 
 def test_a_limit_of_open_files_that_is_none(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limit_open_files(monkeypatch, resource.RLIM_INFINITY)
     assert connection_limit(ServerConfig(max_connections=10**6)) == 10**6
     assert connection_limit(ServerConfig()) == 8192

@@ -14,6 +14,7 @@ from penstock.serve.http import access_log
 from penstock.serve.http.access_log import AccessLog, json_line, text_line
 from penstock.serve.http.checks import Entry
 from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until, wait_until
+from support.server.waits import set_waits
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
@@ -138,9 +139,7 @@ async def test_what_the_connection_refuses_is_told(lines, data, status, method, 
 
 
 async def test_a_body_that_does_not_come_is_told_once_with_the_status_that_was_sent(lines, monkeypatch):
-    from penstock.serve.http.connection import HttpConnection
-
-    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.05)
+    set_waits(monkeypatch, read_timeout_s=0.05)
     with running(config=config()) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(

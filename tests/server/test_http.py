@@ -15,6 +15,7 @@ from penstock.serve.http.connection import MAX_HEAD_BYTES, HttpConnection
 from penstock.serve.http.listener import bind_socket
 from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until
 from support.server.http import BODY, CHUNKED, GET, check_error, connected, head, post, read_answer
+from support.server.waits import set_waits
 
 OFFER = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
 
@@ -205,7 +206,7 @@ async def test_a_length_may_begin_with_zeros(live):
 @pytest.fixture
 def impatient(monkeypatch):
     """A server that waits a tenth of a second where others wait half a minute."""
-    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.1)
+    set_waits(monkeypatch, read_timeout_s=0.1)
     with running() as server:
         yield server
 
@@ -226,7 +227,7 @@ async def test_half_a_request_times_out(impatient, data, caplog):
 
 @pytest.mark.parametrize("data", [b"", b"\r\n"])
 async def test_a_connection_without_any_request_is_closed(impatient, data, monkeypatch):
-    monkeypatch.setattr(HttpConnection, "keep_alive_s", 0.1)
+    set_waits(monkeypatch, keep_alive_s=0.1)
     async with connected(impatient) as (reader, writer):
         writer.write(data)
         assert await reader.read() == b""
@@ -244,7 +245,7 @@ async def test_a_slow_upload_that_goes_on_is_waited_for(impatient):
 
 async def test_a_request_behind_a_long_answer_has_time(monkeypatch):
     """It cannot come whole while nobody reads it."""
-    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.05)
+    set_waits(monkeypatch, read_timeout_s=0.05)
     gate = GatedExecutor()
     with running(gate) as server:
         async with connected(server) as (reader, writer):
@@ -356,7 +357,7 @@ async def test_nothing_is_timed_of_a_connection_that_was_closed_after_an_early_a
     timed = []
     start = HttpConnection._start_read_timer
     monkeypatch.setattr(HttpConnection, "_start_read_timer", lambda connection: (timed.append(connection), start(connection)))
-    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.05)
+    set_waits(monkeypatch, read_timeout_s=0.05)
     with running() as server:
         check_error(await exchange(server, post(BODY[:5], length=1 << 40)), 413, "request_too_large")
         await until(lambda: not server.server.acceptor.connections)

@@ -138,10 +138,14 @@ async def answers_of_models_that_stay():
             model.close()
 
 
+def let_models_leave_at_once(monkeypatch):
+    for name in ("MIN_STAY_NS", "LOADS_PER_STAY"):
+        monkeypatch.setattr(f"penstock.deploy.room.{name}", 0)
+
+
 @pytest.mark.parametrize("num_rooms", [1, 2])
 async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, monkeypatch):
-    monkeypatch.setattr("penstock.deploy.room.MIN_STAY_NS", 0)
-    monkeypatch.setattr("penstock.deploy.room.LOADS_PER_STAY", 0)
+    let_models_leave_at_once(monkeypatch)
     expected = await answers_of_models_that_stay()
     jobs = [(index, *call) for index, call in enumerate(calls())] * 4
     random.Random(3).shuffle(jobs)
@@ -158,8 +162,7 @@ async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, m
 
 
 async def test_an_answer_that_has_begun_ends_before_its_model_leaves(monkeypatch):
-    monkeypatch.setattr("penstock.deploy.room.MIN_STAY_NS", 0)
-    monkeypatch.setattr("penstock.deploy.room.LOADS_PER_STAY", 0)
+    let_models_leave_at_once(monkeypatch)
     gate = GatedExecutor()
     async with serving() as world:
         world.make = lambda name: make_runtime(gate, served_names=(name,), aliases=()) if name == "a" else runtime_of(name)

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
-from penstock.serve.http import watch
 from penstock.serve.http.checks import KeyRing
 from penstock.types.errors import ConfigError
 from support.server.errors import check
 from support.server.harness import GatedExecutor, make_client, make_runtime, running, until, wait_until
+from support.server.waits import set_waits
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": "a", "max_tokens": 2}
@@ -211,7 +211,7 @@ def status(server, name):
 
 
 def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, caplog):
-    monkeypatch.setattr(watch, "EVERY_S", 0.02)
+    set_waits(monkeypatch, watch_every_s=0.02)
     with running(config=config(write(file))) as server:
         assert (status(server, "alice"), status(server, "bob")) == (200, 401)
         file.write_text(FILE)
@@ -229,7 +229,7 @@ def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, c
 
 
 def test_a_hangup_reads_keys_and_limits_again(file, monkeypatch):
-    monkeypatch.setattr(watch, "EVERY_S", 3600.0)
+    set_waits(monkeypatch, watch_every_s=3600.0)
     with running(config=config(write(file))) as server:
         assert status(server, "alice") == 200
         write(file, requests_per_minute=1)

@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
-from penstock.serve.http import connection as connection_module
-from penstock.serve.http.connection import Exchange, HttpConnection
+from penstock.serve.http.connection import Exchange
 from support.server.harness import GatedExecutor, LiveServer, running, until
+from support.server.waits import set_waits
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
@@ -130,7 +130,7 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
 @contextlib.asynccontextmanager
 async def unread_stream(monkeypatch, write_timeout_s: float) -> AsyncIterator[tuple[LiveServer, socket.socket]]:
     """A stream whose request has ended and of which the client has read nothing yet."""
-    monkeypatch.setattr(HttpConnection, "write_timeout_s", write_timeout_s)
+    set_waits(monkeypatch, write_timeout_s=write_timeout_s)
     with running() as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
         with await open_unread(server, 2000) as unread:
@@ -150,7 +150,7 @@ async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
 @pytest.mark.parametrize("more_head", ["", "Connection: close\r\n"])
 async def test_a_client_that_never_reads_a_short_answer_is_cut_off_too(monkeypatch, more_head):
     """All of the answer is written, and so little of it waits that writing is not paused."""
-    monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
+    set_waits(monkeypatch, look_every_s=0.01)
     with running() as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
         body = {"prompt": "a" * 5000, "return_token_strs": True}  # 45 kB are the answer
@@ -159,8 +159,7 @@ async def test_a_client_that_never_reads_a_short_answer_is_cut_off_too(monkeypat
             (connection,) = server.server.acceptor.connections
             await until(lambda: connection.transport.get_write_buffer_size() > 0)
             assert not connection.exchanges
-            monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.2)
-            monkeypatch.setattr(connection_module, "STALL_S", 0.1)
+            set_waits(monkeypatch, write_timeout_s=0.2, stall_s=0.1)
             await until(lambda: not server.server.acceptor.connections)
             with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
                 await asyncio.wait_for(read_answer(unread), 20)

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.config import ServerConfig
 from penstock.lab.target import Questions, Target
-from penstock.serve.http import watch
 from penstock.serve.http.tls import server_context
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.harness import running, wait_until
+from support.server.waits import set_waits
 
 
 def make_certificate(folder, name="localhost", *, password=None):
@@ -35,7 +35,7 @@ def make_certificate(folder, name="localhost", *, password=None):
 @pytest.fixture
 def quick(monkeypatch):
     """A server that looks at its files all the time."""
-    monkeypatch.setattr(watch, "EVERY_S", 0.02)
+    set_waits(monkeypatch, watch_every_s=0.02)
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def test_files_that_do_not_belong_together_leave_the_old_ones_in_force(tmp_path,
 
 
 def test_a_hangup_without_a_terminal_reads_the_files_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "EVERY_S", 3600.0)
+    set_waits(monkeypatch, watch_every_s=3600.0)
     key, paper = make_certificate(tmp_path)
     with serving(key, paper) as server:
         make_certificate(tmp_path)

@@ -25,6 +25,7 @@ from penstock.serve.streams import ChoiceRecord, EventStream, Writer
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
 from support.server.harness import GatedExecutor, LiveServer, running, until
+from support.server.waits import set_waits
 
 HI = [{"role": "user", "content": "hi"}]
 FEW = {"temperature": 0, "max_tokens": 4}
@@ -129,7 +130,7 @@ async def kept_alive(name: str) -> bytes:
 
 @pytest.mark.parametrize("name", STREAMS)
 async def test_a_stream_that_says_nothing_is_kept_alive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "keepalive_s", 0.002)
+    set_waits(monkeypatch, stream_keepalive_s=0.002)
     data = await kept_alive(name)
     assert data.count(STREAMS[name][2][1]) >= 2
     assert ERRORS[name] not in data
@@ -138,7 +139,7 @@ async def test_a_stream_that_says_nothing_is_kept_alive(name: str, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["completions", "chat", "responses"])
 async def test_openais_client_passes_over_keepalives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "keepalive_s", 0.002)
+    set_waits(monkeypatch, stream_keepalive_s=0.002)
     data, (_, asked, _) = await kept_alive(name), STREAMS[name]
     transport = httpx2.MockTransport(
         lambda _request: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=data)
