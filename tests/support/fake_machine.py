@@ -1,4 +1,4 @@
-"""What the machine has, as tests want it: a GPU or none, kernels that it can run."""
+"""A machine as a test wants it: with or without a GPU, and with the kernels that it can run."""
 
 from __future__ import annotations
 
