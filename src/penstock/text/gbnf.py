@@ -243,7 +243,7 @@ class _Writer:
     def __init__(self, rules: dict[str, _Node]) -> None:
         self._rules = rules
         self._numbers = {name: nth for nth, name in enumerate(rules)}
-        depths = _depths({name: set(_names(node)) for name, node in rules.items()})
+        depths = _depths({name: set(_all("name", node)) for name, node in rules.items()})
         self._terminals = set(depths)
         """Rules that become terminals: at first all rules that are not recursive."""
         self._texts: set[str] = set()
@@ -251,7 +251,7 @@ class _Writer:
         self._bits: dict[str, int] = {}
         """Characters and classes as regexes, with a bit for each."""
         if "root" not in self._terminals:  # else the whole grammar is one terminal, and nothing follows it
-            self._texts = {text for node in rules.values() for text in _texts(node)}
+            self._texts = {text for node in rules.values() for text in _all("text", node)}
             try:
                 if max(depths.values(), default=0) > MAX_TERMINAL_DEPTH:
                     raise _TooLargeError
@@ -403,19 +403,12 @@ class _Checker:
         return found
 
 
-def _names(node: _Node) -> Iterator[str]:
-    """Yield the rules that a part refers to."""
-    if node.kind == "name":
+def _all(kind: str, node: _Node) -> Iterator[str]:
+    """Yield the names of rules, or the texts that are not empty, in a part."""
+    if node.kind == kind and node.text:
         yield node.text
     for part in node.parts:
-        yield from _names(part)
-
-
-def _texts(node: _Node) -> Iterator[str]:
-    if node.kind == "text" and node.parts:
-        yield node.text
-    for part in node.parts:
-        yield from _texts(part)
+        yield from _all(kind, part)
 
 
 def _depths(uses: dict[str, set[str]]) -> dict[str, int]:

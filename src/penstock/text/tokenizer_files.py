@@ -16,21 +16,17 @@ from typing import Any
 
 import orjson
 
+# Types of pieces have the same numbers in SentencePiece and GGUF files.
+from penstock.text.gguf_vocab import CONTROL, NORMAL, RECIPES, UNKNOWN, UNUSED, USER_DEFINED
 from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 1 << 21
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
-"""Types of pieces, the same in SentencePiece and GGUF files."""
 _UNIGRAM, _BPE = 1, 2
-TEKKEN_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""The only pattern of any tekken.json; `gguf_vocab` calls it `tekken`."""
+TEKKEN_PATTERN = RECIPES["tekken"].splits[0]
+"""The only pattern of any tekken.json."""
 
 
 def read_vocab(path: Path) -> GgufVocab:

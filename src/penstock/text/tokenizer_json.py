@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def load_backend(
     encoder, expansion = _read(path)
     encoder.no_truncation()
     encoder.no_padding()
-    steps = list(_decoder_steps(encoder))
+    steps = [] if encoder.decoder is None else _flat(json.loads(encoder.decoder.__getstate__()), "decoders")
     added = encoder.get_added_tokens_decoder()
     eos_token_id = None if eos_token is None else encoder.token_to_id(eos_token)
     if eos_token is not None and eos_token_id is None:
@@ -156,19 +156,6 @@ def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:
         return encoder.id_to_token(token_id) if token_id >= 0 else None
 
     return piece
-
-
-def _decoder_steps(encoder: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the decoder's steps, with nested sequences flattened."""
-    if encoder.decoder is None:
-        return
-    pending = [json.loads(encoder.decoder.__getstate__())]
-    while pending:
-        step = pending.pop(0)
-        if step["type"] == "Sequence":
-            pending = [*step["decoders"], *pending]
-        else:
-            yield step
 
 
 def _spelling(steps: list[dict[str, Any]], path: Path) -> Spelling:

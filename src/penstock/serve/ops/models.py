@@ -11,9 +11,9 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ServedModel
-from penstock.serve.bodies import Body, IgnoredParameters, parse_body
+from penstock.serve.api import Parts
+from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin, unless_gone
 from penstock.serve.shapes import Success
@@ -34,10 +34,9 @@ class UnloadModelBody(Body):
 
 
 class LifeEndpoint:
-    def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored` is that of `parse_body`."""
-        self._deployment = deployment
-        self._ignored = ignored
+    def __init__(self, parts: Parts) -> None:
+        self._deployment = parts.deployment
+        self._ignored = parts.ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
         """Load a model once memory is free. An idle model may later be unloaded to make room for another."""

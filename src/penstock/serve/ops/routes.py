@@ -14,7 +14,7 @@ from penstock.serve.shapes import Status, Success, Version
 
 def _routes(parts: Parts) -> Sequence[Route]:
     status, requests = StatusEndpoint(parts.deployment), RequestsEndpoint(parts.in_flight)
-    pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts.deployment, parts.ignored)
+    pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts)
     by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
     return [
         Route("POST /models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),

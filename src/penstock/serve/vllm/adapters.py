@@ -14,10 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.deploy.adapters import Adapters
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ServedModel
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_served
-from penstock.serve.bodies import Body, IgnoredParameters, parse_body
+from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import require_admin
 from penstock.types.errors import ConfigError, ModelError
@@ -42,10 +42,9 @@ class UnloadAdapterBody(Body):
 
 
 class AdaptersEndpoint:
-    def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored` is that of `parse_body`."""
-        self._deployment = deployment
-        self._ignored = ignored
+    def __init__(self, parts: Parts) -> None:
+        self._deployment = parts.deployment
+        self._ignored = parts.ignored
 
     async def load(self, data: bytes, http: HttpRequest) -> Response:
         """Load an adapter from its files. After the answer, requests can name the adapter."""

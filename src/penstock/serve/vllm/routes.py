@@ -11,8 +11,8 @@ from penstock.serve.vllm.tokenize import DetokenizeBody, Detokenized, TokenizeBo
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    texts, lora = parts.texts, AdaptersEndpoint(parts.deployment, parts.ignored)
-    tokens = TokenizeEndpoint(parts.deployment, parts.config, parts.ignored)
+    texts, lora = parts.texts, AdaptersEndpoint(parts)
+    tokens = TokenizeEndpoint(parts)
     return [
         Route("POST /v1/score /score", "Score pairs", texts.answers(ScoreBody, score), ScoreBody, Scores),
         Route("POST /classify", "Classify", texts.answers(ClassifyBody, classify), ClassifyBody, Classes),

@@ -15,16 +15,14 @@ from typing_extensions import TypedDict
 from penstock.calls.call import Conversation
 from penstock.calls.check import check_token_ids
 from penstock.calls.run import check_text_size, render
-from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_model, read_owner
 from penstock.serve.bodies import (
     INLINE_MAX_BYTES,
     MAX_TOKEN_IDS,
     Body,
     ChatTemplateFields,
-    IgnoredParameters,
     Messages,
     TokenId,
     parse_body,
@@ -68,11 +66,10 @@ Detokenized = TypedDict("Detokenized", {"prompt": str, "content": str})
 
 
 class TokenizeEndpoint:
-    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored` is that of `parse_body`."""
-        self._deployment = deployment
-        self._config = config
-        self._ignored = ignored
+    def __init__(self, parts: Parts) -> None:
+        self._deployment = parts.deployment
+        self._config = parts.config
+        self._ignored = parts.ignored
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the token ids of a text or of a conversation."""
