@@ -26,7 +26,7 @@ from workloads import AZURE_DIVISOR, AZURE_FILE, DEFAULT_TRACES
 
 from penstock.lab.arrivals import poisson
 from penstock.lab.figures import Samples, make_figures
-from penstock.lab.simulation import Cluster, Outcome, Simulation
+from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.transforms import cap_lengths, divide_lengths
 from penstock.lab.workload import Job, Workload
@@ -62,7 +62,7 @@ def of(jobs: Sequence[Job]) -> Workload:
 
 def capacity_of(jobs: Sequence[Job]) -> float:
     """Requests per second when all are there at once."""
-    return Cluster(settings=simulation("fcfs"), max_tokens=2048).capacity_per_s(of(jobs))
+    return simulation("fcfs").capacity_per_s(of(jobs))
 
 
 def run_priority(traces: Path) -> dict[str, object]:

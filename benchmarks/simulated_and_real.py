@@ -42,7 +42,6 @@ from penstock.lab.pacing import Pace
 from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.recording import StepDone, open_recording
 from penstock.lab.records import Record
-from penstock.lab.simulation import Cluster
 from penstock.lab.steps import steps_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
@@ -198,7 +197,7 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[float, tupl
         if run.load == 0:
             continue
         server = server_settings(settings, told.cost_at(idx), num_blocks=told.num_blocks)
-        outcome = Cluster(settings=server, seed=idx).run(run.workload)
+        outcome = replace(server, max_tokens=None, seed=idx).run(run.workload)
         if outcome.num_outside:
             print(f"{outcome.num_outside} of {outcome.num_steps} steps lie outside of the fitted range")
         (timeline,) = outcome.timelines.values()

@@ -29,8 +29,7 @@ from penstock.lab.cost_files import load_cost
 from penstock.lab.cost_model import CostModel
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.plots import Axis, Panel, Series
-from penstock.lab.simulation import Cluster
-from penstock.lab.virtual_server import ServerSettings
+from penstock.lab.simulation import Simulation
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity, PaddingId, StepPlan
@@ -73,17 +72,17 @@ PARTS: Mapping[str, tuple[Mapping[str, Mapping[str, Any]], int, int, tuple[str, 
 """Name -> the policies that are compared, KV blocks, rows, and the columns that are drawn."""
 
 
-def cluster_of(policies: Mapping[str, Any], cost: CostModel, *, blocks: int, rows: int) -> Cluster:
-    settings = ServerSettings(
+def simulation_of(policies: Mapping[str, Any], cost: CostModel, *, blocks: int, rows: int) -> Simulation:
+    return Simulation(
         capacity=Capacity(1 + blocks, 16, rows, 512, min(8192, 16 * blocks)),
         make_policies=partial(make_policies, **policies),
         cost=cost,
         enable_prefix_caching=False,
+        max_tokens=MAX_TOKENS,
     )
-    return Cluster(settings=settings, max_tokens=MAX_TOKENS)
 
 
-def run(cluster: Cluster, choice: WorkloadChoice, load: float) -> dict[str, float]:
+def run(simulation: Simulation, choice: WorkloadChoice, load: float) -> dict[str, float]:
     """A row of a table: rates per second, latencies in milliseconds, shares."""
     padding = [0, 0]
 
@@ -92,7 +91,7 @@ def run(cluster: Cluster, choice: WorkloadChoice, load: float) -> dict[str, floa
             padding[0] += row.query_len * isinstance(row.request_id, PaddingId)
             padding[1] += row.query_len
 
-    outcome = cluster.run(make_workload(choice), on_plan=count)
+    outcome = simulation.run(make_workload(choice), on_plan=count)
     figures = make_figures(Samples.of(outcome.records))
     running, _, held = outcome.timelines["replica 0"].means(outcome.duration_ns)
     row = {"load": load, "output_tokens_per_s": figures.rates.output_tokens_per_s.value}
@@ -124,14 +123,14 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     choice = WorkloadChoice(workload=args.workload, requests=args.requests)
     cost = load_cost(args.cost).cost if args.cost else CostModel()
-    capacity = cluster_of({}, cost, blocks=BLOCKS, rows=32).capacity_per_s(make_workload(choice))
+    capacity = simulation_of({}, cost, blocks=BLOCKS, rows=32).capacity_per_s(make_workload(choice))
     report: dict[str, object] = {"benchmark": "textbook", "capacity_per_s": round(capacity, 3)}
     for part in args.parts:
         ways, blocks, rows, columns = PARTS[part]
-        clusters = {name: cluster_of(policies, cost, blocks=blocks, rows=rows) for name, policies in ways.items()}
+        simulations = {name: simulation_of(policies, cost, blocks=blocks, rows=rows) for name, policies in ways.items()}
         report[part] = tables = {
-            name: [run(cluster, replace(choice, rate=load * capacity), load) for load in LOADS]
-            for name, cluster in clusters.items()
+            name: [run(simulation, replace(choice, rate=load * capacity), load) for load in LOADS]
+            for name, simulation in simulations.items()
         }
         for name, table in tables.items():
             for row in table:

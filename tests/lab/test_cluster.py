@@ -14,8 +14,7 @@ from penstock.admission.door import AdmissionLimits
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
 from penstock.lab.routers import Arrival, LeastLoaded, PrefixAffine, RoundRobin, Router, find_router
-from penstock.lab.simulation import Cluster, Link, Simulation
-from penstock.lab.virtual_server import ServerSettings
+from penstock.lab.simulation import Link, Simulation
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import ConfigError, PenstockError
@@ -23,7 +22,7 @@ from penstock.types.plan import Capacity, StepPlan, StepShape
 from penstock.types.stats import EngineLoad
 
 CAPACITY = Capacity(num_blocks=129, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
-SETTINGS = ServerSettings(capacity=CAPACITY, make_policies=make_policies)
+SETTINGS = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=None)
 MS = 1_000_000
 LINK = Link(bytes_per_token=1000, bytes_per_s=1e9, latency_ns=2 * MS)
 
@@ -32,8 +31,8 @@ def of(*jobs: Job, prefix_block_tokens: int = 0) -> Workload:
     return Workload(name="jobs of a test", jobs=jobs, prefix_block_tokens=prefix_block_tokens)
 
 
-def cluster(**changes: Any) -> Cluster:
-    return Cluster(**{"settings": SETTINGS, **changes})
+def cluster(*, settings: Simulation = SETTINGS, **changes: Any) -> Simulation:
+    return replace(settings, **changes)
 
 
 def many(count: int, every_ns: int = 20 * MS) -> Workload:

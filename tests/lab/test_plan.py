@@ -40,7 +40,7 @@ from penstock.lab.plan import (
     search,
 )
 from penstock.lab.plan_report import as_json, comparison, plots, report
-from penstock.lab.simulation import Cluster, Outcome, Simulation
+from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -436,12 +436,12 @@ def test_all_groups_together_have_no_more_replicas_than_the_most(monkeypatch: py
     found = search(server, jobs, slos)
     tried: list[int] = []
 
-    def run(cluster: Cluster, jobs: Workload) -> Outcome:
-        tried.append(cluster.num_replicas)
-        return real_run(cluster, jobs)
+    def run(simulation: Simulation, jobs: Workload) -> Outcome:
+        tried.append(simulation.num_replicas)
+        return real_run(simulation, jobs)
 
-    real_run = Cluster.run
-    monkeypatch.setattr(Cluster, "run", run)
+    real_run = Simulation.run
+    monkeypatch.setattr(Simulation, "run", run)
     rate = 40 * found.saturated_rate
     fleet = find_fleet(server, jobs, slos, found, rate)
     assert fleet is not None

@@ -33,7 +33,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.lab.cost_model import CostModel
     from penstock.lab.results import Json
-    from penstock.lab.simulation import Cluster
+    from penstock.lab.simulation import Simulation
 
 _NO_EFFECT = (
     *(
@@ -112,17 +112,17 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = _cost(asked["cost"])
-        cluster = _cluster(asked, cost, seed=chosen.seed)
+        simulation = _simulation(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
             if chosen.rate is not None:
                 raise ConfigError("--load and --rate both say how many requests come.", remedy="Leave one of them out.")
             if asked["concurrency"] is not None:
                 raise ConfigError("--load is not for the users of a closed loop.", remedy="Leave out --load.")
-            capacity = capacity or cluster.capacity_per_s(make_workload(chosen))
+            capacity = capacity or simulation.capacity_per_s(make_workload(chosen))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         workload, users = make_workload(chosen), asked["concurrency"]
         began_s = process_time()
-        outcome = cluster.run(workload, pace=Pace(concurrency=users))
+        outcome = simulation.run(workload, pace=Pace(concurrency=users))
         simulated.append(foretold.Foretold(name=name, outcome=outcome, wall_s=process_time() - began_s))
         rate = None if chosen.rate is None else Load("rate", round(chosen.rate, 4))
         runs.append(
@@ -196,10 +196,10 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
     return param.process_value(context, param.default)
 
 
-def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster:
+def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
     from penstock.deploy.forecast import kv_bytes_per_token, server_settings
     from penstock.lab.routers import find_router
-    from penstock.lab.simulation import Cluster, Link
+    from penstock.lab.simulation import Link
 
     config = config_from(asked)
     link = None
@@ -209,8 +209,8 @@ def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster
             bytes_per_s=asked["link_gbytes_per_s"] * 1e9,
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
-    return Cluster(
-        settings=server_settings(config, cost, num_blocks=asked["blocks"]),
+    return replace(
+        server_settings(config, cost, num_blocks=asked["blocks"]),
         num_replicas=asked["replicas"],
         num_prefill_replicas=asked["prefill_replicas"],
         link=link,

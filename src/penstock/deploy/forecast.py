@@ -26,7 +26,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.lab.cost_model import CostModel
-    from penstock.lab.virtual_server import ServerSettings
+    from penstock.lab.simulation import Simulation
     from penstock.models.catalog import ModelSource
     from penstock.models.facts import ModelFacts
     from penstock.models.weights import LoadedModel
@@ -294,13 +294,13 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 # --- the virtual server of `penstock simulate` ---
 
 
-def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> ServerSettings:
+def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> Simulation:
     """Return the policies, admission limits and capacity of a server with this config.
 
     `num_blocks`: KV blocks for requests. None: as many as the server would take on this machine now, which needs the model's
     files. Raises PenstockError.
     """
-    from penstock.lab.virtual_server import ServerSettings
+    from penstock.lab.simulation import Simulation
 
     for flag, size_bytes in (
         ("--kv-disk-size", config.kv.kv_disk_size_bytes),
@@ -312,7 +312,7 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
     capacity = _capacity(config, compute, num_blocks)
     policies = choose_policies(config)
     policies.max_running(capacity)  # refuses what a server would refuse
-    return ServerSettings(
+    return Simulation(
         capacity=capacity,
         make_policies=policies.make,
         cost=cost,

@@ -25,7 +25,7 @@ from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate, share_estimate
 from penstock.lab.records import End
 from penstock.lab.routers import find_router
-from penstock.lab.simulation import Cluster, Outcome, Simulation
+from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
     Lengths,
@@ -464,17 +464,11 @@ def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, fo
         num_groups, jobs = _dealt(workload, planned, found, asked.least_run_s)
         share = planned / num_groups
         jobs, simulation = at_rate(jobs, share, asked.seed), candidate.simulation
+        make_router = find_router(asked.router)
 
         def attempt(num_replicas: int) -> Trial:
-            cluster = Cluster(
-                settings=simulation,
-                num_replicas=num_replicas,
-                make_router=find_router(asked.router),
-                max_tokens=simulation.max_tokens,
-                max_returns=simulation.max_returns,
-                seed=simulation.seed,
-            )
-            return make_trial(cluster.run(jobs), share, asked)
+            replicas = replace(simulation, num_replicas=num_replicas, make_router=make_router)
+            return make_trial(replicas.run(jobs), share, asked)
 
         least = max(2, math.ceil(share / found.saturated_rate - 1e-9))
         fewest = fewest_replicas(attempt, least, MOST_REPLICAS // num_groups)

@@ -50,30 +50,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation(ServerSettings):
-    """Settings of one simulated server and its clients. Each run starts anew."""
-
-    max_tokens: int | None = 2048
-    """`max_tokens` of every request; outputs end earlier with a stop token. None asks for exactly the output's length."""
-    max_returns: int = 0
-    """How often a refused request is sent again, after the time in `Retry-After`."""
-    seed: int = 0
-    """Seed of the cost model's noise."""
-
-    def run(
-        self,
-        workload: Workload,
-        *,
-        pace: Pace | None = None,
-        predictions: Mapping[int, int] | None = None,
-        on_plan: Callable[[StepPlan], None] | None = None,
-    ) -> Outcome:
-        """Serve all jobs; see `Cluster.run`."""
-        cluster = Cluster(settings=self, max_tokens=self.max_tokens, max_returns=self.max_returns, seed=self.seed)
-        return cluster.run(workload, pace=pace, predictions=predictions, on_plan=on_plan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     bytes_per_token: int
     bytes_per_s: float
@@ -88,25 +64,26 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Settings of several equal replicas. Each run starts anew."""
+class Simulation(ServerSettings):
+    """Settings of one or several equal simulated servers, and of their clients. Each run starts anew."""
 
-    settings: ServerSettings
     num_replicas: int = 1
     num_prefill_replicas: int = 0
     link: Link | None = None
     make_router: Callable[[], Router] = RoundRobin
-    max_tokens: int | None = None
-    """See `Simulation`, also for the next two."""
+    max_tokens: int | None = 2048
+    """`max_tokens` of every request; outputs end earlier with a stop token. None asks for exactly the output's length."""
     max_returns: int = 0
+    """How often a refused request is sent again, after the time in `Retry-After`."""
     seed: int = 0
+    """Seed of the cost model's noise."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.num_prefill_replicas < 0:
-            raise ConfigError("A cluster needs at least one replica, and its prefill replicas can't be negative.")
+            raise ConfigError("A simulation needs at least one replica, and the number of prefill replicas can't be negative.")
         if self.num_prefill_replicas and self.link is None:
             raise ConfigError("Prefill replicas need a link to the others.")
-        if self.num_prefill_replicas and not self.settings.enable_prefix_caching:
+        if self.num_prefill_replicas and not self.enable_prefix_caching:
             raise ConfigError(
                 "KV that comes from another replica arrives in the prefix cache, which is off.",
                 remedy="Leave out --no-prefix-caching.",
@@ -129,7 +106,7 @@ class Cluster:
         traffic = Traffic(
             workload,
             clock,
-            self.settings,
+            self,
             pace=pace,
             max_tokens=self.max_tokens,
             max_returns=self.max_returns,
@@ -144,7 +121,7 @@ class Cluster:
             ended=[stats for _, stats in sorted(fleet.ended.items(), key=lambda item: int(item[0]))],
             duration_ns=clock.now_ns(),
             num_steps=sum(server.num_steps for server in servers),
-            settings=self.settings,
+            settings=self,
             timelines={name: server.timeline for name, server in fleet.servers.items()},
             num_outside=sum(server.times.num_outside for server in servers),
             outside=sum((Counter(server.times.outside) for server in servers), Counter[str]()),
@@ -165,10 +142,8 @@ class Cluster:
             )
             for job in workload.jobs
         ]
-        settings = replace(
-            self.settings, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None
-        )
-        outcome = replace(self, settings=settings).run(replace(workload, jobs=jobs))
+        unlimited = replace(self, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None)
+        outcome = unlimited.run(replace(workload, jobs=jobs))
         return len(jobs) / (outcome.duration_ns / NS_PER_S)
 
 
@@ -206,20 +181,20 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Fleet:
-    def __init__(self, cluster: Cluster, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
+    def __init__(self, simulation: Simulation, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
-        self._traffic, self._clock, self._link = traffic, clock, cluster.link
-        kinds = {"prefill": cluster.num_prefill_replicas, "decode": cluster.num_replicas}
-        if not cluster.num_prefill_replicas:
-            kinds = {"replica": cluster.num_replicas}
+        self._traffic, self._clock, self._link = traffic, clock, simulation.link
+        kinds = {"prefill": simulation.num_prefill_replicas, "decode": simulation.num_replicas}
+        if not simulation.num_prefill_replicas:
+            kinds = {"replica": simulation.num_replicas}
         self.servers: dict[str, VirtualServer] = {}
         for kind, count in kinds.items():
-            settings = cluster.settings if kind != "decode" else replace(cluster.settings, limits=None)
+            settings = simulation if kind != "decode" else replace(simulation, limits=None)
             for number in range(count):
                 tell = partial(self._tell, f"{kind} {number}")
-                seed = cluster.seed + len(self.servers)
+                seed = simulation.seed + len(self.servers)
                 self.servers[f"{kind} {number}"] = VirtualServer(settings, clock, tell=tell, seed=seed)
-        self._router, self._decode_router = cluster.make_router(), LeastLoaded()
+        self._router, self._decode_router = simulation.make_router(), LeastLoaded()
         self._names = [name for name in self.servers if not name.startswith("decode")]
         self._decode_names = [name for name in self.servers if name.startswith("decode")]
         self._free_ns = dict.fromkeys(self._names, 0)
