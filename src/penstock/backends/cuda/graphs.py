@@ -56,7 +56,7 @@ class CudaCapture:
         still use: pytorch/pytorch#193402."""
 
     def __call__(self, run: Run) -> Captured:
-        """Record the work that `run` queues. Call `run` once before, because a first run may allocate."""
+        """Record the work that `run` queues. `run` must have been called before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)

@@ -121,7 +121,7 @@ class Linear:
         weight: torch.Tensor,
         eps: float,
     ) -> None:
-        """Write the product to `out`, and its RMS norm over whole rows to `normed`. One kernel adds splits and norms."""
+        """Write the product to `out`, and its RMS norm over whole rows to `normed`."""
         product = self._splits(x)
         if product is None:
             self(out, x, residual)

@@ -1,4 +1,4 @@
-"""Queues of device work, and marks in them. An executor has a stream for steps and one for reads of blocks."""
+"""Queues of device work, and marks in them. An executor has one stream for steps, and one to read blocks."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def rope_table(
 ) -> torch.Tensor:
     """Return cosines, then sines, of all angles, times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
 
-    Angles are computed in float64, because they grow with the position. Includes `growth` of `program.Rope`, for columns that
-    turn.
+    Angles are computed in float64, because they grow with the position. Includes `growth` of `program.Rope`.
     """
     positions = np.arange(num_positions, dtype=np.float64)
     angles = np.outer(positions, np.array(inv_freq, np.float64))
