@@ -228,11 +228,9 @@ class AdapterScratch:
         self.hidden = torch.empty(0, dtype=torch.float32, device=device)
 
     def reserve(self, num_rows: int) -> None:
-        """Reserve memory for rows of `hidden_ranks` numbers."""
         self._num_rows = max(self._num_rows, num_rows)
 
     def allocate(self) -> None:
-        """Allocate what was reserved, before the first product runs."""
         self.hidden = torch.empty(self._num_rows * self.format.hidden_ranks, dtype=torch.float32, device=self.device)
 
     @property

@@ -157,7 +157,7 @@ class Trial:
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
         """Plan the step and return a function that runs it.
 
-        A decode is captured under a plan without contexts. A graph that ignores the new plan then gives wrong answers.
+        A decode is captured under another plan, so that a graph that ignores its plan gives wrong answers.
         """
         if not is_captured:
             self._tried.plan(rows, is_captured=False)
@@ -186,7 +186,7 @@ class Trial:
         return launch
 
     def _blocks(self, rows: RowLens, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return block tables [rows, width] and the ids in them: random blocks, shared if the cache is too small."""
+        """Return block tables of random blocks, shared if the cache is too small, and the block ids."""
         counts = -(-rows.seq_lens[:num_real] // self._capacity.block_size)
         num_there = self._capacity.num_blocks - 1
         block_ids = np.unique(np.linspace(1, num_there, min(num_there, int(counts.sum()))).astype(np.int32))

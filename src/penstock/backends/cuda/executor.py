@@ -280,8 +280,7 @@ class CudaExecutor:
     ) -> CaptureRun:
         """Capture graphs of the usual decodes, at most `most`, so that no request waits for a capture.
 
-        Call it while no step is in flight. `resize` and `choose_attention` discard graphs, so call them first. Raises
-        MemoryError.
+        Call it while no step is in flight. `resize` and `choose_attention` discard graphs. Raises MemoryError.
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
@@ -341,7 +340,6 @@ class CudaExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """A packer for every executor with this model and settings."""
         return self._adapters_on.format.pack
 
     @property

@@ -55,7 +55,7 @@ class Flight:
 
     step_id: int
     names: list[str]
-    """See `UnsampledStep`. [S]"""
+    """Request ids of the rows that sample. [S]"""
     plan: SamplePlan
     where: SampledWords
     words: NDArray[np.int32]

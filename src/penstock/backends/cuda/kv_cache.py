@@ -160,7 +160,6 @@ class PagedKvCache:
                 part[:, destination].copy_(part[:, source])
 
     def pack_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return the blocks' bytes, uint8 [num_block_ids, block_bytes], on the device."""
         index, count = self._index(block_ids), len(block_ids)
         pieces = [part.index_select(1, index).transpose(0, 1).reshape(count, -1).view(torch.uint8) for part in self._parts]
         return torch.cat(pieces, 1)

@@ -150,7 +150,6 @@ class StepLauncher:
         self._stream.mark().wait()  # as in `run_padding`
 
     def _patches(self, plan: StepPlan, batch: StepBatch, host: BatchBuilder) -> Patches:
-        """Return table updates: new blocks of running rows, and everything of admitted rows."""
         patches, tables = Patches(), self.tables
         for slot in batch.released:
             self._sampler.release(slot)

@@ -38,7 +38,6 @@ class Workspace:
         self._num_ordered = max(self._num_ordered, num_ordered)
 
     def allocate(self) -> None:
-        """Allocate what was reserved, before any product runs."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
         self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)
@@ -140,7 +139,7 @@ class Linear:
             splits.add_splits_and_gate(out, product, self._bias, kind)
 
     def _splits(self, x: torch.Tensor) -> splits.Splits | None:
-        """Return the product as partial sums that the next operation can add, or None. Fusing saves a rounding."""
+        """Return the product as partial sums, if the next operation can add them. That saves a rounding."""
         matrix = self.matrices[0]
         if len(self.matrices) > 1 or isinstance(matrix, DenseMatrix) or self._deterministic:
             return None

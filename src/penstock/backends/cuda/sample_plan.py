@@ -68,7 +68,7 @@ class SamplePlan:
     positions: I32
     """Positions of the new tokens. [S]"""
     num_tops: I32
-    """How many of the most likely tokens to report, for each of `logprob_samples`. [L]"""
+    """Most likely tokens to report for each of `logprob_samples`. [L]"""
     logprob_samples: I32
     """Samples with log-probabilities. [L]"""
     listed: I32
@@ -139,7 +139,7 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """Plan the sampling of rows in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
+    """Plan rows in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]

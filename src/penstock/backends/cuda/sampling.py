@@ -50,7 +50,6 @@ class Sampler:
         self._followers.discard(slot)
 
     def admit(self, slot: int, row: AdmitRow, patches: Patches) -> None:
-        """Store a row's parameters, and add the part for the device's tables to `patches`."""
         params, tables = row.sampling, self._tables
         patches.add(tables.at(tables.params, slot), param_words(params, row.num_prompt_tokens))
         if params.allowed_token_ids is not None:

@@ -1,7 +1,6 @@
 """Pinned memory for a step's message to the device and for its results: one copy each way.
 
-A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one buffer, because copies
-run in stream order.
+A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one.
 """
 
 from __future__ import annotations
@@ -139,7 +138,6 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
 
 
 def message_words(capacity: Capacity, *, has_adapters: bool = False) -> int:
-    """Return the words that any step and its usual table updates need."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
     if has_adapters:  # order and groups of tokens and of samples
@@ -150,5 +148,4 @@ def message_words(capacity: Capacity, *, has_adapters: bool = False) -> int:
 
 
 def mask_message_words(capacity: Capacity, vocab_size: int) -> int:
-    """Return the words that all rows' masks and the sampler's usual arrays need."""
     return capacity.max_rows * (num_mask_words(vocab_size) + 64) + 64 * ALIGN_WORDS

@@ -1,4 +1,4 @@
-"""Queues of device work, and marks in them. An executor has one stream for steps, and one to read blocks."""
+"""Queues of device work, and marks in them. One is for steps, one to read blocks."""
 
 from __future__ import annotations
 

@@ -69,7 +69,6 @@ class RowTables:
 
     @property
     def table_width(self) -> int:
-        """Tokens per slot."""
         return int(self.tokens.shape[1])
 
     def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:

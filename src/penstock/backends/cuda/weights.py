@@ -147,7 +147,6 @@ class _Kind(Enum):
 
 
 def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, int]:
-    """Return kind of matrix, bits of a number, and columns per group (0: none)."""
     if tensor.format in BLOCKS:
         return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, 16 if tensor.format in GROUP_OF_16 else 32
     if tensor.scales is not None:
@@ -284,7 +283,6 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _in_steps(parts: NDArray[np.float32], group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Reorder scales or offsets [padded_rows, num_groups] to [num_steps, padded_rows, STEP_COLS / group]."""
     found = torch.from_numpy(parts).to(device=device, dtype=dtype)
     return found.view(len(parts), -1, STEP_COLS // group).permute(1, 0, 2).contiguous()
 

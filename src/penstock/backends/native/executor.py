@@ -231,7 +231,6 @@ class NativeExecutor:
 
     @property
     def adapter_packer(self) -> AdapterPacker:
-        """A packer for every executor with this model and settings. It stays valid after `close`."""
         return _Packer(self._program, self._engine.adapter_format, self._sites, self._max_adapter_rank)
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:

@@ -60,7 +60,7 @@ class Multiprocessors:
 
 
 INTERPRETED = Multiprocessors(2, 227 << 10)
-"""A stand-in for Triton's interpreter: tiles as on an H100, but few programs, because each costs milliseconds."""
+"""For Triton's interpreter: tiles as on an H100, but few programs, because each costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

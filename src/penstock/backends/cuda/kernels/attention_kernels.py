@@ -191,7 +191,6 @@ def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS
 
 @triton.jit
 def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.constexpr):
-    """Store M parts: acc [M, COLUMNS], place, top, total and mask [M]."""
     column = tl.arange(0, COLUMNS)
     tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=mask[:, None])
     tl.store(stats_ptr + place * 2, top, mask=mask)

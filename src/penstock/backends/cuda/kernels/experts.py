@@ -66,7 +66,7 @@ def route(
 def sort_by_expert(order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor) -> None:
     """Write the pairs' numbers to `order`, sorted by expert, then number, and the first index of each expert to `starts`.
 
-    order, experts int32 [pairs]; starts int32 [num_experts + 1].
+    order int32 [pairs], starts int32 [num_experts + 1].
     """
     num_experts = len(starts) - 1
     _sort_kernel[(num_experts,)](order, starts, experts, len(experts), NUM_EXPERTS=num_experts, BLOCK=SORTED_PAIRS, num_warps=4)

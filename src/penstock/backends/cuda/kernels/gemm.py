@@ -47,7 +47,6 @@ def num_partials(matrix: Matrix, max_tokens: int) -> int:
 
 
 def is_split(matrix: Matrix, num_tokens: int) -> bool:
-    """Return whether separate programs compute the splits."""
     return 0 < num_tokens <= MAX_PARALLEL_TOKENS and cut(matrix).num_splits > 1
 
 

@@ -109,7 +109,7 @@ def _weight_of_key(key, largest, inverse_temperature):
 
 @triton.jit
 def _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr):
-    """Return the key of the k-th largest logit, and how many tokens with that key are among the k largest."""
+    """Return the key of the k-th largest logit, and how many tokens with it are among the k largest."""
     low, high = tl.full((), NEG_INF_KEY, tl.int32), _keys(largest)
     key, above = _threshold(
         row, low, high, top_k.to(tl.float64), largest, inverse_temperature, True, VOCAB_SIZE, BLOCK, NUM_PIVOTS
@@ -162,7 +162,6 @@ def _uniform(seed_low, seed_high, position):
 
 @triton.jit
 def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first token, by id, at which the cumulative weight exceeds `u` times the total."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
@@ -277,7 +276,6 @@ def logprobs(
 
 @triton.jit
 def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a token's log-probability and rank; return the logits' normaliser."""
     largest, _best_id = _largest(row, VOCAB_SIZE, BLOCK)
     mass, num_larger = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
