@@ -227,10 +227,6 @@ def ends(pid: int, *, within_s: float) -> bool:
         os.close(descriptor)
 
 
-def pid_of(template: ChatTemplate) -> int:
-    return template._process._child._process.pid
-
-
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_ends_at_its_limits_and_the_next_conversation_is_served(bomb):
     source = "{% if messages[0].content == 'boom' %}" + BOMBS[bomb] + "{% endif %}ok"
@@ -243,7 +239,7 @@ def test_a_template_ends_at_its_limits_and_the_next_conversation_is_served(bomb)
     assert time.monotonic() - begin_s < 10
     assert resident_bytes(os.getpid()) - before_bytes < 64 << 20
     assert template.render(HELLO) == "ok"
-    assert resident_bytes(pid_of(template)) < 128 << 20
+    assert resident_bytes(template.pid) < 128 << 20
 
 
 @pytest.mark.parametrize(
@@ -269,18 +265,18 @@ def test_compiling_is_limited_as_well(source, message):
 class TestTheProcess:
     def test_it_inherits_no_descriptors_and_no_environment(self):
         template = make("ok")
-        process = Path(f"/proc/{pid_of(template)}")
+        process = Path(f"/proc/{template.pid}")
         assert {path.name for path in (process / "fd").iterdir()} == {"0", "1", "2"}
         assert not {line.split("=")[0] for line in (process / "environ").read_text().split("\0") if line} - {"LD_LIBRARY_PATH"}
 
     def test_it_is_small(self):
         template = make(CHATML)
         template.render(HELLO)
-        assert resident_bytes(pid_of(template)) < 30 << 20
+        assert resident_bytes(template.pid) < 30 << 20
 
     def test_it_ends_with_the_template(self):
         template = make("ok")
-        process = Path(f"/proc/{pid_of(template)}")
+        process = Path(f"/proc/{template.pid}")
         assert process.exists()
         del template
         assert not process.exists()
@@ -288,7 +284,7 @@ class TestTheProcess:
     def test_it_ends_with_the_server_even_in_the_middle_of_a_rendering(self):
         code = (
             "import os, threading; from penstock.text.chat import ChatTemplate; "
-            "t = ChatTemplate(input(), special_tokens={}, max_s=0.5); print(t._process._child._process.pid, flush=True); "
+            "t = ChatTemplate(input(), special_tokens={}, max_s=0.5); print(t.pid, flush=True); "
             "threading.Timer(0.1, os._exit, [0]).start(); t.render([{}])"
         )
         source = BOMBS["nested loops"]
@@ -297,21 +293,21 @@ class TestTheProcess:
 
     def test_it_outlives_signals_that_are_for_the_whole_server(self):
         template = make("ok")
-        pid = pid_of(template)
+        pid = template.pid
         os.kill(pid, signal.SIGTERM)
         assert template.render(HELLO) == "ok"
-        assert pid_of(template) == pid
+        assert template.pid == pid
         assert os.getpgid(pid) != os.getpgid(os.getpid())  # which Ctrl-C in a terminal goes to
 
     def test_one_that_was_killed_is_replaced(self):
         template = make("ok")
-        os.kill(pid_of(template), signal.SIGKILL)
-        template._process._child._process.wait()
+        os.kill(template.pid, signal.SIGKILL)
+        assert ends(template.pid, within_s=10)
         assert template.render(HELLO) == "ok"
 
     def test_one_that_is_lost_in_a_rendering_is_not_the_client_s_fault(self):
         template = make(BOMBS["nested loops"], max_s=60)
-        killer = threading.Timer(0.1, os.kill, [pid_of(template), signal.SIGKILL])
+        killer = threading.Timer(0.1, os.kill, [template.pid, signal.SIGKILL])
         killer.start()
         with pytest.raises(Rejected) as caught:
             template.render(HELLO)
@@ -319,16 +315,14 @@ class TestTheProcess:
         assert caught.value.reason is RejectReason.UNAVAILABLE
         assert caught.value.retry_after_s
 
-    def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(self, monkeypatch):
-        template = make("{{ messages[0].content }}")
-        child = template._process._child
-
-        def interrupted():
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(child, "_read", interrupted)
+    def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(self):
+        slow = "{% if messages[0].content == 'old' %}" + BOMBS["nested loops"] + "{% endif %}{{ messages[0].content }}"
+        template = make(slow, max_s=60)
+        ctrl_c = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+        ctrl_c.start()
         with pytest.raises(KeyboardInterrupt):
             template.render([{"role": "user", "content": "old"}])
+        ctrl_c.join()
         assert template.render(HELLO) == "hello"
 
     def test_its_timer_works_though_the_server_was_told_to_ignore_it(self):
@@ -345,7 +339,7 @@ class TestTheProcess:
         inner = "{% for b in range(200) %}{% if ('ab' * 2000)|upper == b %}{% endif %}{% endfor %}"
         work = "{% for a in range(200) %}" + inner + "{% endfor %}ok"
         template = make(work, max_s=1.0)
-        pid = pid_of(template)
+        pid = template.pid
         timers = [threading.Timer(0.05, os.kill, [pid, signal.SIGSTOP]), threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])]
         for timer in timers:
             timer.start()
@@ -360,7 +354,7 @@ class TestTheProcess:
 
     def test_the_kernel_knows_its_limits(self):
         template = make("ok", max_memory_bytes=100 << 20)
-        assert resource.prlimit(pid_of(template), resource.RLIMIT_AS) == (100 << 20, 100 << 20)
+        assert resource.prlimit(template.pid, resource.RLIMIT_AS) == (100 << 20, 100 << 20)
 
 
 def test_text_that_is_no_unicode_comes_through():

@@ -60,8 +60,13 @@ class ChatTemplate:
         Raises `ConfigError` if the template is not valid Jinja2, with the line, or reaches a limit when it is compiled.
         """
         self.source = source
-        self._process = TemplateProcess(source, max_chars=max_chars, max_s=max_s, max_memory_bytes=max_memory_bytes)
         self._now = now
+        self._max_s = max_s
+        self._max_memory_bytes = max_memory_bytes
+        self._max_chars = max_chars
+        self._lock = threading.Lock()
+        """Callers wait for each other."""
+        self._child = self._start()
         self._special_tokens = dict(special_tokens)
         self._reserved = frozenset([*special_tokens, "messages", "add_generation_prompt"])
         self._reads_functions = "functions" in source  # few do
@@ -91,14 +96,67 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
-        return self._process.render(
+        """Render in the process, after starting a new one if the last has ended."""
+        given = (
             {"tools": None, "documents": None}
             | (_functions(variables) if self._reads_functions else {})
             | self._special_tokens
             | dict(variables)
-            | {"messages": messages, "add_generation_prompt": add_generation_prompt},
-            self._now(),
+            | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
+        try:
+            question = json.dumps({"variables": given, "now": self._now().isoformat()}).encode()
+        except RecursionError as error:
+            raise _invalid("The messages are nested too deeply for the chat template.", "messages") from error
+        with self._lock:
+            if self._child.has_ended():
+                try:
+                    self._child = self._start()
+                except ConfigError as error:
+                    raise _unavailable(error.message) from error
+            try:
+                return self._child.ask(question)
+            except _TemplateError as error:
+                raise _invalid(str(error), "messages") from error
+            except _Ended as error:
+                self._blame(error)
+
+    @property
+    def pid(self) -> int:
+        """Id of the current process, for logs and signals."""
+        return self._child.pid
+
+    def _start(self) -> _Child:
+        child = _Child(max_s=self._max_s, max_memory_bytes=self._max_memory_bytes, max_chars=self._max_chars)
+        try:
+            child.ask(self.source.encode("utf-8", "surrogatepass"))
+        except _TemplateError as error:
+            raise ConfigError(str(error), remedy=_REMEDY) from error
+        except _Ended as error:
+            limit = self._limit(error)
+            if limit is None:
+                raise ConfigError(f"The process of the chat template ended with status {error.status}.") from error
+            raise ConfigError(f"The chat template cannot be compiled: that needs more than {limit}.", remedy=_REMEDY) from error
+        return child
+
+    def _blame(self, error: _Ended) -> NoReturn:
+        limit = self._limit(error)
+        if limit is None:
+            _log.warning(
+                "process %d of the chat template ended with status %d; the next is started later", self.pid, error.status
+            )
+            raise _unavailable("The process of the chat template ended.") from error
+        _log.warning("the chat template needed more than %s for one conversation, which was refused", limit)
+        raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
+
+    def _limit(self, error: _Ended) -> str | None:
+        """Return the limit that ended the process, or None."""
+        limits = {
+            -signal.SIGPROF: f"{self._max_s:g} s",
+            -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
+            errno.ENOMEM: f"{self._max_memory_bytes >> 20} MiB of memory",
+        }
+        return limits.get(error.status)
 
     def _check(
         self,
@@ -199,71 +257,6 @@ def _cut_at_mark(text: str, content: str) -> str:
     return text[:at].rstrip() if content.strip() else text[:at]
 
 
-class TemplateProcess:
-    """A compiled template, and the process that runs it. Thread-safe: callers wait for each other."""
-
-    def __init__(self, source: str, *, max_chars: int, max_s: float, max_memory_bytes: int) -> None:
-        """Raises `ConfigError` if the template is not valid or reaches a limit."""
-        self._source = source.encode("utf-8", "surrogatepass")
-        self._max_s = max_s
-        self._max_memory_bytes = max_memory_bytes
-        self._max_chars = max_chars
-        self._lock = threading.Lock()
-        self._child = self._start()
-
-    def render(self, variables: Mapping[str, Any], now: datetime) -> str:
-        """Render JSON data, starting a new process if the last one has ended.
-
-        Raises `Rejected`: INVALID for `messages` if the template fails or reaches a limit, UNAVAILABLE without a process.
-        """
-        try:
-            question = json.dumps({"variables": variables, "now": now.isoformat()}).encode()
-        except RecursionError as error:
-            raise _invalid("The messages are nested too deeply for the chat template.", "messages") from error
-        with self._lock:
-            if self._child.has_ended():
-                try:
-                    self._child = self._start()
-                except ConfigError as error:
-                    raise _unavailable(error.message) from error
-            try:
-                return self._child.ask(question)
-            except _TemplateError as error:
-                raise _invalid(str(error), "messages") from error
-            except _Ended as error:
-                self._blame(error)
-
-    def _start(self) -> _Child:
-        child = _Child(max_s=self._max_s, max_memory_bytes=self._max_memory_bytes, max_chars=self._max_chars)
-        try:
-            child.ask(self._source)
-        except _TemplateError as error:
-            raise ConfigError(str(error), remedy=_REMEDY) from error
-        except _Ended as error:
-            limit = self._limit(error)
-            if limit is None:
-                raise ConfigError(f"The process of the chat template ended with status {error.status}.") from error
-            raise ConfigError(f"The chat template cannot be compiled: that needs more than {limit}.", remedy=_REMEDY) from error
-        return child
-
-    def _blame(self, error: _Ended) -> NoReturn:
-        limit = self._limit(error)
-        if limit is None:
-            _log.warning("the process of the chat template ended with status %d; another is started when needed", error.status)
-            raise _unavailable("The process of the chat template ended.") from error
-        _log.warning("the chat template needed more than %s for one conversation, which was refused", limit)
-        raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
-
-    def _limit(self, error: _Ended) -> str | None:
-        """Return the limit that ended the process, or None."""
-        limits = {
-            -signal.SIGPROF: f"{self._max_s:g} s",
-            -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
-            errno.ENOMEM: f"{self._max_memory_bytes >> 20} MiB of memory",
-        }
-        return limits.get(error.status)
-
-
 class _TemplateError(Exception):
     """The template, or Jinja2, refused or failed."""
 
@@ -306,6 +299,10 @@ class _Child:
             raise ConfigError(f"The process of the chat template cannot be started: {error.strerror}.") from error
         self._stdin, self._stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         weakref.finalize(self, _end, self._process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
