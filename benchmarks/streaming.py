@@ -28,7 +28,6 @@ from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import build, factory
 from penstock.deploy.blueprint import Blueprint
-from penstock.deploy.deployment import Deployment
 from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
@@ -100,7 +99,10 @@ def serve(port: int, step_s: float, executor: type[Sleeper] = Sleeper) -> None:
     runtime = factory.start_model(config, resolve(DEFAULT_MODEL, default_cache_dir()))
     engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
     print(engine.native_id, flush=True)
-    run_server(Deployment.of(runtime), config.server)
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from support.deployments import deployment_of
+
+    run_server(deployment_of(runtime), config.server)
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:

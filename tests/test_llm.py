@@ -24,7 +24,6 @@ import penstock
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, inprocess
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
@@ -34,6 +33,7 @@ from penstock.types.errors import Rejected
 from penstock.types.plan import Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
+from support.deployments import deployment_of
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_adapters import factors_of_llama, write_adapter
 from support.tiny_models import TinyLlama, write_gguf, write_hf
@@ -228,7 +228,7 @@ def test_an_answer_is_what_the_server_says(model: LLM) -> None:
     }
 
     async def ask() -> tuple[list[str], list[str]]:
-        transport = httpx.ASGITransport(create_app(Deployment.of(running), ServerConfig()), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(deployment_of(running), ServerConfig()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
             text = await client.post("/v1/completions", json={"prompt": "in the", "logit_bias": {"5": 2.0}, **fields})
             chat = await client.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields})

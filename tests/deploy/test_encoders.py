@@ -14,12 +14,12 @@ import pytest
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import executor
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_model
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, ModelError
+from support.deployments import deployment_of
 from support.executors import noted_executors
 from support.parity.encoder_cases import ENCODERS, write_encoder
 
@@ -42,7 +42,7 @@ def start(path: Path, config: Config = REFERENCE) -> Any:
 
 def ask(path: Path, *bodies: tuple[str, dict[str, object]], config: Config = REFERENCE) -> list[Any]:
     async def all_of_them() -> list[Any]:
-        deployment = Deployment.of(start(path, config))
+        deployment = deployment_of(start(path, config))
         app = create_app(deployment, ServerConfig())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             answers = [await client.post(route, json=body) for route, body in bodies]

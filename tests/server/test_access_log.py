@@ -13,6 +13,7 @@ from penstock.serve.app import create_app
 from penstock.serve.http import access_log
 from penstock.serve.http.access_log import AccessLog, json_line, text_line
 from penstock.serve.http.checks import Entry
+from support.deployments import deployment_of
 from support.server.harness import GatedExecutor, make_runtime, make_text_runtime, running, until, wait_until
 from support.server.waits import set_waits
 
@@ -223,6 +224,5 @@ def test_without_the_setting_no_layer_and_no_thread_are_made():
 
 
 def runtime_deployment(runtime):
-    from penstock.deploy.deployment import Deployment
 
-    return Deployment.of(runtime)
+    return deployment_of(runtime)

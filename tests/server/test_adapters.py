@@ -16,7 +16,6 @@ import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import adapters as registry_file
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import open_executor, start_deployment, start_model
 from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
@@ -29,6 +28,7 @@ from penstock.serve.cards import Listed
 from penstock.serve.vllm import adapters as route_file
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
+from support.deployments import deployment_of
 from support.server.harness import make_client, make_runtime, until
 from support.tiny_adapters import factors_of_llama, write_adapter
 from support.tiny_models import TinyLlama, write_hf
@@ -189,7 +189,7 @@ async def test_a_list_of_many_names_is_told_off_the_event_loop(monkeypatch, head
     card = Listed.card
     monkeypatch.setattr(Listed, "card", lambda listed: [card(listed), tellers.add(threading.current_thread())][0])
     runtime = make_runtime()
-    deployment = Deployment.of(runtime)
+    deployment = deployment_of(runtime)
     deployment.default.adapters = SimpleNamespace(registered=lambda: registered, has=lambda _name: False)
     transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
     async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:

@@ -10,13 +10,13 @@ from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.serve.api import Api, Refused, Route, has_header
 from penstock.serve.app import APIS, create_app
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import Wording
 from support.answers import AnswerCheck, find_operation
+from support.deployments import deployment_of
 from support.server.harness import make_runtime
 
 
@@ -69,7 +69,7 @@ ECHO = Api(
 @pytest.fixture
 async def client():
     runtime = make_runtime()
-    app = create_app(Deployment.of(runtime), ServerConfig(), apis=[*APIS, ECHO])
+    app = create_app(deployment_of(runtime), ServerConfig(), apis=[*APIS, ECHO])
     hooks = {"response": [AnswerCheck(app)]}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy", event_hooks=hooks) as client:
         yield client

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.serve.app import create_app
+from support.deployments import deployment_of
 from support.server.errors import COMPLETIONS, check
 from support.server.harness import make_client
 
@@ -77,7 +77,7 @@ async def test_who_leaves_in_the_middle_of_a_body_is_no_failure(runtime, caplog,
     async def send(message):
         sent.append(message)
 
-    app = create_app(Deployment.of(runtime), ServerConfig())
+    app = create_app(deployment_of(runtime), ServerConfig())
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "root_path": ""}
     with caplog.at_level(logging.WARNING):
         await app(scope, receive, send)

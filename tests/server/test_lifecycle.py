@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
+from support.deployments import deployment_of
 from support.server.harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
@@ -58,7 +58,7 @@ async def test_the_printed_curl_command_works():
 def test_ready_text_suits_the_settings():
     runtime = make_runtime(chat_template=None)
     with bind_socket("127.0.0.1", 0) as listener:
-        text = ready_text(Deployment.of(runtime), ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
+        text = ready_text(deployment_of(runtime), ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
     runtime.close()
     assert "http://127.0.0.1:" in text
     assert "every network" not in text
@@ -114,7 +114,7 @@ def test_keys_that_every_user_may_read_are_told(tmp_path, caplog):
 
 
 def test_ready_text_names_the_address_that_is_listened_on(runtime):
-    text = ready_text(Deployment.of(runtime), ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
+    text = ready_text(deployment_of(runtime), ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
     assert "at http://127.0.0.1:8000 and on every network (0.0.0.0:8000)" in text
     assert "curl http://127.0.0.1:8000/v1/" in text
 
@@ -181,7 +181,7 @@ def test_run_server_returns_the_exit_code():
         original, module.Server = module.Server, Spy
         try:
             codes.append(
-                run_server(Deployment.of(runtime), ServerConfig(port=0), listener=listener, announce=lambda _: ready.set())
+                run_server(deployment_of(runtime), ServerConfig(port=0), listener=listener, announce=lambda _: ready.set())
             )
         finally:
             module.Server = original
@@ -204,7 +204,7 @@ import asyncio, ctypes, sys
 sys.path[:] = {path!r}
 from support.server import harness
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
+from support.deployments import deployment_of
 from penstock.serve.server import run_server
 
 def lock_twice(library):
@@ -232,7 +232,7 @@ def announce(text):
 gate = harness.GatedExecutor()
 runtime = harness.make_runtime(gate)
 gate.allow(int(sys.argv[1]))
-code = run_server(Deployment.of(runtime), ServerConfig(port=0, shutdown_timeout_s=30.0), announce=announce)
+code = run_server(deployment_of(runtime), ServerConfig(port=0, shutdown_timeout_s=30.0), announce=announce)
 print("ended", flush=True)
 sys.exit(code)
 """
@@ -328,7 +328,7 @@ def test_a_hangup_that_is_ignored_stays_so(process):
 )
 def test_useless_tls_files_are_refused_with_a_remedy(runtime, files):
     with bind_socket("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="--ssl-certfile"):
-        run_server(Deployment.of(runtime), ServerConfig(port=0, **files), listener=listener)
+        run_server(deployment_of(runtime), ServerConfig(port=0, **files), listener=listener)
 
 
 def test_importing_the_server_stays_light():

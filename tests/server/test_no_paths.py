@@ -12,12 +12,12 @@ import pytest
 from starlette.routing import Route
 
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.errors import ModelError
+from support.deployments import deployment_of
 from support.server.harness import make_client
 from support.tiny_adapters import factors_of_llama, write_adapter
 from support.tiny_models import TinyLlama, write_hf
@@ -62,7 +62,7 @@ def running(folder: Path) -> RunningModel:
 
 async def answers_of(client: httpx.AsyncClient, running: RunningModel) -> dict[str, str]:
     """The text and the headers of every GET route, and of requests that are refused, by what was asked."""
-    app = create_app(Deployment.of(running), ServerConfig())
+    app = create_app(deployment_of(running), ServerConfig())
     paths = {route.path for route in app.routes if isinstance(route, Route) and "GET" in (route.methods or ())}
     asks = [("GET", re.sub(r"\{.*?\}", name, path), None) for path in sorted(paths) for name in ("tiny", "crimson", "nothing")]
     asks += [

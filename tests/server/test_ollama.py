@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.models.facts import ModelFacts
 from penstock.serve.app import create_app
 from penstock.text import fim
+from support.deployments import deployment_of
 from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
 from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
@@ -428,7 +428,7 @@ async def test_many_calls_and_answers_are_matched_in_a_moment(client):
 
 
 async def test_requests_share_the_reading_of_a_models_files(runtime):
-    deployment, goes_on, num_reads = Deployment.of(runtime), threading.Event(), 0
+    deployment, goes_on, num_reads = deployment_of(runtime), threading.Event(), 0
 
     def read_facts():
         nonlocal num_reads
@@ -451,7 +451,7 @@ async def test_requests_share_the_reading_of_a_models_files(runtime):
 
 async def test_the_digest_of_a_model_does_not_depend_on_its_folder(runtime):
     async def digest(path, architecture):
-        deployment = Deployment.of(runtime)
+        deployment = deployment_of(runtime)
         deployment.default.read_facts = lambda: ModelFacts(path=Path(path), architecture=architecture)
         transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:

@@ -11,12 +11,12 @@ import pytest
 from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.serve.app import APIS, create_app
 from penstock.serve.errors import ApiError
 from penstock.serve.responses.routes import API as RESPONSES
 from penstock.serve.responses.routes import routes
 from penstock.serve.responses.store import Kept, MemoryStore, as_json, past_of
+from support.deployments import deployment_of
 from support.server.harness import make_client
 from support.server.responses import ASK, PATH, ask
 
@@ -195,7 +195,7 @@ async def test_another_store_may_keep_them(runtime):
     store = SlowStore()
     others = [api for api in APIS if api is not RESPONSES]
     mine = replace(RESPONSES, routes=lambda parts: routes(parts, store))
-    app = create_app(Deployment.of(runtime), ServerConfig(), apis=[*others, mine])
+    app = create_app(deployment_of(runtime), ServerConfig(), apis=[*others, mine])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
         first = await ask(client)
         second = await ask(client, previous_response_id=first["id"])

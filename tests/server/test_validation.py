@@ -10,7 +10,6 @@ from penstock.calls.call import TokenPrompt
 from penstock.calls.run import tokenise
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
 from penstock.serve.asking import Asked, Reader
@@ -23,6 +22,7 @@ from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingDefaults
+from support.deployments import deployment_of
 from support.server.harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -58,7 +58,7 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    asked = Asked(Reader(Deployment.of(RUNNING), ServerConfig()), data := orjson.dumps(body), scope)
+    asked = Asked(Reader(deployment_of(RUNNING), ServerConfig()), data := orjson.dumps(body), scope)
     if path == "completion":
         return completion(parse_body(data, CompletionBody), asked)[0]
     return chat(parse_body(data, ChatCompletionBody), asked)[0]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
@@ -92,31 +92,6 @@ class Deployment:
     def adapters_of(self, name: str) -> ServedModel | None:
         """Return the model with a known adapter of this name, or None. Does not read the disk."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
-
-    @classmethod
-    def of(cls, *models: RunningModel, splits: Sequence[Split] = ()) -> Deployment:
-        """Return a deployment of models that are running already, and stay."""
-
-        def refuse() -> NoReturn:
-            raise ConfigError("This model was not started by its deployment, which can't load it again.")
-
-        served = [
-            ServedModel(
-                names=running.model.served_names,
-                aliases=running.model.aliases,
-                adapters=running.adapters,
-                metrics=running.metrics,
-                load=refuse,
-                plan=refuse,
-                is_fixed=True,
-            )
-            for running in models
-        ]
-        deployment = cls(served, MemoryBudget(), splits=splits)
-        deployment.sources = models[0].sources
-        for one, running in zip(served, models, strict=True):
-            deployment._put(one, running, 0)
-        return deployment
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load these models, as far as they fit beside each other, and start the keeper.

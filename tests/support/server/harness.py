@@ -15,7 +15,6 @@ import httpx
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
@@ -39,6 +38,7 @@ from penstock.types.encoder import EncoderInfo, ScoreFunction
 from penstock.types.plan import Capacity
 from penstock.types.vocab import GgufVocab
 from support.answers import AnswerCheck
+from support.deployments import deployment_of
 
 CAPACITY = Capacity(num_blocks=513, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048, max_scored=20)
 MODEL_NAME = "toy"
@@ -216,7 +216,7 @@ def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningMo
 
 def make_client(*models: RunningModel, splits=(), **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole, and are checked against the OpenAPI document."""
-    app = create_app(Deployment.of(*models, splits=splits), ServerConfig(**config_fields))
+    app = create_app(deployment_of(*models, splits=splits), ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [AnswerCheck(app)]}
     return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30, event_hooks=hooks)
@@ -236,7 +236,7 @@ class LiveServer:
         self.listener = bind_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(Deployment.of(self.runtime, *self.others), self.config, self.listener, announce=announced.put)
+        self.server = Server(deployment_of(self.runtime, *self.others), self.config, self.listener, announce=announced.put)
         self.thread = threading.Thread(target=self.server.run, name="test-server")
         self.thread.start()
         self.ready_text = announced.get(timeout=30)
