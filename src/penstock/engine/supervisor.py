@@ -22,7 +22,6 @@ _logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 WINDOW_S = 600.0
-FIRST_DELAY_S = 1.0
 
 
 class Supervisor:

@@ -12,7 +12,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
 from penstock.sched.adapters import Adapters
-from penstock.sched.choosing.groups import Groups, num_rows_of
+from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
@@ -255,14 +255,15 @@ class Joining:
     def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
         if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(draft.now_ns):
             return
-        draft.num_promised_rows += num_rows_of(follower.request)
+        draft.num_promised_rows += follower.request.num_rows
         draft.num_promised_blocks += follower.num_blocks
 
     def _is_full(self, draft: StepDraft) -> bool:
         return self._num_taken_rows(draft) >= self._running.max_rows
 
     def _num_taken_rows(self, draft: StepDraft) -> int:
-        return len(self._running) + self._groups.num_kept_rows + draft.num_promised_rows
+        num_kept = self._groups.num_kept_rows if self._groups.by_id else 0
+        return len(self._running) + num_kept + draft.num_promised_rows
 
     def _fresh(self, draft: StepDraft) -> Request | None:
         return self._waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
@@ -297,7 +298,7 @@ class Joining:
         return self._has_ranks and sum(not self._order.outranks(request, long, draft.now_ns) for long in longs) < limit
 
     def _has_room_for(self, candidate: Candidate, draft: StepDraft) -> bool:
-        if self._num_taken_rows(draft) + num_rows_of(candidate.request) > self._running.max_rows:
+        if self._num_taken_rows(draft) + candidate.request.num_rows > self._running.max_rows:
             draft.counts.waits_for = WaitReason.ROWS
             return False
         if self._running.has_room_for(candidate, draft.num_promised_blocks):
@@ -333,7 +334,7 @@ class Joining:
         if not lower:
             return ()
         leaving = self._groups.running_members(lower)
-        num_rows = self._num_taken_rows(draft) - self._groups.num_rows(leaving) + num_rows_of(candidate.request)
+        num_rows = self._num_taken_rows(draft) - self._groups.num_rows(leaving) + candidate.request.num_rows
         is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, draft.num_promised_blocks, without=leaving)
         return lower if is_enough else ()
 
@@ -357,7 +358,7 @@ class Joining:
         request, hit, query_len = candidate.request, candidate.hit, candidate.query_len
         self._waiting.remove(request)
         self._running.join(request)
-        members = self._groups.members(request)
+        members = (request,) if request.sampling.beams is None else self._groups.members(request)
         is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
         for member in members:

@@ -192,7 +192,8 @@ class Running:
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
         num_prompt, num_limit = num_blocks_for(request.num_tokens), num_blocks_for(request.max_total_tokens - 1)
         num_fork_blocks = num_final_fork_blocks = 0
-        if forks := self._groups.forks(request):
+        forks = () if request.sampling.beams is None else self._groups.forks(request)
+        if forks:
             num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
             num_final_fork_blocks = sum(self._final_blocks(fork) - num_same for fork, num_same in forks)
         view = AdmissionView(

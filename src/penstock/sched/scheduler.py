@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self.groups.num_unqueued
+        return len(self._waiting) + (self.groups.num_unqueued if self.groups.by_id else 0)
 
     @property
     def running(self) -> Mapping[str, Request]:
@@ -139,7 +139,7 @@ class Scheduler:
         if rejected is None:
             if request.predicted_new_tokens is None:
                 request.predicted_new_tokens = self._policies.predictor.predict(request)
-            first = self.groups.add(request)
+            first = request if request.sampling.beams is None else self.groups.add(request)
             if first is not None:
                 self._waiting.push(first, now_ns)
         return rejected
@@ -169,7 +169,8 @@ class Scheduler:
             self._running.leave(request)
         elif self.groups.is_queued(request):
             self._waiting.remove(request)
-        self.groups.forget(request)
+        if request.sampling.beams is not None:
+            self.groups.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
         self._free(request)

@@ -81,6 +81,11 @@ class Request:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_rows(self) -> int:
+        """Rows in a step: one, or one for each beam of its search."""
+        return 1 if self.sampling.beams is None else self.sampling.beams.width
+
+    @property
     def num_behind(self) -> int:
         """Tokens not yet computed: 1 for a decode."""
         return self.num_tokens - self.num_computed_tokens

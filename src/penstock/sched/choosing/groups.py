@@ -38,11 +38,6 @@ class BeamGroup:
         return sum(member.status is RequestStatus.RUNNING for member in self.members)
 
 
-def num_rows_of(request: Request) -> int:
-    beams = request.sampling.beams
-    return 1 if beams is None else beams.width
-
-
 class Groups:
     def __init__(self, block_size: int) -> None:
         self.by_id: dict[str, BeamGroup] = {}
@@ -65,15 +60,11 @@ class Groups:
 
     @property
     def num_unqueued(self) -> int:
-        if not self.by_id:
-            return 0
         return sum(len(group.members) - (group.num_running or group.is_complete) for group in self._all())
 
     @property
     def num_kept_rows(self) -> int:
         """Rows reserved for the forks of running groups."""
-        if not self.by_id:
-            return 0
         running = ((group, group.num_running) for group in self._all())
         return sum(group.width - count for group, count in running if count)
 
@@ -100,10 +91,9 @@ class Groups:
         return iter({id(group): group for group in self.by_id.values()}.values())
 
     def add(self, request: Request) -> Request | None:
-        """Add a request. Return the one to queue: itself, or the first of its group once all are there."""
+        """Add a request of a beam search. Return the first of its group once all are there, which is to be queued."""
         params = request.sampling.beams
-        if params is None:
-            return request
+        assert params is not None, "asked for a beam search"
         group = self._incomplete.get(request.parent_id)
         if group is None:
             max_tokens = request.max_total_tokens - request.num_prompt_tokens
@@ -132,9 +122,7 @@ class Groups:
         return group.is_complete and not group.num_running and group.carriers[0] is request
 
     def forget(self, request: Request) -> None:
-        group = self.by_id.pop(request.request_id, None)
-        if group is None:
-            return
+        group = self.by_id.pop(request.request_id)
         if self._incomplete.get(request.parent_id) is group:
             del self._incomplete[request.parent_id]
             self._broken[request.parent_id] = group.width - len(group.members)
