@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
+from penstock.cli.options import add_options
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,34 +20,28 @@ if TYPE_CHECKING:
     from penstock.lab.sizing import ModelSize
     from penstock.types.kv_dtype import KvDtype
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
-
-def hardware_options(command: _Command) -> _Command:
-    """Add --hardware, --hardware-table and --cost."""
-    for option in (
-        click.option(
-            "--cost",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="Step times that `penstock profile --fit` wrote, instead of an estimate from peaks.",
-        ),
-        click.option(
-            "--hardware-table",
-            type=click.Path(path_type=Path),
-            metavar="FILE.csv",
-            help="More hardware, as in lab/hardware.csv.",
-        ),
-        click.option(
-            "--hardware",
-            default="this",
-            show_default=True,
-            metavar="NAME",
-            help="This machine, probed now, or names such as L4 or c7i.4xlarge. `penstock plan --hardware list` lists them.",
-        ),
-    ):
-        command = option(command)
-    return command
+hardware_options = add_options(
+    click.option(
+        "--hardware",
+        default="this",
+        show_default=True,
+        metavar="NAME",
+        help="This machine, probed now, or names such as L4 or c7i.4xlarge. `penstock plan --hardware list` lists them.",
+    ),
+    click.option(
+        "--hardware-table",
+        type=click.Path(path_type=Path),
+        metavar="FILE.csv",
+        help="More hardware, as in lab/hardware.csv.",
+    ),
+    click.option(
+        "--cost",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Step times that `penstock profile --fit` wrote, instead of an estimate from peaks.",
+    ),
+)
 
 
 def read_model(config: Config, *, is_gpu: bool) -> Outline:

@@ -271,17 +271,15 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
     ctx.meta[_TABLES_KEY] = file.models
 
 
-def tls_options(command: _Command) -> _Command:
-    """Add `--cafile` and `--insecure`, which `client_tls` reads."""
-    command = click.option("--insecure", is_flag=True, help="Believe any certificate: whoever is in between reads along.")(
-        command
-    )
-    return click.option(
+tls_options = add_options(
+    click.option(
         "--cafile",
         type=click.Path(exists=True, dir_okay=False),
         metavar="FILE.pem",
         help="Certificates to believe, of an authority or the server's own.  [default: those of the system]",
-    )(command)
+    ),
+    click.option("--insecure", is_flag=True, help="Believe any certificate: whoever is in between reads along."),
+)
 
 
 def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:

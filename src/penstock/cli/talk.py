@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.options import config_options, setting_keys, warn_of_unknown_variables
+from penstock.cli.options import add_options, config_options, setting_keys, warn_of_unknown_variables
 from penstock.types.errors import counted
 from penstock.types.sampling import MIN_TEMPERATURE, PARAMETERS, Parameter
 
@@ -92,10 +92,7 @@ _OPTIONS = (
 
 def talk_options(command: _Command) -> _Command:
     """Add the options of a conversation, then the settings of the engine."""
-    command = config_options(*_COMPONENTS, without=_NOT_HERE)(command)
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return add_options(*_OPTIONS)(config_options(*_COMPONENTS, without=_NOT_HERE)(command))
 
 
 class Session:

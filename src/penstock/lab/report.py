@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -225,7 +225,7 @@ def _section_of_run(run: Run, title: str) -> Section:
     if figures.goodput is not None:
         attained = {**figures.goodput.attainment_by_slo, "all of them": figures.goodput.attainment}
         tables.append(
-            Table(("SLO", "requests that hold it"), [(Cell(name), _share_cell(one)) for name, one in attained.items()])
+            Table(("SLO", "requests that hold it"), [(Cell(name), _estimate(one, _share)) for name, one in attained.items()])
         )
     if figures.reasons:
         rows = [(Cell(reason), Cell(str(count))) for reason, count in figures.reasons.items()]
@@ -275,16 +275,11 @@ def _tenant_table(figures: Figures) -> Table:
     return Table(head, rows)
 
 
-def _estimate(estimate: Estimate) -> Cell:
+def _estimate(estimate: Estimate, shown: Callable[[float], str] | None = None) -> Cell:
+    shown = shown or _number
     if estimate.low is None or estimate.high is None:
-        return Cell(_number(estimate.value), UNKNOWN_INTERVAL)
-    return Cell(_number(estimate.value), f"{_number(estimate.low)}–{_number(estimate.high)}")
-
-
-def _share_cell(estimate: Estimate) -> Cell:
-    if estimate.low is None or estimate.high is None:
-        return Cell(_share(estimate.value), UNKNOWN_INTERVAL)
-    return Cell(_share(estimate.value), f"{_share(estimate.low)}–{_share(estimate.high)}")
+        return Cell(shown(estimate.value), UNKNOWN_INTERVAL)
+    return Cell(shown(estimate.value), f"{shown(estimate.low)}–{shown(estimate.high)}")
 
 
 def _with_interval(estimate: Estimate) -> str:

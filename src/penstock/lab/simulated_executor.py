@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Protocol
 
 from penstock.lab.cost_model import CostModel, Counts, cold_share, coldness_after
 from penstock.types.adapter import NoAdapters
@@ -20,15 +19,9 @@ TOKEN_ID = 1
 _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
 
-class StepTimes(Protocol):
-    """Model of step times. Called once for each step, in the order in which steps begin."""
-
-    def step_ns(self, counts: Counts) -> int: ...
-
-    def host_ns(self, counts: Counts) -> int: ...
-
-
 class ModelledTimes:
+    """Step times by a cost model, with noise. Called once for each step, in the order in which steps begin."""
+
     def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
         self.num_steps = 0
         self.num_outside = 0
@@ -63,7 +56,7 @@ class ModelledTimes:
 class SimulatedExecutor(NoAdapters):
     """An executor on virtual time. `submit` returns at once, with a ticket that says when the step ends."""
 
-    def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
+    def __init__(self, capacity: Capacity, times: ModelledTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
         self.depth = depth
         self._capacity = capacity
         self._times = times
