@@ -124,7 +124,7 @@ class ToolChoice:
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: frozenset[str] | None = None
-    """None: all tools."""
+    """Names of the tools that can be called. None means all tools."""
     is_parallel: bool = True
     """Several calls are allowed."""
 
@@ -135,7 +135,7 @@ class BeamSearch:
 
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    """As in `types.sampling.EarlyStopping`."""
+    """True, False or "never", as defined by `types.sampling.EarlyStopping`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class GenerationRequest(Shown):
 
     # Which tokens can come
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Name in `PARAMETERS` -> value, for those that the client set."""
+    """Name in `PARAMETERS` -> value, for parameters that the client set."""
     beams: BeamSearch | None = None
     logit_bias: Mapping[str, Any] = field(default_factory=dict)
     """Token id as text -> bias."""

@@ -274,7 +274,7 @@ class _Child:
     """A process that runs `chat_environment.serve`. It ends at a limit, or when this object or the server does."""
 
     def __init__(self, *, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
-        """Raises `ConfigError` if no process can be started."""
+        """Start the process. Raises `ConfigError` if that fails."""
         limits = json.dumps(
             {
                 "max_s": max_s,

@@ -93,7 +93,7 @@ class _Raised(jinja2.TemplateError):
 
 class _Template:
     def __init__(self, source: str, max_chars: int) -> None:
-        """Raises `_Refused` if the template is not valid."""
+        """Compile a template. Raises `_Refused` if it is not valid."""
         self._max_chars = max_chars
         try:
             self._template = _make_environment(max_chars).from_string(source)

@@ -57,7 +57,7 @@ class ToolFormat:
     only_at_start: bool = False
     """Triggers count only at the beginning of an answer."""
     marks: tuple[str, ...] = ()
-    """A chat template with all of these, and none of `but_not`, has this format."""
+    """A chat template with all `marks` and none of `but_not` has this format."""
     but_not: tuple[str, ...] = ()
     id_chars: int = 0
     """Length of alphanumeric call ids that the template demands; 0 for any id."""
@@ -198,7 +198,7 @@ class Dialect:
 
 
 def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
-    """Return the parts of these formats that may be special tokens."""
+    """Return the parts of both formats that may be special tokens."""
     ways = () if tools is None else tools.ways
     texts = [text for way in ways for text in (way.trigger, way.begin, way.call, way.between or "", way.end)]
     if reasoning is not None:
@@ -373,7 +373,7 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """Return the reasoning as templates read it. gpt-oss's takes reasoning or content beside a call, not both."""
+    """Return a message's field with the reasoning. For gpt-oss, content beside a call is joined to it."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
     if dialect.reasoning.lead and message.calls:

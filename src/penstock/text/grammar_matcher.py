@@ -316,7 +316,7 @@ def compile_grammar(
 
 
 def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """Return a mask with these tokens added."""
+    """Return a copy of the mask that also allows `token_ids`."""
     changed = mask.copy()
     for token_id in token_ids:
         if token_id < 8 * len(mask):

@@ -122,7 +122,7 @@ def of_regex(source: str) -> str:
 
 
 def of_choices(source: str) -> str:
-    """Return Lark for a JSON array of strings, one of which is the answer. Raises `Rejected`."""
+    """Return Lark for one string of a JSON array. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise _rejected("The choice must be a list of at least one string, none of them empty.")

@@ -135,7 +135,7 @@ class Tokenizer:
     ) -> list[TextTokens]:
         """Return the tokens of texts and of pairs of texts for an encoder, including special tokens.
 
-        Texts beyond `max_tokens` lose tokens at one side; a pair loses those of the longer text first. Raises `Rejected` as
+        Texts beyond `max_tokens` lose tokens at one side. In a pair, the longer text loses tokens first. Raises `Rejected` as
         `encode` does, if special tokens leave no room, and if the tokenizer has no form for pairs.
         """
         lists = [(one,) if isinstance(one, str) else one for one in texts]

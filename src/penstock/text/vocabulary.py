@@ -154,7 +154,7 @@ class ByteTable:
         """End of each token in `_data`; 0 if not cached."""
 
     def hiding(self, token_ids: frozenset[int]) -> ByteTable:
-        """Return a view of this table in which these tokens are empty."""
+        """Return a view of this table in which `token_ids` have no bytes."""
         other = copy(self)
         other._hidden_ids = token_ids
         return other

@@ -255,7 +255,7 @@ class _Messages:
         self._role = "user"
 
     def _end_turn(self) -> None:
-        """Finish the message. An assistant's texts are joined, those of other roles become lines."""
+        """Finish the message. An assistant's texts are joined directly, other texts by line breaks."""
         if self._texts or self._calls or self._reasoning:
             between = "" if self._role == "assistant" else "\n"
             message = Message(

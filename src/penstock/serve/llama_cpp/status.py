@@ -1,6 +1,6 @@
 """`GET /props` and `/slots`, in the shapes of llama.cpp's server.
 
-A slot is a row of the engine's steps. Slots show no text, and those of other owners only that they are busy.
+A slot is a row of the engine's steps. Slots show no text. Slots of other owners show only that they are busy.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Pairs:
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs, or the firsts followed by the seconds.
 
-        `is_search` adds the model's prompts for questions to the firsts, and those for documents to the seconds.
+        `is_search` adds the model's prompts: for questions to the firsts, for documents to the seconds.
         """
         if encoder.task is Task.RERANK:
             return [(self._first(index), second) for index, second in enumerate(self.seconds)]

@@ -285,7 +285,7 @@ def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_nam
 
 
 def prompt_for(encoder: EncoderInfo, *names: str) -> str:
-    """Return the first of these prompts that the model has, or the default one."""
+    """Return the model's first prompt with one of `names`, or the default prompt."""
     found = next((name for name in names if name in encoder.prompts), encoder.default_prompt)
     return encoder.prompts.get(found, "")
 
