@@ -1,8 +1,8 @@
-"""Turns of slow masks: which answers that follow a grammar sit out the next step. Used by `Following` in the core.
+"""Chooses which requests with slow grammar masks sit out the next step. Used by `Following` in the core.
 
-Slow masks are made in turn until a tenth of the time is spent, and equal parts of that tenth go to the tenants with slow
-masks. Rows whose turn has not come sit out and keep their place and blocks. A mask that takes longer than what is left is
-made all the same, and later steps pay for it.
+Slow masks are made in turn until a tenth of the time is spent. Tenants with slow masks have equal parts of that tenth. Other
+rows with slow masks sit out, and keep their place and blocks. A mask may take longer than the time left: later steps then make
+fewer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Row:
     request_id: str
     tenant: str
     due_ns: int
-    """When the tenth would have paid for its last mask alone: a tenant's rows take turns in this order."""
+    """When a tenth of the time would have paid for its last mask. A tenant's rows take turns in this order."""
     is_slow: bool = True
     """True until a mask was quick."""
     took_ns: int = 0
@@ -37,9 +37,9 @@ class _Row:
 class MaskTurns:
     def __init__(self) -> None:
         self.sitting_out: set[str] = set()
-        """Ids of requests without a row in the next step, if others have one."""
+        """Ids of requests that get no row in the next step if others have one."""
         self.sitting_out_alone: set[str] = set()
-        """Those that get no row even if no others have one. Such a step makes masks for as long as its layers take."""
+        """Ids of requests that get no row even if no others do. Such a step makes masks for as long as its layers take."""
         self._rows: dict[str, _Row] = {}
         self.made: list[tuple[_Row, int]] = []
         """Masks of the step, with their times."""
@@ -58,7 +58,7 @@ class MaskTurns:
             self.sitting_out_alone.add(request_id)
 
     def is_put_off(self, request_id: str) -> bool:
-        """Return whether to take in its token later: it may be cancelled before its turn."""
+        """Return whether to give the matcher its token later, since the request may be cancelled before."""
         return request_id in self.sitting_out and not self._rows[request_id].took_ns
 
     def note(self, request_id: str, took_ns: int, *, is_mask: bool) -> None:
@@ -70,14 +70,14 @@ class MaskTurns:
             row.accept_ns = 0
 
     def leave(self, request_id: str) -> None:
-        """Note that a request has ended. Its tenant still owes the time of its masks."""
+        """Note that a request has ended. Its masks stay charged to its tenant."""
         if (row := self._rows.pop(request_id, None)) is not None and row.accept_ns:
             self.made.append((row, row.accept_ns))
         self.sitting_out.discard(request_id)
         self.sitting_out_alone.discard(request_id)
 
     def forgive(self, request_ids: Iterable[str]) -> None:
-        """Cancel debts before a step whose rows all have slow masks: nobody else waits for them."""
+        """Cancel the tenants' debts before a step in which all rows have slow masks: no other request waits for them."""
         rows = [self._rows.get(request_id) for request_id in request_ids]
         owed_ns = min([-self._left_ns.get(row.tenant, 0) if row is not None and row.is_slow else 0 for row in rows])
         if owed_ns > 0:

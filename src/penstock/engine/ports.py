@@ -243,8 +243,6 @@ class ObserverGroup:
 
 
 class NullObserver:
-    """Does nothing."""
-
     def on_step(self, stats: StepStats) -> None: ...
 
     def on_finish(self, stats: RequestStats) -> None: ...

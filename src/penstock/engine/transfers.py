@@ -157,7 +157,7 @@ class Transfers:
         block_ids = self._swapping.content_to_keep()
         num_asked = len(block_ids)
         while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
-            # In this order: what arrives after it was looked for sets the event again.
+            # In this order: a move that ends after `arrive` sets the event again.
             self._has_arrived.clear()
             self.arrive()
             if count := self._num_spillable:

@@ -320,7 +320,7 @@ class PrefixIndex:
         return best_id, best_tokens
 
     def publish(self, block_ids: Iterable[int], parent: bytes, hashes: Iterable[bytes], contents: Iterable[bytes]) -> None:
-        """Make full blocks findable; `parent` is that of the first. A block whose hash is already known is skipped.
+        """Make full blocks findable. `parent` is the first block's. A block with a known hash is skipped.
 
         Raises ValueError if a block is published under another hash.
         """

@@ -359,7 +359,7 @@ class SlotIndex:
             self._present.move_to_end(block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """Forget content that nobody will request again. Unknown hashes are ignored."""
+        """Forget content that no request will need again. Unknown hashes are ignored."""
         if block_hash in self._present:
             del self._present[block_hash]
             self._free.append(self._slots.pop(block_hash))

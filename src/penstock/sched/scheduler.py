@@ -240,7 +240,7 @@ class Scheduler:
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, prefills)
         for fewer in (sitting_out_alone, ()):
-            if draft.counts.sat_out and not draft.rows:  # nobody else can go on
+            if draft.counts.sat_out and not draft.rows:  # no other request has a row
                 self._extending.decodes(draft, fewer)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)

@@ -154,11 +154,11 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
-        """Return a copy whose layers are `change(index, layer)`."""
+        """Return a copy with `change(index, layer)` in place of each layer."""
         return replace(self, layers=tuple(change(i, layer) for i, layer in enumerate(self.layers)))
 
     def with_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
-        """Return a copy whose attentions are `change(layer index, attention)`. Other layers stay."""
+        """Return a copy with `change(layer index, attention)` in place of each attention. Other layers stay."""
 
         def changed(i: int, layer: LayerSpec) -> LayerSpec:
             return replace(layer, mixer=change(i, layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer

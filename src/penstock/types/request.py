@@ -37,9 +37,9 @@ class Request:
     """Shared by the requests of one call: the beams of a search, the texts of a list."""
     priority: int = 0  # lower is served first (as in vLLM)
     deadline_ns: int | None = None
-    """The request is aborted if it has not ended by then; likewise for the next two."""
+    """The request is aborted if it has not ended by then."""
     queue_deadline_ns: int | None = None  # for its first step to begin
-    first_token_deadline_ns: int | None = None
+    first_token_deadline_ns: int | None = None  # for its first token
     slo_ttft_ns: int | None = None
     """Target of its time to first token. Missing a target is counted and has no other effect."""
     slo_itl_ns: int | None = None

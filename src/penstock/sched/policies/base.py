@@ -45,7 +45,7 @@ class GateDecision:
     """When to ask again if nothing happens before; None: only when something happens."""
     bucket: int = 0
     is_batch: bool = False
-    """Call them now as a batch, whose rows run until the last has finished. Only while no request runs or joins."""
+    """Call the joining requests as a batch. Its rows run until the last has finished. Only while no request runs or joins."""
     pad_to_tokens: int = 0
     """Least padded length of the batch's prompts."""
 
@@ -57,7 +57,7 @@ class Gate(Protocol):
     """
 
     is_continuous: ClassVar[bool] = False
-    """It never calls a batch. Required for beam search and for pausing running requests."""
+    """The gate never calls a batch. Required for beam search and for pausing running requests."""
     may_plan_ahead: ClassVar[bool] = False
     """A step may be planned while the one before is in flight. The view then counts requests that end with that step."""
 
@@ -86,7 +86,7 @@ class Order(Protocol):
     """
 
     reads_priority: ClassVar[bool] = False
-    """It reads `Request.priority`. Otherwise clients that send one are refused."""
+    """The order reads `Request.priority`. Otherwise clients that send one are refused."""
 
     has_ranks: ClassVar[bool] = False
     """`outranks` may return True. Otherwise it is never asked."""

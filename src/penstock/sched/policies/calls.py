@@ -29,7 +29,7 @@ class Tenant:
     num_waiting: int = 0
     num_calls: int = 0
     calls: dict[str, Call] = field(default_factory=dict)
-    """Those with waiting requests, and those that got more than their share."""
+    """Calls with waiting requests, and calls that got more than their share."""
 
     def come(self, name: str, num_tokens: int) -> int:
         """Add a waiting request of a call. Return when it is due."""

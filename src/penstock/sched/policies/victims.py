@@ -27,7 +27,7 @@ class LeastComputed(Victim):
 
 
 class Cheapest(Victim):
-    """The request that is fastest to restore, among those that free enough blocks; if none does, among all."""
+    """The request that is fastest to restore. Only requests that free enough blocks count, if there are any."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(
