@@ -214,7 +214,7 @@ def test_arrivals_are_made_up_where_there_are_none() -> None:
 
 def test_a_saturated_server_is_timed_without_its_begin_and_its_tail() -> None:
     server, jobs = candidate(max_rows=8), workload(400)
-    outcome = server.run(at_rate(jobs, math.inf, seed=0))
+    outcome = server.simulation.run(at_rate(jobs, math.inf, seed=0))
     rate = saturated_rate(outcome, jobs)
     assert rate >= 400 / outcome.duration_ns * 1e9
     assert rate == pytest.approx(8 / (20 * 0.018 + 8 * 0.0032), rel=0.05), "8 rows of 20 steps, each with 8 prompts beside it"
@@ -238,7 +238,7 @@ def test_a_saturated_run_that_would_be_too_long_counts_no_more_than_a_full_batch
 
 def test_a_trial_says_how_far_the_slos_are_held() -> None:
     jobs = workload(100)
-    outcome = candidate().run(jobs)
+    outcome = candidate().simulation.run(jobs)
     kept, missed = (make_trial(outcome, 1.0, asked([slo])) for slo in ("ttft=26.4ms", "ttft=6.6ms"))
     assert (kept.num_good, kept.holds, kept.stress) == (100, True, pytest.approx(0.5))
     assert (missed.num_good, missed.holds, missed.stress) == (0, False, pytest.approx(2.0))
@@ -249,7 +249,7 @@ def test_a_trial_says_how_far_the_slos_are_held() -> None:
 
 
 def test_requests_that_are_refused_hold_nothing() -> None:
-    outcome = candidate(num_blocks=3, max_model_len=32).run(workload(10, prompt=100))
+    outcome = candidate(num_blocks=3, max_model_len=32).simulation.run(workload(10, prompt=100))
     refused = make_trial(outcome, 1.0, asked(["ttft=10s"]))
     assert (refused.num_good, refused.stress) == (0, math.inf)
 

@@ -100,9 +100,6 @@ class Candidate:
     doubts: Sequence[str] = ()
     """Sentences about the assumptions on model, memory and step times."""
 
-    def run(self, workload: Workload) -> Outcome:
-        return self.simulation.run(workload)
-
     def doubled(self, resource: Resource) -> Candidate:
         """Return the candidate with twice as much of one resource. `QUEUE` changes nothing."""
         simulation, rates = self.simulation, self.rates
@@ -286,7 +283,7 @@ def saturated_rate(outcome: Outcome, workload: Workload) -> float:
 def search(candidate: Candidate, workload: Workload, asked: Requirements) -> Search:
 
     def attempt(rate: float) -> Trial:
-        return make_trial(candidate.run(at_rate(workload, rate, asked.seed)), rate, asked)
+        return make_trial(candidate.simulation.run(at_rate(workload, rate, asked.seed)), rate, asked)
 
     return highest_rate(attempt, find_saturated_rate(candidate, workload))
 
@@ -302,7 +299,7 @@ def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
     wanted = math.ceil(_FILLS * full.num_rows / num_jobs)
     times = max(1, min(wanted, _MOST_SATURATED_TOKENS // sum(job.num_output_tokens for job in workload.jobs)))
     longer = repeat(workload, times)
-    rate = saturated_rate(candidate.run(at_rate(longer, math.inf, 0)), longer)
+    rate = saturated_rate(simulation.run(at_rate(longer, math.inf, 0)), longer)
     return rate if times >= wanted else min(rate, full.rate * num_arrivals(workload) / num_jobs)
 
 
@@ -393,7 +390,7 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
             jobs = at_rate(workload, tried, asked.seed)
             if resource is Resource.QUEUE:
                 jobs = arrive(jobs, constant(num_arrivals(jobs), tried), "even gaps")
-            trials[resource, step] = make_trial(server.run(jobs), tried, asked)
+            trials[resource, step] = make_trial(server.simulation.run(jobs), tried, asked)
         return trials[resource, step]
 
     def multiple(resource: Resource | None, *, is_lenient: bool) -> float:

@@ -89,7 +89,8 @@ def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[
     parts = [part for part in ("linear", "attention", "sampling", "rows") if all(part in one.parts_ns for one in figures)]
     if peaks is not None:
         words = f"{peaks.ops_per_s / 1e9:.0f} GOP/s, {peaks.read_bytes_per_s / 1e9:.1f} GB/s"
-        yield f"Peaks now: {words} ({peaks.words}); the knee of the roofline is at {_knee(peaks):.0f} operations per byte."
+        knee = peaks.ops_per_s / peaks.read_bytes_per_s
+        yield f"Peaks now: {words} ({peaks.words}); the knee of the roofline is at {knee:.0f} operations per byte."
     header = f"{'step':>14}{'ms':>9}" + "".join(f"{part:>11}" for part in parts) + f"{'ops/byte':>10}{'GOP/s':>8}{'GB/s':>7}"
     yield header + ("" if peaks is None else f"{'share of peak':>15}  bound by")
     for one in figures:
@@ -114,10 +115,6 @@ def shapes_of(capacity: Capacity) -> list[StepShape]:
     shapes = [StepShape(((1, context_len),) * num_rows, num_rows) for context_len in (128, 1024) for num_rows in TABLE_ROWS]
     shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in (0, 1024) for num_tokens in TABLE_TOKENS]
     return [shape for shape in shapes if fits(shape, capacity)]
-
-
-def _knee(peaks: Peaks) -> float:
-    return peaks.ops_per_s / peaks.read_bytes_per_s
 
 
 def _shape_words(shape: StepShape) -> str:
