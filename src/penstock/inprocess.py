@@ -366,7 +366,7 @@ class Asked:
             if text is not None:
                 check_encoded(token_ids, running, name)
             requests = _requests(running, token_ids, params, arrival_ns, name, adapter)
-            end_token_ids = frozenset(running.model.eos_token_ids) - frozenset(params.stop_token_ids or ())
+            end_token_ids = frozenset(running.tokenizer.eos_token_ids) - frozenset(params.stop_token_ids or ())
             has_logprobs = params.logprobs is not None
             answers.append(Answer(running, text, requests, end_token_ids, has_logprobs=has_logprobs))
         return answers
@@ -450,7 +450,7 @@ def _requests(
         raise Rejected(
             RejectReason.CONTEXT_LENGTH,
             f"'{name}' has {num_tokens} tokens; {running.name} takes {limit}"
-            f"{' beside this adapter' * (limit < running.model.max_model_len)}, the answer included. Shorten it.",
+            f"{' beside this adapter' * (limit < running.model.capacity.max_model_len)}, the answer included. Shorten it.",
         )
     tokenised = tokenise(call, [prompt])
     matchers = None if call.grammar is None else [running.grammars.matcher(call.grammar) for _ in range(params.n)]
@@ -517,7 +517,7 @@ def text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, run
 
     with own_errors():
         cut = read_truncation(keep, None, running)
-    most, limit = None if cut is None else cut.max_tokens, running.model.max_model_len
+    most, limit = None if cut is None else cut.max_tokens, running.model.capacity.max_model_len
     to_encode = [text for text in texts if isinstance(text, str) or is_pair(text)]
     encoded = iter(running.tokenizer.encode_texts(to_encode, max_tokens=most))
     found: list[TextTokens] = []

@@ -83,7 +83,7 @@ class _Facts:
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens. For an encoder, the longest text."""
-        return self._running.model.max_model_len
+        return self._running.model.capacity.max_model_len
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(
     assert capacity.is_one_pass
     assert (capacity.max_rows, capacity.num_blocks) == (256, 513)
     assert capacity.max_step_tokens == max(512, longest)
-    assert capacity.max_model_len == running.model.max_model_len == running.model.encoder.max_tokens == longest
+    assert capacity.max_model_len == running.model.capacity.max_model_len == running.model.encoder.max_tokens == longest
     assert capacity.block_size >= longest
     assert running.model.encoder.task is Task.EMBED
     assert running.chat_template is None

@@ -69,7 +69,7 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
     runtime = _build(gguf, replace(REFERENCE, backend=BackendConfig(backend=backend)))
     try:
         assert runtime.model.name == "tiny"
-        assert runtime.model.max_model_len == 256
+        assert runtime.model.capacity.max_model_len == 256
         assert runtime.tokenizer.decode(runtime.tokenizer.encode("in the", add_special_tokens=False)) == "in the"
         assert runtime.chat_template is not None
         assert runtime.engine.load().num_running == 0
@@ -168,7 +168,7 @@ def test_sampling_defaults_come_from_the_model_s_files_unless_that_is_switched_o
     for choice, expected in (("auto", obeyed), ("none", SamplingDefaults())):
         runtime = _build(directory, replace(REFERENCE, model=ModelConfig(generation_config=choice)))
         assert runtime.defaults == expected
-        assert runtime.model.eos_token_ids == (2,)
+        assert runtime.tokenizer.eos_token_ids == (2,)
         prints.append(runtime.model.fingerprint)
         runtime.close()
     assert prints[0] != prints[1]  # their answers differ
@@ -186,7 +186,7 @@ def test_a_chatml_fine_tune_ends_at_its_tokenizer_s_end_token(tmp_path: Path) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     (directory / "chat_template.jinja").write_text("{{ eos_token }}{{ pad_token }}{{ additional_special_tokens[0] }}")
     runtime = _build(directory)
-    assert runtime.model.eos_token_ids == (2, 0)
+    assert runtime.tokenizer.eos_token_ids == (2, 0)
     assert runtime.chat_template.render([{"role": "user", "content": ""}]) == "<|im_end|><|endoftext|><|im_start|>"
     runtime.close()
 
@@ -201,7 +201,7 @@ def test_a_vocabulary_without_a_tokenizer_is_refused_before_weights_are_converte
 def test_names_and_lengths_are_those_of_the_config(gguf: Path) -> None:
     config = replace(REFERENCE, model=ModelConfig(served_model_names=("a", "b"), max_model_len=100))
     runtime = _build(gguf, config)
-    assert (runtime.model.served_names, runtime.model.max_model_len) == (("a", "b"), 100)
+    assert (runtime.model.served_names, runtime.model.capacity.max_model_len) == (("a", "b"), 100)
     assert runtime.model.aliases == ()
     runtime.close()
 
@@ -233,8 +233,8 @@ def test_a_cache_that_is_short_shortens_the_requests_and_says_so(gguf: Path, cap
     with caplog.at_level(logging.INFO, "penstock"):
         runtime = _build(gguf, replace(REFERENCE, kv=KvConfig(kv_cache_memory_bytes=32 << 10)))
     runtime.close()
-    assert runtime.model.max_model_len < 256
-    assert f"holds {runtime.model.max_model_len}" in caplog.text
+    assert runtime.model.capacity.max_model_len < 256
+    assert f"holds {runtime.model.capacity.max_model_len}" in caplog.text
 
 
 def test_a_template_that_fails_leaves_no_executor_behind(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

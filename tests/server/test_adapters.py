@@ -137,7 +137,7 @@ async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client,
     monkeypatch.setattr(running.adapters, "outlook", lambda _: AdapterOutlook(num_pages=num_pages))
     chat = {"model": "red", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
     room = running.admission.max_len(running.adapters.find("red"))
-    assert room < running.model.max_model_len
+    assert room < running.model.capacity.max_model_len
     answer = (await client.post("/v1/chat/completions", json=chat)).json()
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", room)
     refused = await client.post("/v1/completions", json={"model": "red", "prompt": "hi", "max_tokens": room})

@@ -15,7 +15,7 @@ from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, 
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
 from support.server.errors import COMPLETIONS, check
-from support.server.harness import LiveServer, fixed_sources, make_client, make_runtime, running, until
+from support.server.harness import CAPACITY, LiveServer, fixed_sources, make_client, make_runtime, running, until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -457,7 +457,7 @@ async def test_texts_have_a_limit(client, path, fields):
 
 
 async def test_a_long_context_raises_the_limit_of_texts():
-    runtime = make_runtime(max_model_len=2 * MAX_TEXT_CHARS)
+    runtime = make_runtime(capacity=replace(CAPACITY, max_model_len=2 * MAX_TEXT_CHARS))
     try:
         async with make_client(runtime) as client:
             answer = await client.post("/tokenize", json={"prompt": "a" * (MAX_TEXT_CHARS + 1)})

@@ -375,7 +375,8 @@ def test_the_python_api_has_the_parameters_that_the_table_gives_it():
 
 
 async def test_a_parameter_that_the_backend_does_not_compute_is_refused(runtime, client):
-    runtime.model = dataclasses.replace(runtime.model, unsupported_parameters=frozenset({"min_p"}))
+    capacity = dataclasses.replace(runtime.model.capacity, unsupported_parameters=frozenset({"min_p"}))
+    runtime.model = dataclasses.replace(runtime.model, capacity=capacity)
     check(await client.post(COMPLETIONS, json={"prompt": "a", "min_p": 0.1}), 400, "invalid_request_error", "min_p")
     assert (await client.post(COMPLETIONS, json={"prompt": "a", "min_p": 0})).status_code == 200
     options = {"model": "toy", "prompt": "a", "options": {"min_p": 0.1}}

@@ -18,6 +18,7 @@ from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import chat, completion
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
+from penstock.testing import DEFAULT_CAPACITY
 from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
@@ -31,9 +32,8 @@ MODEL = ModelInfo(
     root="",
     fingerprint="",
     created_unix_s=0,
-    max_model_len=100,
+    capacity=dataclasses.replace(DEFAULT_CAPACITY, max_model_len=100),
     vocab_size=VOCAB_SIZE,
-    eos_token_ids=(END_ID,),
 )
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
 
@@ -49,7 +49,7 @@ RUNNING = SimpleNamespace(
     dialect=PLAIN,
     adapters=None,
     metrics=Metrics("toy"),
-    admission=SimpleNamespace(max_len=lambda adapter: MODEL.max_model_len),
+    admission=SimpleNamespace(max_len=lambda adapter: MODEL.capacity.max_model_len),
 )
 HI = [{"role": "user", "content": "a"}]
 

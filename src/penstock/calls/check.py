@@ -101,7 +101,7 @@ def make_call(
             system_fingerprint=running.model.fingerprint,
             adapter=adapter,
             is_empty=request.max_tokens == 0,
-            end_token_ids=frozenset(running.model.eos_token_ids).difference(request.stop_token_ids),
+            end_token_ids=frozenset(running.tokenizer.eos_token_ids).difference(request.stop_token_ids),
         ),
     )
 
@@ -117,7 +117,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
     check_token_ids(request.stop_token_ids, model.vocab_size, names("stop_token_ids"))
     stop_token_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
-        stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+        stop_token_ids.update(token_id for token_id in running.tokenizer.eos_token_ids if token_id < model.vocab_size)
     shown = SamplingParams(
         prompt_logprobs=request.prompt_logprobs,
         stop_token_ids=tuple(sorted(stop_token_ids)),
@@ -128,7 +128,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
     if request.beams is not None:
         return _beam_sampling(request, shown, running)
     for name, value in request.sampling.items():
-        if name in model.unsupported_parameters and not PARAMETERS[name].is_neutral(value):
+        if name in model.capacity.unsupported_parameters and not PARAMETERS[name].is_neutral(value):
             raise _invalid(names, ("sampling", name), "can't be computed by this server's backend: leave it out")
     values = {name: _value(name, request, running) for name, parameter in PARAMETERS.items() if parameter.neutral is not None}
     if 0 < values["temperature"] < MIN_TEMPERATURE:
@@ -195,8 +195,8 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
     rule = f"is {request.n}; with '{names('use_beam_search')}'"
     if request.n > max_width:
         raise _invalid(names, ("n",), f"{rule} and {counted(num_stops, 'stop token')} it can be at most {max_width}")
-    max_beams = running.model.max_beams
-    if max_beams is not None and request.n > max_beams:
+    max_beams = running.model.capacity.max_rows
+    if request.n > max_beams:
         raise _invalid(names, ("n",), f"{rule} it can be at most {max_beams}: so many rows run at once (--max-num-seqs)")
     beams = BeamParams(
         width=request.n,

@@ -366,7 +366,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         if isinstance(prompt, TokenPrompt):
             return tuple(fim.token_ids(prompt.token_ids, call.request.suffix, running.tokenizer))
         prompt = TextPrompt(fim.text(prompt.text, call.request.suffix), prompt.param)
-    max_model_len, keep = running.model.max_model_len, call.request.truncate_prompt_tokens
+    max_model_len, keep = running.model.capacity.max_model_len, call.request.truncate_prompt_tokens
     token_ids: Sequence[int]
     if isinstance(prompt, TokenPrompt):
         token_ids = prompt.token_ids
@@ -426,7 +426,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
 
     Raises CONTEXT_LENGTH for `max_tokens`, or for the prompt if it leaves no room at all.
     """
-    max_model_len, max_len = call.running.model.max_model_len, call.running.admission.max_len(call.adapter)
+    max_model_len, max_len = call.running.model.capacity.max_model_len, call.running.admission.max_len(call.adapter)
     room = max_len - num_prompt_tokens
     asked = _asked_tokens(call)
     max_tokens = max(1, room) if asked is None else asked
@@ -507,7 +507,7 @@ def _exceeded_size(text: str, running: RunningModel) -> int | None:
     """Return the limit that a text exceeds, or None."""
     if len(text) <= MAX_TEXT_CHARS:
         return None
-    limit = max(MAX_TEXT_CHARS, running.model.max_model_len * running.tokenizer.max_token_bytes)
+    limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * running.tokenizer.max_token_bytes)
     return limit if len(text) > limit else None
 
 

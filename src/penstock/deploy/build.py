@@ -381,14 +381,10 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
             parsers=(settings.tool_call_parser, settings.reasoning_parser),
         ),
         created_unix_s=int(newest.stat().st_mtime),
-        max_model_len=capacity.max_model_len,
+        capacity=capacity,
         vocab_size=model.spec.vocab_size,
-        eos_token_ids=maker.tokenizer.eos_token_ids,
         is_priority_scheduled=blueprint.policies.reads_priority,
         encoder=None if model.encoder is None else replace(model.encoder, max_tokens=capacity.max_model_len),
-        max_step_tokens=capacity.max_step_tokens,
-        max_beams=capacity.max_rows,
-        unsupported_parameters=capacity.unsupported_parameters,
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.text.dialects import Dialect
     from penstock.text.grammar import Grammars
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.plan import Capacity
 
 _log = logging.getLogger(__name__)
 
@@ -52,21 +53,14 @@ class ModelInfo:
     """The source: a catalogue name or a path."""
     fingerprint: str
     created_unix_s: int
-    max_model_len: int
-    """Tokens of the longest prompt + output that model, settings and KV cache allow. For an encoder: the longest text."""
+    capacity: Capacity
+    """Limits of the executor. Requests that set a parameter that it does not support are refused."""
     vocab_size: int
     """Rows of the logits: token ids lie in [0, vocab_size)."""
-    eos_token_ids: tuple[int, ...]
     is_priority_scheduled: bool = False
     """The waiting order looks at `Request.priority`. Otherwise a priority is refused."""
     encoder: EncoderInfo | None = None
     """Facts of a model that answers with numbers. None: it writes text."""
-    max_step_tokens: int = 512
-    """Tokens of one step at most. A list of texts enters the engine a few steps' worth at a time."""
-    max_beams: int | None = None
-    """Largest width of a beam search. None: the scheduler decides."""
-    unsupported_parameters: frozenset[str] = frozenset()
-    """Names of `types.sampling.PARAMETERS` that the backend does not compute. Requests that set them are refused."""
 
     @property
     def name(self) -> str:

@@ -81,7 +81,7 @@ class Listed:
             "owned_by": "penstock",
             "root": root,
             "parent": served.name if self.is_adapter else None,
-            "max_model_len": None if info is None else info.max_model_len,
+            "max_model_len": None if info is None else info.capacity.max_model_len,
             "task": None if info is None else "generate" if info.encoder is None else info.encoder.task.value,
             "status": status,
         }

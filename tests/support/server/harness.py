@@ -167,11 +167,8 @@ def make_runtime(
         root="/models/toy",
         fingerprint="fp_toy",
         created_unix_s=1_600_000_000,
-        max_model_len=executor.capacity.max_model_len,
+        capacity=executor.capacity,
         vocab_size=VOCAB_SIZE,
-        eos_token_ids=tokenizer.eos_token_ids,
-        max_beams=executor.capacity.max_rows,
-        max_step_tokens=executor.capacity.max_step_tokens,
     )
     return RunningModel(
         engine=engine,

@@ -73,7 +73,7 @@ def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
         raise invalid("'texts' must be a list of strings.", "texts")
     read.check_length(body.texts, "texts")
     texts = read.read_texts(body.texts, "texts", prefix=read.prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
-    limit = opened.running.model.max_model_len
+    limit = opened.running.model.capacity.max_model_len
     if body.truncate == "NONE":
         if body.max_tokens is not None and body.max_tokens < limit:
             raise invalid("'max_tokens' cuts texts, and 'truncate' is NONE: leave one of them out.", "max_tokens")

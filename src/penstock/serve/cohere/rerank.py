@@ -64,7 +64,7 @@ def _rerank(body: RerankBody, asked: Asked, *, is_v2: bool) -> Answer:
     opened = read.open_body(asked, body)
     documents = read.read_documents(body.documents, "documents")
     pairs = Pairs([read.read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
-    limit = opened.running.model.max_model_len
+    limit = opened.running.model.capacity.max_model_len
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < limit:
         raise invalid(
             f"'max_tokens_per_doc' is {body.max_tokens_per_doc}, and less than the {limit} tokens that the model takes is "

@@ -82,7 +82,7 @@ class LlamaStatus:
             settings = generation_settings(check_sampling(CompletionRequest(prompts=()), running), n_predict=-1)
         return {
             **_props(model.name, is_sleeping=False),
-            "default_generation_settings": {"params": settings, "n_ctx": model.max_model_len},
+            "default_generation_settings": {"params": settings, "n_ctx": model.capacity.max_model_len},
             "total_slots": _num_slots(running)[0],
             "chat_template": "" if template is None else template.source,
             "chat_template_caps": _caps(running.dialect, has_template=template is not None),
@@ -100,7 +100,8 @@ class LlamaStatus:
         own = [one for one in self._in_flight.requests_of(owner, running) if one.status is RequestStatus.RUNNING][:total]
         num_busy = max(num_running, len(own))
         slots: list[LlamaSlot] = [
-            {"id": index, "n_ctx": running.model.max_model_len, "is_processing": index < num_busy} for index in range(total)
+            {"id": index, "n_ctx": running.model.capacity.max_model_len, "is_processing": index < num_busy}
+            for index in range(total)
         ]
         for slot, request in zip(slots, own, strict=False):
             slot["params"], slot["next_token"] = _told(request)

@@ -125,7 +125,7 @@ class OllamaModels:
                     "size": num_bytes,
                     "expires_at": expires_at,
                     "size_vram": num_bytes if served.is_fixed else 0,
-                    "context_length": running.model.max_model_len,
+                    "context_length": running.model.capacity.max_model_len,
                 }
             )
         return {"models": models}
@@ -194,7 +194,7 @@ def _container(card: ModelFacts) -> str:
 
 def _show(served: ServedModel, card: ModelFacts) -> OllamaShow:
     info = served.info
-    context_len = card.max_model_len if info is None else info.max_model_len
+    context_len = card.max_model_len if info is None else info.capacity.max_model_len
     facts = {
         "general.architecture": card.architecture,
         "general.basename": card.title or served.name,

@@ -185,8 +185,8 @@ class TeiEndpoint:
             "model_dtype": "float32",
             "model_type": None if encoder is None else _model_type(encoder),
             "max_concurrent_requests": running.admission.limits.max_queue,
-            "max_input_length": model.max_model_len,
-            "max_batch_tokens": model.max_step_tokens,
+            "max_input_length": model.capacity.max_model_len,
+            "max_batch_tokens": model.capacity.max_step_tokens,
             "max_batch_requests": None,
             "max_client_batch_size": MAX_TEXTS,
             "auto_truncate": False,
@@ -270,7 +270,7 @@ def _truncation(body: TruncatedBody, opened: read.Opened) -> Truncation | None:
             param = "truncation_direction"
             raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate', too.", param)
         return None
-    return Truncation(opened.running.model.max_model_len, "left" if is_left else "right")
+    return Truncation(opened.running.model.capacity.max_model_len, "left" if is_left else "right")
 
 
 def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:

@@ -102,7 +102,7 @@ class RunningTexts:
         """Texts at the desk. Each has its request, or None if another call's request computes it."""
         self._num_asked_tokens = 0
         self._num_requests = 0
-        self._window_tokens = WINDOW_STEPS * self.running.model.max_step_tokens
+        self._window_tokens = WINDOW_STEPS * self.running.model.capacity.max_step_tokens
         self._error: ApiError | None = None
         self._waker: asyncio.Future[None] | None = None
         self._last: OutputChunk | None = None
@@ -233,10 +233,10 @@ def _ask(call: TextsCall) -> Ask:
     texts: list[TextInput] = []
     num_tokens = 0
     for text in call.texts:
-        if num_tokens >= WINDOW_STEPS * model.max_step_tokens:
+        if num_tokens >= WINDOW_STEPS * model.capacity.max_step_tokens:
             break
         texts.append(text)  # four characters for a token, as English has
-        num_tokens += min(max(1, _size(text) // 4), model.max_model_len)
+        num_tokens += min(max(1, _size(text) // 4), model.capacity.max_model_len)
     num_token_ids = sum([_size(text) for text in texts if isinstance(text, TokenIds)])
     return replace(
         ask_of(call.terms, call.claim),

@@ -226,7 +226,7 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
 
     `kept_tokens` is vLLM's `truncate_prompt_tokens`: -1 keeps as many as the model takes, None cuts nothing.
     """
-    limit = running.model.max_model_len
+    limit = running.model.capacity.max_model_len
     if kept_tokens is None:
         if side == "left":
             param = "truncation_side"

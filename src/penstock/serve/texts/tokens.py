@@ -88,7 +88,7 @@ def _encoded(call: TextsCall) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for piece in pieces_of(first_index):
         for part, ids in zip(piece, running.tokenizer.encode_batch(piece, add_special_tokens=False), strict=True):
-            if call.truncation is None and len(ids) > running.model.max_model_len:
+            if call.truncation is None and len(ids) > running.model.capacity.max_model_len:
                 name = _name_of_part(call, first_index[part], part)
                 raise _too_long(f"'{name}' has", name, len(running.tokenizer.with_ends([ids]).token_ids), running)
             found[part] = ids
@@ -121,7 +121,7 @@ def _check_length(tokens: TextTokens, parts: Sequence[Sequence[int]], call: Text
     num_tokens, name = len(tokens.token_ids), call.name_of(index)
     if not num_tokens:
         raise Rejected(RejectReason.INVALID, f"'{name}' has no tokens.", param=name)
-    if num_tokens <= call.running.model.max_model_len:
+    if num_tokens <= call.running.model.capacity.max_model_len:
         return
     if call.first_name_of is None:
         raise _too_long(f"'{name}' has", name, num_tokens, call.running)
@@ -133,8 +133,8 @@ def _check_length(tokens: TextTokens, parts: Sequence[Sequence[int]], call: Text
 def _too_long(subject: str, param: str, num_tokens: int, running: RunningModel) -> Rejected:
     return Rejected(
         RejectReason.CONTEXT_LENGTH,
-        f"{subject} {num_tokens} tokens, and {running.name} takes {running.model.max_model_len}, special tokens included. "
-        "Shorten it, divide it, or ask for truncation.",
+        f"{subject} {num_tokens} tokens, and {running.name} takes {running.model.capacity.max_model_len}, special tokens "
+        "included. Shorten it, divide it, or ask for truncation.",
         param=param,
     )
 

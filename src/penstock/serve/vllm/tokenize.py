@@ -110,7 +110,7 @@ def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> Tokens:
     token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
     return {
         "count": len(token_ids),
-        "max_model_len": running.model.max_model_len,
+        "max_model_len": running.model.capacity.max_model_len,
         "tokens": token_ids,
         "token_strs": _token_texts(running.tokenizer, token_ids) if body.return_token_strs else None,
     }
