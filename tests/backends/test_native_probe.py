@@ -31,8 +31,8 @@ def test_memory_is_read(variant: str) -> None:
     ("caches", "available", "probed"),
     [
         (0, 8 << 30, 256 * MIB),
-        (34 * MIB, 8 << 30, 272 * MIB),
-        (484 * MIB, 8 << 30, 3872 * MIB),
+        (128 * MIB, 8 << 30, 512 * MIB),
+        (484 * MIB, 8 << 30, 1936 * MIB),
         (484 * MIB, 1 << 30, 512 * MIB),
     ],
 )
@@ -43,7 +43,7 @@ def test_more_memory_is_probed_than_caches_hold(
     monkeypatch.setattr(native, "available_memory_bytes", lambda: available)
     assert native.probed_bytes() == probed
     warned = "\n".join(caplog.messages)
-    assert ("measured on 512 MiB instead of 3872" in warned) if probed < native.PROBED_CACHES * caches else not warned
+    assert ("measured on 512 MiB instead of 1936" in warned) if probed < native.PROBED_CACHES * caches else not warned
 
 
 def test_waiting_for_a_processor_counts_only_in_wall_time() -> None:

@@ -49,7 +49,7 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
 
 
 PROBE_S = 0.01  # short enough that some measurements fall between the interruptions of a shared machine
-PROBED_CACHES = 8
+PROBED_CACHES = 4
 """A probe reads this many times the size of the caches, so that few reads hit them (docs/performance.md, Peaks)."""
 
 
