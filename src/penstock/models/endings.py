@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.models.architectures import Architecture, Head, with_biases
+from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Shapes
 from penstock.models.formats import WeightFormat
 from penstock.models.hf_config import JsonFile
@@ -116,11 +116,6 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
         prompts=files.prompts,
         default_prompt=files.default_prompt,
     )
-
-
-def dense_names(files: SentenceFiles) -> dict[str, str]:
-    """Return the names of sentence-transformers' dense tensors -> our names."""
-    return with_biases({f"{folder}/linear": f"dense.{number}" for number, folder in enumerate(files.dense)})
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:

@@ -161,16 +161,14 @@ def _choose_ending(
 
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:
     held = {
-        name: held_bytes(_loaded_format(entry), *matrix_shape(entry), held_floats(name, floats))
+        name: held_bytes(
+            WeightFormat.F32 if len(entry.shape) == 1 else entry.format, *matrix_shape(entry), held_floats(name, floats)
+        )
         for name, entry in entries.items()
     }
     if not is_tied:
         held["embed"] = 0  # rows are read from the file
     return held
-
-
-def _loaded_format(entry: TensorEntry) -> WeightFormat:
-    return WeightFormat.F32 if len(entry.shape) == 1 else entry.format
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:

@@ -111,8 +111,8 @@ def load_hf_directory(
     if described.is_wrapped:
         tensors = _text_tensors(tensors, path)
     if ending is not None and not head:
-        top |= endings.dense_names(files)
-        for folder in files.dense:
+        for number, folder in enumerate(files.dense):
+            top |= architectures.with_biases({f"{folder}/linear": f"dense.{number}"})
             opened_dense = open_safetensors(path / folder / "model.safetensors")
             tensors |= {f"{folder}/{key}": tensor for key, tensor in opened_dense.items()}
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
@@ -247,29 +247,21 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all shards of a directory by name. Raises ModelError."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return open_safetensors(_single_file(path))
-    files = _shards(read_json(index))
+        single = path / "model.safetensors"
+        if not single.is_file():
+            remedy = "Only safetensors are read: convert other checkpoints with transformers' save_pretrained."
+            raise ModelError(f"{path}: there is neither {single.name} nor {index.name}.", remedy=remedy)
+        return open_safetensors(single)
+    shards = read_json(index)
+    files = shards.require("weight_map", dict)
+    for file in files.values():
+        if type(file) is not str or Path(file).name != file:
+            raise shards.error(f"weight_map names the file {file!r}")
     opened = {file: open_safetensors(path / file) for file in dict.fromkeys(files.values())}
     missing = [name for name, file in files.items() if name not in opened[file]]
     if missing:
         raise ModelError(f"{path / files[missing[0]]}: the tensor {missing[0]!r} is missing.", remedy="Fetch the file again.")
     return {name: opened[file][name] for name, file in files.items()}
-
-
-def _shards(index: JsonFile) -> dict[str, str]:
-    files = index.require("weight_map", dict)
-    for file in files.values():
-        if type(file) is not str or Path(file).name != file:
-            raise index.error(f"weight_map names the file {file!r}")
-    return files
-
-
-def _single_file(path: Path) -> Path:
-    single = path / "model.safetensors"
-    if not single.is_file():
-        remedy = "Only safetensors are read: convert other checkpoints with transformers' save_pretrained."
-        raise ModelError(f"{path}: there is neither model.safetensors nor model.safetensors.index.json.", remedy=remedy)
-    return single
 
 
 def _format(tensor: Stored) -> WeightFormat:

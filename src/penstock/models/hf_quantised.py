@@ -329,12 +329,10 @@ def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]
         bias = f"{name.removesuffix('.weight')}.bias"
         if bias in tensors:
             by_kind.setdefault(".".join(bias.split(".")[-2:]), []).append(bias)
-    idle = {name for names in by_kind.values() if all(_is_zero(tensors[name]) for name in names) for name in names}
-    return {name: tensor for name, tensor in tensors.items() if name not in idle}
-
-
-def _is_zero(tensor: StoredTensor) -> bool:
-    return tensor.dtype != FLOAT8 and not tensor.array().any()
+    for names in by_kind.values():
+        if all(tensors[name].dtype != FLOAT8 and not tensors[name].array().any() for name in names):
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
+    return tensors
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:

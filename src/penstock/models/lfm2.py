@@ -51,7 +51,8 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     width = _adjusted_width(config, spec)
     kernel, has_bias = config.get("conv_L_cache", int), config.get("conv_bias", bool) or False
     conv = ShortConvSpec(kernel=3 if kernel is None else kernel, has_bias=has_bias)
-    return _with_convs(_with_width(spec, width), conv, has_conv, config.path)
+    spec = spec.with_layers(lambda _, layer: replace(layer, mlp=GatedMlp(intermediate_size=width)))
+    return _with_convs(spec, conv, has_conv, config.path)
 
 
 def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -119,10 +120,6 @@ def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None
         raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
     mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
     return mixed.with_layers(lambda i, layer: spec.layers[i] if i < num_dense else layer)
-
-
-def _with_width(spec: ModelSpec, width: int) -> ModelSpec:
-    return spec.with_layers(lambda _, layer: replace(layer, mlp=GatedMlp(intermediate_size=width)))
 
 
 def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:

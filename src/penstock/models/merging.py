@@ -18,7 +18,7 @@ from penstock.models.adapter import OUTPUT_SITE, AdapterFactors
 from penstock.models.formats import WeightFormat
 from penstock.models.load import load_adapter
 from penstock.models.packed import GROUP
-from penstock.models.peft import read_to_merge
+from penstock.models.peft import read_peft
 from penstock.models.weights import LoadedModel, Stacked, WeightTensor, convert_rows
 from penstock.types.errors import ModelError
 
@@ -42,7 +42,8 @@ def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
     program = architectures.describe(model.spec)
     if path.suffix == ".gguf":
         return merged(model, load_adapter(path, model.spec, program, max_rank=1024))
-    return merged(model, *read_to_merge(path, model.spec, program, max_rank=1024))
+    whole: dict[str, WeightTensor] = {}
+    return merged(model, read_peft(path, model.spec, program, max_rank=1024, whole=whole), whole)
 
 
 def merged(

@@ -60,10 +60,6 @@ def _of_olmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return experts_of_hf(config, spec, width="intermediate_size", is_renormalised=is_renormalised)
 
 
-def _of_granite_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return experts_of_hf(config, llama.of_granite_hf(config, spec), width="intermediate_size")
-
-
 MIXTRAL = Architecture(
     describe=llama.describe,
     of_hf=_of_mixtral,
@@ -95,7 +91,7 @@ OLMOE = Architecture(
 )
 GRANITE_MOE = Architecture(
     describe=llama.describe,
-    of_hf=_of_granite_moe,
+    of_hf=lambda config, spec: experts_of_hf(config, llama.of_granite_hf(config, spec), width="intermediate_size"),
     of_gguf=llama.of_granite_gguf,
     hf_values=llama.granite_values,
     hf_layer={

@@ -73,16 +73,6 @@ def _refused(path: Path, cause: str, remedy: str = _MERGE) -> ModelError:
     return ModelError(f"{path}: {cause}.", remedy=remedy)
 
 
-def read_peft(
-    folder: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
-) -> AdapterFactors:
-    """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
-
-    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed.
-    """
-    return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
     kind: str
@@ -124,18 +114,21 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
     return ModelError(f"{what} rank {rank}, outside of 1 to {max_rank}.", remedy=remedy)
 
 
-def read_to_merge(
-    folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
-) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
-    """Return the factors, and the embedding and output that the adapter replaces as a whole, by site."""
-    whole: dict[str, WeightTensor] = {}
-    return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
-
-
-def _read(
-    folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None, files: AdapterFiles
+def read_peft(
+    folder: Path,
+    spec: ModelSpec,
+    program: Program,
+    *,
+    max_rank: int,
+    files: AdapterFiles | None = None,
+    whole: dict[str, WeightTensor] | None = None,
 ) -> AdapterFactors:
-    """Read an adapter. Whole matrices are put into `whole`, and refused if it is None."""
+    """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
+
+    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. An embedding or output that the
+    adapter replaces as a whole is put into `whole`, by site, and refused if it is None.
+    """
+    files = files or AdapterFiles()
     files.check(folder)
     config = _read_config(folder, files)
     settings = _Settings(config)
