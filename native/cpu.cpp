@@ -22,10 +22,21 @@ bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+#if defined(PENSTOCK_HAVE_AVX_VNNI)
+// AVX-VNNI is bit 4 of EAX in leaf 7, subleaf 1 (Intel's manual, CPUID).
+bool has_avx2_vnni() {
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
+#endif
+
+// Cascade Lake and Ice Lake lack bf16; so do AMD's processors before Zen 4, which have no AVX-512 either.
+bool has_avx512_vnni() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+bool has_avx512() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // Products of bf16 and of bytes (Intel's manual, CPUID leaf 7: EDX bits 22, 24 and 25).
 bool processor_has_tiles() {
@@ -66,16 +77,37 @@ std::string why_no_tiles() {
 #endif
 }
 
-std::vector<std::string> usable_variants() {
-    std::vector<std::string> names;
+namespace {
+
+struct Variant {
+    const char* name;
+    const KernelTable& (*table)();
+    bool (*is_usable)();
+};
+
+// Best first.
+constexpr Variant kVariants[] = {
 #if defined(PENSTOCK_HAVE_X86)
 #if defined(PENSTOCK_HAVE_AMX)
-    if (processor_has_tiles() && why_no_tiles().empty()) names.push_back("amx");
+    {"amx", amx::kernel_table, [] { return processor_has_tiles() && why_no_tiles().empty(); }},
 #endif
-    if (has_avx512()) names.push_back("avx512");
-    if (has_avx2()) names.push_back("avx2");
+    {"avx512", avx512::kernel_table, has_avx512},
+    {"avx512-vnni", avx512_vnni::kernel_table, has_avx512_vnni},
+#if defined(PENSTOCK_HAVE_AVX_VNNI)
+    {"avx2-vnni", avx2_vnni::kernel_table, has_avx2_vnni},
 #endif
-    names.push_back("portable");
+    {"avx2", avx2::kernel_table, has_avx2},
+#endif
+    {"portable", portable::kernel_table, [] { return true; }},
+};
+
+}  // namespace
+
+std::vector<std::string> usable_variants() {
+    std::vector<std::string> names;
+    for (const Variant& variant : kVariants) {
+        if (variant.is_usable()) names.push_back(variant.name);
+    }
     return names;
 }
 
@@ -87,25 +119,14 @@ std::vector<std::string> emulated_variants() {
 }
 
 const KernelTable& choose_variant(const std::string& name) {
-    const std::vector<std::string> usable = usable_variants(), emulated = emulated_variants();
-    const std::string chosen = name.empty() ? usable.front() : name;
+#if defined(PENSTOCK_HAVE_X86)
+    if (name == "amx-emulated" && has_avx512()) return amx_emulated::kernel_table();
+#endif
     std::string list;
-#if defined(PENSTOCK_HAVE_X86)
-    if (chosen == "amx-emulated" && !emulated.empty()) return amx_emulated::kernel_table();
-#endif
-    for (const std::string& one : usable) {
-        if (one != chosen) {
-            list += (list.empty() ? "" : ", ") + one;
-            continue;
-        }
-#if defined(PENSTOCK_HAVE_X86)
-#if defined(PENSTOCK_HAVE_AMX)
-        if (one == "amx") return amx::kernel_table();
-#endif
-        if (one == "avx512") return avx512::kernel_table();
-        if (one == "avx2") return avx2::kernel_table();
-#endif
-        return portable::kernel_table();
+    for (const Variant& variant : kVariants) {
+        if (!variant.is_usable()) continue;
+        if (name.empty() || name == variant.name) return variant.table();
+        list += (list.empty() ? "" : ", ") + std::string(variant.name);
     }
     throw std::invalid_argument("instruction set '" + name + "' is unknown or not usable on this machine; usable are: " + list);
 }

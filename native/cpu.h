@@ -9,8 +9,8 @@
 
 namespace penstock {
 
-// Names of the variants that this build has and this machine can run, best first: amx, avx512, avx2, portable. The first call asks the
-// system for tiles.
+// Names of the variants that this build has and this machine can run, best first (kVariants in cpu.cpp). The first call asks
+// the system for tiles.
 std::vector<std::string> usable_variants();
 
 // Names of those that compute what another machine would, bit by bit, slowly: for tests.

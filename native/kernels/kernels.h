@@ -295,6 +295,8 @@ struct KernelTable {
 namespace portable { const KernelTable& kernel_table(); }
 #if defined(PENSTOCK_HAVE_X86)
 namespace avx2 { const KernelTable& kernel_table(); }
+namespace avx2_vnni { const KernelTable& kernel_table(); }
+namespace avx512_vnni { const KernelTable& kernel_table(); }
 namespace avx512 { const KernelTable& kernel_table(); }
 namespace amx { const KernelTable& kernel_table(); }
 namespace amx_emulated { const KernelTable& kernel_table(); }

@@ -24,7 +24,7 @@ PENSTOCK_INLINE void use_all(const T (&sums)[kCount]) {
     use(total);
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__)
 
 constexpr int kSums = 16;
 
@@ -57,6 +57,7 @@ int64_t multiply_float32(int64_t rounds) {
     return rounds * kSums * 16 * 2;
 }
 
+#if defined(__AVX512BF16__)
 int64_t multiply_bf16(int64_t rounds) {
     const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3F803F80), b = (__m512bh)_mm512_set1_epi32(0x3F800000);
     __m512 sum[kSums];
@@ -67,11 +68,28 @@ int64_t multiply_bf16(int64_t rounds) {
     use_all(sum);
     return rounds * kSums * 32 * 2;
 }
+#else
+// There is no such instruction: bf16 becomes float32 by a shift, beside the multiply-adds.
+int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
+#endif
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 constexpr int kSums = 10;
 
+#if defined(__AVXVNNI__)
+int64_t multiply_int8(int64_t rounds) {
+    __m256i w = _mm256_set1_epi8(3);
+    const __m256i a = _mm256_set1_epi8(-2);
+    __m256i sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = _mm256_setzero_si256();
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = _mm256_dpbusd_avx_epi32(sum[i], w, a);
+    }
+    use_all(sum);
+    return rounds * kSums * 32 * 2;
+}
+#else
 // Sums of 16 bits, the cheapest there are: a kernel must widen them now and then, and so stays below.
 int64_t multiply_int8(int64_t rounds) {
     constexpr int kShortSums = 6;  // an addition takes one cycle
@@ -88,6 +106,7 @@ int64_t multiply_int8(int64_t rounds) {
     use_all(sum);
     return rounds * kShortSums * 32 * 2;
 }
+#endif
 
 int64_t multiply_float32(int64_t rounds) {
     const __m256 a = _mm256_set1_ps(0.999f), b = _mm256_set1_ps(0.001f);

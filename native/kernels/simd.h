@@ -27,7 +27,7 @@ namespace penstock::PENSTOCK_ISA {
 
 constexpr int kLanes = 16;
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "simd_avx2.h"

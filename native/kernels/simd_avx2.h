@@ -133,9 +133,55 @@ PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) { return {rounded_i8_part(a, b), rounded_i8_part(c, d)}; }
+// Products of integers, four bytes or two 16-bit numbers to a lane: with AVX-VNNI as in simd_avx512.h.
+#if defined(__AVXVNNI__)
+PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), a); }
+template <bool kNibbles>
+PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    return {_mm256_dpwssd_avx_epi32(acc.l, w.l, a.l), _mm256_dpwssd_avx_epi32(acc.h, w.h, a.h)};
+}
+constexpr int32_t kDotZero = 128;
+PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
+    return {_mm256_dpbusd_avx_epi32(acc.l, w.l, a.l), _mm256_dpbusd_avx_epi32(acc.h, w.h, a.h)};
+}
+PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return dot4_i8(acc, w, a); }
+#else
 PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), a), _mm256_set1_epi16(1));
 }
+template <bool kNibbles>
+PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i one = _mm256_set1_epi16(1);
+    if constexpr (kNibbles) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), one));
+    }
+    // maddubs saturates at 16 bits: 255 * 127 * 2 would not fit, so the byte goes in as two nibbles.
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, m), a);
+    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), m), a);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, one));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+}
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
+}
+// Bytes of both signs: sizes of w by a's with w's signs, of which no two products exceed 16 bits.
+constexpr int32_t kDotZero = 0;
+PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(a, number));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) { return {dot4_i8_part(acc.l, w.l, a.l), dot4_i8_part(acc.h, w.h, a.h)}; }
+// Unsigned w by signed a: two products of bytes may exceed 16 bits, so they are multiplied as 16-bit numbers.
+PENSTOCK_INLINE __m256i dot4_u8_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xFF)), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l, a.l), dot4_u8_part(acc.h, w.h, a.h)}; }
+#endif
 PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
     const __m256i first = _mm256_hadd_epi32(sums_of_bytes(a.l), sums_of_bytes(a.h));
     const __m256i all = _mm256_hadd_epi32(first, _mm256_hadd_epi32(sums_of_bytes(b.l), sums_of_bytes(b.h)));
@@ -176,19 +222,6 @@ PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     const __m256i e = _mm256_set1_epi32(exponent_bits);
     return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.l), e)),
             _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.h), e))};
-}
-template <bool kNibbles>
-PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
-    const __m256i one = _mm256_set1_epi16(1);
-    if constexpr (kNibbles) {
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), one));
-    }
-    // maddubs saturates at 16 bits: 255 * 127 * 2 would not fit, so the byte goes in as two nibbles.
-    const __m256i m = _mm256_set1_epi8(0x0F);
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, m), a);
-    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), m), a);
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, one));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
 }
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
@@ -232,24 +265,6 @@ PENSTOCK_INLINE vf set1_two(const float* p) {
     const vb both = set1_eight(p);
     return {_mm256_castsi256_ps(both.l), _mm256_castsi256_ps(both.h)};
 }
-PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
-    return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
-}
-// Bytes of both signs: sizes of w by a's with w's signs, of which no two products exceed 16 bits.
-constexpr int32_t kDotZero = 0;
-PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
-    const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(a, number));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-}
-PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) { return {dot4_i8_part(acc.l, w.l, a.l), dot4_i8_part(acc.h, w.h, a.h)}; }
-// Unsigned w by signed a: two products of bytes may exceed 16 bits, so they are multiplied as 16-bit numbers.
-PENSTOCK_INLINE __m256i dot4_u8_part(__m256i acc, __m256i w, __m256i a) {
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xFF)), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l, a.l), dot4_u8_part(acc.h, w.h, a.h)}; }
 PENSTOCK_INLINE __m256 even_bf16(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));

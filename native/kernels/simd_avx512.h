@@ -126,12 +126,6 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     memcpy(&bits, a4, 4);
     return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(bits))};
 }
-// acc[lane] += w[lane][0] * a2[0] + w[lane][1] * a2[1], bf16 products in float32
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
-    int32_t bits;
-    memcpy(&bits, a2, 4);
-    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
-}
 // The lowest 16 bits of each lane of a, then of b.
 PENSTOCK_INLINE __m512i low_halves(vf a, vf b) {
     alignas(64) static constexpr uint16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
@@ -173,10 +167,21 @@ PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
 // acc[lane] += the sum of unsigned w[lane][j] * signed a[lane][j] of four bytes each.
 PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return dot4_i8(acc, w, a); }
 // acc[lane] += w[lane][0] * a[lane][0] + w[lane][1] * a[lane][1], bf16 products in float32.
+#if defined(__AVX512BF16__)
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;
 }
+#else
+PENSTOCK_INLINE __m512 even_bf16(vb a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)); }
+PENSTOCK_INLINE __m512 odd_bf16(vb a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    return {_mm512_fmadd_ps(odd_bf16(a), odd_bf16(w), _mm512_fmadd_ps(even_bf16(a), even_bf16(w), acc.v))};
+}
+#endif
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
 // a * 2^n for n in the low bits of `n`
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))};
@@ -194,8 +199,14 @@ PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
 }
 // Stores a and b as 32 bf16 and returns `sum` plus what was stored.
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+#if defined(__AVX512BF16__)
     const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
     _mm512_storeu_si512(p, (__m512i)both);
     return {_mm512_dpbf16_ps(sum.v, both, (__m512bh)_mm512_set1_epi32(0x3F803F80))};
+#else
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+#endif
 }
 PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

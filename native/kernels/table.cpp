@@ -5,12 +5,9 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-#define PENSTOCK_STRING_(x) #x
-#define PENSTOCK_STRING(x) PENSTOCK_STRING_(x)
-
 const KernelTable& kernel_table() {
     static constexpr KernelTable table = {
-        PENSTOCK_STRING(PENSTOCK_ISA), kAttentionTaskPairs, kRow8Panels, rms_norm, layer_norm, quantize_rows, round_rows, to_bf16_row, embed_row, rope_row, kv_write_rows,
+        PENSTOCK_VARIANT, kAttentionTaskPairs, kRow8Panels, rms_norm, layer_norm, quantize_rows, round_rows, to_bf16_row, embed_row, rope_row, kv_write_rows,
         gated_row, activate_row, add_row, cap_row, dot_rows, weighted_sum, tile_panels, task_rows, gemm, gemm_gated, lora_shrink, lora_expand, attention, attention_merge, attention_scratch_floats,
         attention_partial_floats, text_attention, text_attention_scratch_floats, probe_arithmetic, probe_read,
     };

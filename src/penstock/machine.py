@@ -142,9 +142,24 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
     return claims
 
 
+def cache_home() -> Path:
+    """Return the folder for caches of this user's programs. It may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base) if base else Path(os.environ.get("HOME", "/nonexistent")) / ".cache"
+
+
 def cpu_name(*, proc: Path = _PROC) -> str:
     """Return the processor's name, or an empty string."""
     return _values(proc / "cpuinfo").get("model name", "")
+
+
+def cpu_identity(*, proc: Path = _PROC) -> str:
+    """Return what tells processors apart: vendor, model, stepping, microcode and features. May be empty."""
+    values = _values(proc / "cpuinfo")
+    return " ".join(
+        values.get(name, "")
+        for name in ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "Features")
+    )
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:

@@ -234,7 +234,7 @@ def test_a_variant_without_tiles_says_so(variant: str) -> None:
 def test_emulated_tiles_are_never_taken_by_default() -> None:
     assert EMULATED not in usable_variants()
     assert info()["variants"] == usable_variants()
-    assert Probe(1, 16, variant="").engine.variant == info()["variant"] == usable_variants()[0]
+    assert Probe(1, 16, variant="").engine.variant == usable_variants()[0]
     assert "portable" in usable_variants()
     for variant in emulated_variants():
         engine = Probe(1, 16, variant=variant).engine

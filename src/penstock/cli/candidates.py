@@ -83,11 +83,12 @@ def all_hardware(table: Path | None) -> dict[str, Hardware]:
 
 def _this_machine(num_threads: int | None) -> Hardware:
     from penstock.backends.native import probe_peaks
+    from penstock.backends.native.choice import chosen
     from penstock.lab.hardware import this_machine
     from penstock.machine import available_memory_bytes, cpu_name, find_cores
 
     num_threads = num_threads or find_cores().num_threads
-    peaks = probe_peaks(num_threads)
+    peaks = probe_peaks(num_threads, chosen().variant)
     return this_machine(
         name=f"{cpu_name() or 'a processor'}, {num_threads} threads, {peaks.variant}",
         memory_bytes=available_memory_bytes(),

@@ -70,11 +70,12 @@ def _set(key: str, value: object) -> str:
     return f"{value}, set by {names.get(click.get_current_context().get_parameter_source(key), f'--{key}')}"
 
 
-def _kernels(chosen: str | click.BadParameter | None, tables: Sequence[Mapping[str, object]]) -> str:
+def _kernels(given: str | click.BadParameter | None, tables: Sequence[Mapping[str, object]]) -> str:
     try:
         from penstock.backends import native
+        from penstock.backends.native.choice import chosen
 
-        info = native.info()
+        info, choice = native.info(), chosen()
     except ImportError as error:
         return f"not usable: {error}"
     without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
@@ -83,11 +84,11 @@ def _kernels(chosen: str | click.BadParameter | None, tables: Sequence[Mapping[s
         can_run = isinstance(name, click.BadParameter) or name in info["variants"]
         return words if can_run else f"{words}, which this machine can't run"
 
-    taken = told(_set("kernels", chosen), chosen) if chosen else info["variant"]
+    taken = told(_set("kernels", given), given) if given else choice.variant
     for table in tables:
         if name := table.get("kernels"):
             taken += "; " + told(f"{name} for {printable(str(table['model']))}, set by the settings file", name)
-    return f"{taken}; usable: {', '.join(info['variants'])}{without}"
+    return f"{taken}; usable: {', '.join(info['variants'])}{choice.words}{without}"
 
 
 def _nodes(cores: Cores) -> str:

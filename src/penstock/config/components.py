@@ -399,8 +399,8 @@ class BackendConfig(Component):
     )
     kernels: str | None = choice(
         None,
-        "Instruction set of the kernels on the CPU. amx: Intel's tiles.",
-        choices=("amx", "avx512", "avx2", "portable"),
+        "Instruction set of the kernels on the CPU, used without a self-test. amx: Intel's tiles; avx512: with VNNI and bf16.",
+        choices=("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable"),
         default_doc="the best that the machine has; `penstock env` tells",
     )
     weight_dtype: str | None = choice(

@@ -71,12 +71,15 @@ def words(backend: BackendConfig, cores: Cores) -> str:
     if backend.backend == Backend.CUDA:
         modes = f"{', weights in fp8' if backend.weight_dtype else ''}{', deterministic' if backend.deterministic else ''}"
         return _gpu_name(cuda.find_gpu()) + modes
-    from penstock.backends import native
-
-    why = native.info()["why_no_tiles"] if backend.kernels is None else ""
-    without = f", without the processor's tiles (AMX): {why}" if why else ""
     threads = counted(num_threads(backend, cores), "thread")
-    return f"{backend.kernels or native.info()['variant']} kernels, {threads}{without}"
+    if backend.kernels is not None:
+        return f"{backend.kernels} kernels, {threads}"
+    from penstock.backends import native
+    from penstock.backends.native.choice import chosen
+
+    why = native.info()["why_no_tiles"]
+    without = f", without the processor's tiles (AMX): {why}" if why else ""
+    return f"{chosen().variant} kernels, {threads}{without}{chosen().words}"
 
 
 def gpu_facts() -> str:

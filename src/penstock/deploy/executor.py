@@ -90,6 +90,8 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
         return executor
     if options.backend == Backend.REFERENCE:
         return _make(blueprint, model, plan.capacity)
+    from penstock.backends.native.choice import chosen
+
     with loading_bar(model) as on_packed, expert_file(blueprint.expert_folder, model) as file:
         team, account = seat_of(num_threads(options, blueprint.cores), blueprint.cpus)
         return _make(
@@ -101,7 +103,7 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
             on_packed=on_packed,
             expert_file=file,
             rounds_floats=None if options.weight_dtype is None else options.weight_dtype == "int8",
-            variant=options.kernels or "",
+            variant=options.kernels or chosen().variant,
             memory_nodes=memory_nodes(blueprint.cores),
         )
 

@@ -21,7 +21,6 @@ class KernelInfo(TypedDict):
     """The kernels of this build that this machine can run."""
 
     variants: list[str]  # usable instruction-set variants, best first
-    variant: str
     why_no_tiles: str
     """The reason if the processor has AMX tiles that can't be used, else empty."""
 
@@ -30,8 +29,7 @@ def info() -> KernelInfo:
     """Describe the kernels. Raises ImportError if the compiled module was not built."""
     from penstock.backends.native import _native
 
-    variants = _native.usable_variants()
-    return {"variants": variants, "variant": variants[0], "why_no_tiles": _native.why_no_tiles()}
+    return {"variants": _native.usable_variants(), "why_no_tiles": _native.why_no_tiles()}
 
 
 def spreading_refusal(nodes: Sequence[int]) -> str | None:
@@ -77,12 +75,10 @@ def probed_bytes() -> int:
     return min(wanted, most)
 
 
-def probe_peaks(num_threads: int) -> Peaks:
+def probe_peaks(num_threads: int, variant: str) -> Peaks:
     """Measure how fast this machine multiplies and reads memory. Takes seconds."""
     from penstock.backends.native import _native
     from penstock.backends.native._native import ProbeKind
-
-    variant = info()["variant"]
 
     def best(kind: ProbeKind) -> float:
         return 1e9 * max(

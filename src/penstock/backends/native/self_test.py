@@ -1,0 +1,228 @@
+"""Whether a kernel variant computes right on this processor: small models, compared with the portable kernels.
+
+A program for a process of its own, because a kernel may crash or hang (`backends/native/choice.py` starts it):
+python -m penstock.backends.native.self_test VARIANT
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.native._native import (
+    Engine,
+    KvFormat,
+    RowOp,
+    RowOpKind,
+    RowSampling,
+    SourceFormat,
+    Team,
+    sample,
+)
+
+F32 = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+MODELS = {
+    "q4_0": (SourceFormat.Q4_0, KvFormat.INT8),
+    "q4_1": (SourceFormat.Q4_1, KvFormat.INT16),
+    "q8_0": (SourceFormat.Q8_0, KvFormat.INT8),
+    "bf16": (SourceFormat.BF16, KvFormat.INT16),
+}
+TOLERANCES = {"bf16": 1e-2, "texts": 1e-2}
+"""Largest difference, relative to the largest result, of models that round between layers: a last bit there can become 3e-3."""
+TOLERANCE = 1e-5
+"""The same for others. Right variants differ by 1e-7, since integer products are exact."""
+MAX_CPU_S = 10
+# No width is a whole number of everyone's tiles, and the prompt ends within a block of the KV cache.
+HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
+HIDDEN = HEADS * HEAD_DIM
+PROMPT, ROWS, BLOCK = 37, 6, 32
+SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
+
+
+def run() -> None:
+    """Test the variant that the command line names, within `MAX_CPU_S` for a kernel that never ends."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.exit(main(sys.argv[1]))
+
+
+def main(variant: str) -> int:
+    """Return 0 if the variant passes. Otherwise print the first difference and return 1."""
+    for part, found, expected in results(variant):
+        difference = np.abs(found - expected).max() / np.abs(expected).max()
+        if not difference <= TOLERANCES.get(part, TOLERANCE):
+            print(f"results of {part} differ by {difference:.1g} of the largest one")
+            return 1
+    return 0
+
+
+def results(variant: str) -> Iterator[tuple[str, F32, F32]]:
+    """Yield the name of each part of the test, what the variant computes, and what it should."""
+    reference = "amx-emulated" if variant == "amx" else "portable"
+    for name, (source, kv_format) in MODELS.items():
+        yield name, _logits(variant, source, kv_format), _logits(reference, source, kv_format)
+    expected = _texts(reference)
+    yield "texts", _texts(variant), expected
+    logits = expected[0].astype(np.float64)
+    token, logprob, _, _ = sample(expected[0], RowSampling(temperature=0.0, num_logprobs=0), np.zeros(1, np.int32), 1)
+    exact = logits.max() - np.log(np.exp(logits).sum())
+    yield "sampling", np.array([token, logprob], np.float32), np.array([logits.argmax(), exact], np.float32)
+
+
+def _engine(variant: str, num_layers: int, kv_format: KvFormat) -> Engine:
+    return Engine(
+        num_layers=num_layers,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB,
+        num_blocks=2 * ROWS + 1,
+        block_size=BLOCK,
+        max_rows=PROMPT + ROWS * ROWS,
+        max_step_tokens=PROMPT + ROWS * ROWS,
+        team=Team(1),
+        variant=variant,
+        kv_format=kv_format,
+    )
+
+
+def _logits(variant: str, source: SourceFormat, kv_format: KvFormat) -> F32:
+    """Return the logits of two steps: a prompt beside short ones, then one token of each row. [tokens, VOCAB]"""
+    rng, engine = np.random.default_rng(1), _engine(variant, 1, kv_format)
+    is_integer = source is not SourceFormat.BF16 and not engine.has_tiles
+
+    def matrix(rows: int, cols: int) -> int:
+        return engine.add_matrix(source, rows, cols, _weights(rng, source, rows, cols))
+
+    def activation(cols: int) -> int:
+        return engine.add_activation(cols, is_integer, per_sample=False)
+
+    def convert(x: int, out: int) -> RowOp:
+        return RowOp(RowOpKind.QUANTIZE if is_integer else RowOpKind.TO_BF16, out=out, x=x)
+
+    hidden, normed, q, k, v, attended, gated, logits = (
+        engine.add_buffer(width, per_sample=False)
+        for width in (HIDDEN, HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, INNER, VOCAB)
+    )
+    wide, inner = activation(HIDDEN), activation(INNER)
+    norm = engine.add_vector(rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
+    rope = engine.add_rope(np.geomspace(1, 1e-3, HEAD_DIM // 2).astype(np.float32), 1.0)
+    normalise = RowOp(RowOpKind.RMS_NORM, out=normed, x=hidden, weight=norm, n=HIDDEN, value=1e-5)
+    embedding = engine.add_matrix(SourceFormat.BF16, VOCAB, HIDDEN, _weights(rng, SourceFormat.BF16, VOCAB, HIDDEN))
+    embed = RowOp(RowOpKind.EMBED, out=hidden, weight=embedding, value=8.0)
+    engine.add_rows([RowOp(RowOpKind.ANGLES, weight=rope), embed, normalise, convert(normed, wide)], samples=False)
+    products = [(matrix(HIDDEN, HIDDEN), q), (matrix(KV_HEADS * HEAD_DIM, HIDDEN), k), (matrix(KV_HEADS * HEAD_DIM, HIDDEN), v)]
+    engine.add_linear([(weight, wide, out, -1, -1) for weight, out in products], samples=False)
+    turns = [RowOp(RowOpKind.ROPE, x=x, weight=rope, n=heads, head_dim=HEAD_DIM) for x, heads in ((q, HEADS), (k, KV_HEADS))]
+    engine.add_rows([*turns, RowOp(RowOpKind.KV_WRITE, x=k, y=v, n=0)], samples=False)
+    engine.add_attention(q, attended, 0, HEADS, HEAD_DIM**-0.5, 0, 0.0)
+    engine.add_rows([convert(attended, wide)], samples=False)
+    engine.add_linear([(matrix(HIDDEN, HIDDEN), wide, hidden, -1, hidden)], samples=False)
+    engine.add_rows([normalise, convert(normed, wide)], samples=False)
+    engine.add_gated(matrix(INNER, HIDDEN), matrix(INNER, HIDDEN), wide, gated, SILU, samples=False)
+    engine.add_rows([convert(gated, inner)], samples=False)
+    engine.add_linear([(matrix(HIDDEN, INNER), inner, hidden, -1, hidden)], samples=False)
+    engine.add_rows([normalise, convert(normed, wide)], samples=False)
+    engine.add_linear([(matrix(VOCAB, HIDDEN), wide, logits, -1, -1)], samples=False)
+    return _run(engine, logits, VOCAB)
+
+
+def _texts(variant: str) -> F32:
+    """Return what a layer of a text encoder makes of texts of several lengths. [tokens, HIDDEN]"""
+    rng, engine = np.random.default_rng(2), _engine(variant, 0, KvFormat.INT8)
+
+    def matrix(rows: int, cols: int) -> int:
+        values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(cols**-0.5)
+        return engine.add_matrix(SourceFormat.F32, rows, cols, values.view(np.uint8).reshape(rows, -1), by_row=True)
+
+    hidden, q, k, v, attended, inner, out = (
+        engine.add_buffer(width, per_sample=False)
+        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, INNER, HIDDEN)
+    )
+    wide, rounded = (engine.add_activation(cols, quantised=True, per_sample=False, by_row=True) for cols in (HIDDEN, INNER))
+    embedding = engine.add_matrix(SourceFormat.BF16, VOCAB, HIDDEN, _weights(rng, SourceFormat.BF16, VOCAB, HIDDEN))
+    engine.add_rows(
+        [RowOp(RowOpKind.EMBED, out=hidden, weight=embedding, value=8.0), RowOp(RowOpKind.ROUND, out=wide, x=hidden)],
+        samples=False,
+    )
+    widths = ((HIDDEN, q), (KV_HEADS * HEAD_DIM, k), (KV_HEADS * HEAD_DIM, v))
+    engine.add_linear([(matrix(width, HIDDEN), wide, to, -1, -1) for width, to in widths], samples=False)
+    engine.add_text_attention(
+        q=q,
+        k=k,
+        v=v,
+        out=attended,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        is_causal=False,
+        window=0,
+        distances=-1,
+        num_distances=0,
+    )
+    engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=attended)], samples=False)
+    engine.add_linear([(matrix(INNER, HIDDEN), wide, inner, -1, -1)], samples=False, kind=GELU)
+    engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, n=1)], samples=False)
+    engine.add_linear([(matrix(HIDDEN, INNER), rounded, out, -1, hidden)], samples=False)
+    return _run(engine, out, HIDDEN)
+
+
+def _run(engine: Engine, out: int, width: int) -> F32:
+    result = engine.add_buffer(width, per_sample=True)
+    engine.add_rows([RowOp(RowOpKind.GATHER, x=out, out=result)], samples=True)
+    engine.set_logits(result)
+    engine.settle()
+    tables = np.arange(1, 2 * ROWS + 1, dtype=np.int32).reshape(ROWS, 2)
+    lengths = np.array([PROMPT, *range(1, ROWS)], np.int32)
+    first = _step(engine, tables, np.zeros(ROWS, np.int32), lengths, width)
+    return np.concatenate([first, _step(engine, tables, lengths, np.ones(ROWS, np.int32), width)])
+
+
+def _step(
+    engine: Engine, tables: NDArray[np.int32], contexts: NDArray[np.int32], queries: NDArray[np.int32], width: int
+) -> F32:
+    rows, total = np.repeat(np.arange(ROWS), queries), int(queries.sum())
+    positions = np.concatenate(
+        [context + np.arange(num, dtype=np.int32) for context, num in zip(contexts, queries, strict=True)]
+    )
+    slots = tables[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    out = np.full((total, width), np.nan, np.float32)
+    engine.logits_step(
+        np.arange(ROWS, dtype=np.int32),
+        np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        contexts,
+        ((7 * np.arange(total) + 3 * rows) % VOCAB).astype(np.int32),
+        positions,
+        slots,
+        tables,
+        np.arange(total, dtype=np.int32),
+        out,
+    )
+    return out
+
+
+def _weights(rng: np.random.Generator, source: SourceFormat, rows: int, cols: int) -> Bytes:
+    """Return random weights as the bytes of a file's rows. [rows, bytes of a row]"""
+    if source is SourceFormat.BF16:
+        values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(cols**-0.5)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(rows, -1)
+    num_scales, num_bytes, largest = {
+        SourceFormat.Q4_0: (1, 16, 8),
+        SourceFormat.Q4_1: (2, 16, 8),
+        SourceFormat.Q8_0: (1, 32, 128),
+    }[source]
+    scales = rng.uniform(0.5, 1.5, (rows, cols // 32, num_scales)) * 2 * cols**-0.5 / largest
+    if num_scales == 2:
+        scales[:, :, 1] *= -largest
+    numbers = rng.integers(0, 256, (rows, cols // 32, num_bytes), np.uint8)
+    return np.concatenate([scales.astype(np.float16).view(np.uint8), numbers], axis=-1).reshape(rows, -1)
+
+
+if __name__ == "__main__":
+    run()
