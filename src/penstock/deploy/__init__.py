@@ -1,1 +1,1 @@
-"""Running models made of a config: devices, executors, memory, policies, and the factory that puts them together."""
+"""Turns a config into running models. `factory` combines the other files: devices, executors, memory, policies."""

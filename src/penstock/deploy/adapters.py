@@ -1,9 +1,9 @@
-"""The registry of a model's adapters: names that clients use, their files, and the adapters that are packed in memory.
+"""The registry of a model's LoRA adapters: names that clients use, their files, and the adapters that are packed in memory.
 
-The server looks up names. The scheduler uses it as an `AdapterSource`. Threads read and pack adapters in the order of demand.
-When memory is full, the least recently used adapter is evicted and later read again. Adapters that no request refers to are
-evicted first. Adapters without a name are evicted last: their files may have changed. An `AdapterRef` always means the content
-that was read first. If a later reading finds other content, the load fails, and the name's next request gets a new number.
+The server looks up names here. The scheduler uses the registry as an `AdapterSource`. Threads read and pack adapters in the
+order of demand. When memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that no
+request refers to are evicted first; those that lost their name last, because their files may have changed. An `AdapterRef`
+always means the content read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter. The registry's lock guards everything but `number`, `path` and `is_free`."""
+    """An adapter in the registry, with or without a name. The registry's lock guards all but `number`, `path`, `is_free`."""
 
     number: int
     path: Path
@@ -82,7 +82,7 @@ class _Adapter:
 
     @property
     def is_held(self) -> bool:
-        """Whether a request has the reference."""
+        """Whether a queued or running request refers to the adapter."""
         return self.reference() is not None
 
     def refer(self) -> AdapterRef:
@@ -106,7 +106,7 @@ class _Name:
 
 @dataclass(slots=True)
 class _Asked:
-    """A load that registers a name. A client waits for `done`."""
+    """A client's call of `Adapters.load`: the name to register, the adapter, and the future that the client waits for."""
 
     name: str
     adapter: _Adapter
@@ -117,7 +117,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Reading:
-    """An adapter that a thread reads, and the result: an image and the hash of its files, or a failure."""
+    """A thread's reading of one adapter's files, and the result: the packed adapter and its files' hash, or a failure."""
 
     adapter: _Adapter
     stamp: object
@@ -132,7 +132,7 @@ class _Reading:
 
 
 class Adapters:
-    """An `AdapterSource` with names. Any thread may call any method. Only `find` and `close` wait for a disk."""
+    """A registry of adapters by name. Any thread may call any method. Only `find` and `close` wait for a disk."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Adapters:
         max_in_memory: int = 64,
         clock: Clock | None = None,
     ) -> None:
-        """`modules`: registered names and their paths. Other names are looked up in `folder`. Loads begin after `connect`."""
+        """`modules`: names and paths in the settings. Other names are looked up in `folder`. None is read before `connect`."""
         if max_in_memory < 1:
             raise ConfigError("No memory is left for an adapter.", remedy="Set --max-cpu-loras to at least 1.")
         modules = modules or {}
@@ -179,7 +179,7 @@ class Adapters:
         self._is_closed = True
 
     def connect(self, read: AdapterReader, pack: AdapterPacker, *, max_bytes: int) -> None:
-        """Begin to serve a loaded model. Packed adapters and readings take up to `max_bytes` together.
+        """Begin to load adapters, for a model that was loaded just now. They may take `max_bytes`, including those being read.
 
         `read` and `pack` raise ModelError for adapters that the model or its executor can't compute.
         """
@@ -190,7 +190,7 @@ class Adapters:
     # --- names ---
 
     def known(self, name: str) -> AdapterRef | None:
-        """Return the adapter of a name without asking the disk, or None if only `find` can tell."""
+        """Return the adapter with this name without reading the disk, or None if only `find` can decide."""
         with self._changed:
             entry = self._names.get(name)
             if entry is None:
@@ -200,11 +200,11 @@ class Adapters:
             return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
 
     def may_find(self, name: str) -> bool:
-        """Return whether `find` may find an adapter that is not `known`, in the folder or after a failure."""
+        """Return whether `find` may succeed for a name that is not `known`: its file may be new, or its failure over."""
         return name in self._names or (self._folder is not None and len(name) <= _MAX_NAME and bool(NAME.fullmatch(name)))
 
     def find(self, name: str) -> AdapterRef | None:
-        """Return the adapter of a name that is registered or in the folder, or None. No file is opened.
+        """Return the adapter whose name is registered or in the folder, or None. Looks at the disk, but opens no file.
 
         Waits for the disk unless the adapter is `known`. Raises ConfigError for too many names, and OSError.
         """
@@ -240,7 +240,7 @@ class Adapters:
         return name in self._names
 
     def failure(self, name: str) -> Rejected | None:
-        """Return why the adapter of a name can't be loaded, or None."""
+        """Return why the adapter with this name can't be loaded, or None if its loading has not failed."""
         with self._changed:
             entry = self._names.get(name)
             adapter = entry.adapter if entry else None
@@ -253,7 +253,7 @@ class Adapters:
             return self._by_number[ref.number].path
 
     def registered(self) -> dict[str, Path]:
-        """Return names and their folders or GGUF files. Names in the folder count once a request has named them."""
+        """Return name -> folder or GGUF file. A name in the adapters' folder is included once a request has used it."""
         with self._changed:
             names = self._names.copy()
         return {name: entry.path for name, entry in names.items()}
@@ -355,11 +355,9 @@ class Adapters:
 
     @cached_property
     def _roots(self) -> list[Path]:
-        """The folders that must contain the files of adapters named by clients."""
         return [*([] if self._folder is None else [self._folder]), *map(_resolved, self._modules)]
 
     def _look_up(self, name: str) -> Path | None:
-        """Return the path of an adapter in the folder, or None. A link out of the folder does not count."""
         if self._folder is None or len(name) > _MAX_NAME or not NAME.fullmatch(name):
             return None
         for path in (self._folder / name, self._folder / f"{name}.gguf"):
@@ -375,7 +373,7 @@ class Adapters:
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_place(self, name: str) -> None:
-        """If there are too many names, forget one from the folder with an unused adapter."""
+        """Make room for one more name if there are `MAX_NAMES`: forget a name from the folder whose adapter is unused."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
         for other, entry in self._names.items():
@@ -390,13 +388,13 @@ class Adapters:
         return adapter
 
     def _retire(self, adapter: _Adapter) -> None:
-        """Mark an adapter as nameless. It stays until no request has its reference."""
+        """Take an adapter's name away. The adapter stays until no request refers to it."""
         adapter.is_retired = True
         self._retired[adapter.number] = adapter
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget adapters without a name and without a reference."""
+        """Forget adapters that have lost their name and that no request refers to."""
         for adapter in [one for one in self._retired.values() if not one.is_held]:
             self._let_go(adapter)
             del self._by_number[adapter.number], self._retired[adapter.number]
@@ -412,7 +410,7 @@ class Adapters:
         return bool(adapter.failure) and (adapter.is_lost or is_fresh)
 
     def _may_be_another(self, adapter: _Adapter, stamp: object) -> bool:
-        """Return whether a failed adapter's name needs a new adapter: its files changed, or a retry is due."""
+        """Return whether to replace a failed adapter by a new one: its files have changed, or it may be read again."""
         return bool(adapter.failure) and bool(adapter.fingerprint or not self._has_failed(adapter) or adapter.stamp != stamp)
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
@@ -427,7 +425,7 @@ class Adapters:
         self._changed.notify_all()
 
     def _num_loads_until(self, number: int) -> int:
-        """Return how many loads must end until an adapter is in memory, including its own."""
+        """Return how many adapters will be read until this one is in memory, including itself."""
         if number in self._reading:
             return 1
         wanted = islice(chain(self._urgent, self._others), _MAX_BEFORE)
@@ -436,7 +434,7 @@ class Adapters:
         return num_before + 1 + bool(self._reading)
 
     def _start_thread(self) -> None:
-        """Start the first thread, or another one if all are reading and may be stuck."""
+        """Start a thread that loads adapters, if adapters wait and every other thread is busy, perhaps stuck at its disk."""
         if not self._is_wanted or len(self._reading) < len(self._threads) or len(self._threads) == _MAX_THREADS:
             return
         # A daemon: if its disk hangs, the process ends without it.
@@ -449,15 +447,15 @@ class Adapters:
         return bool(self._urgent or self._others)
 
     def _free_s(self) -> float:
-        """Return the seconds until all readings count as stuck. At 0, another reading can begin."""
+        """Return the seconds until all threads that read adapters count as stuck. At 0, another thread can read."""
         began_ns = max((one.began_ns for one in self._reading.values()), default=None)
         return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
 
     def _next(self) -> _Adapter | None:
-        """Return the adapter to load now, or None.
+        """Take the next adapter to load from the queues, or return None.
 
-        Adapters that are not urgent wait while memory is full of adapters that the scheduler has not used yet. Adapters without
-        a reference are skipped, so that a refused call evicts nothing.
+        Adapters that are not urgent wait while memory is full of adapters that the scheduler has not used yet. Adapters that no
+        request refers to are skipped, so that a refused request evicts nothing.
         """
         if self._free_s():
             return None
@@ -496,7 +494,7 @@ class Adapters:
         self._num_bytes += packed.num_bytes
 
     def _settle(self, asked: _Asked) -> Callable[[], None] | None:
-        """Finish a load that a client waits for. Return a function that resolves its future, to call without the lock."""
+        """Register the name after a client's `load`, or fail. Return a function that resolves its future without the lock."""
         adapter, done = asked.adapter, asked.done
         if not done.set_running_or_notify_cancel():
             self._retire(adapter)
@@ -549,7 +547,7 @@ class Adapters:
             del adapter, reading, tell
 
     def _finish(self, reading: _Reading) -> Callable[[], None] | None:
-        """Record the result of a reading. Return the result of `_settle`. The caller holds the lock."""
+        """Record that a thread has read an adapter, or failed to. Return the result of `_settle`. The caller holds the lock."""
         adapter, packed, counts, now_ns = reading.adapter, reading.packed, self._counts, self._clock.now_ns()
         del self._reading[adapter.number]
         adapter.stamp = reading.stamp
@@ -597,7 +595,7 @@ class Adapters:
             reading.failure = f"{path.name}: {type(error).__name__}. The server's log has the cause."
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
-        """Evict adapters until a reading has `num_bytes`. Raises ModelError or `Rejected`."""
+        """Reserve `num_bytes` for reading an adapter's files, and evict adapters for them. Raises ModelError or `Rejected`."""
         with self._changed:
             reading.num_bytes = 0
             if num_bytes > self._max_bytes:
@@ -617,7 +615,6 @@ def _too_large(path: Path, num_bytes: int, max_bytes: int) -> ModelError:
 
 
 def _stamp(path: Path) -> object:
-    """Return a value that changes with the files' times and sizes. No file is opened."""
     found: list[tuple[int, ...] | None] = []
     for file in (path,) if path.suffix == ".gguf" else (path / CONFIG_FILE, path / WEIGHTS_FILE):
         try:
@@ -629,5 +626,5 @@ def _stamp(path: Path) -> object:
 
 
 def _resolved(path: Path) -> Path:
-    """Return the path without links. `Path.resolve` would raise for a link to itself."""
+    """Return the path with links resolved. `Path.resolve` would raise for a link to itself."""
     return Path(os.path.realpath(path))

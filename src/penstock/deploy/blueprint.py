@@ -1,7 +1,7 @@
-"""The blueprint of a running model: its settings, names and sizes, all decided, as frozen values.
+"""The blueprint of a running model: frozen values for all of its settings, names and sizes.
 
-`resolve` makes a blueprint of a config and the head of the model's files. `build` makes the running model of the blueprint, and
-replaces a failed engine from it.
+`resolve` makes a blueprint from a config and the headers of the model's files. `build` makes a running model from the
+blueprint, and replaces a failed engine with the same blueprint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """The backend, and the settings whose defaults depend on it."""
+    """The chosen backend, and the settings with defaults that depend on it, such as the number of rows in a step."""
 
     options: BackendConfig
     """The settings, with device and backend decided."""
@@ -50,13 +50,13 @@ class Compute:
         return self.options.backend == Backend.NATIVE
 
     def wanted(self, spec: ModelSpec, max_model_len: int | None, window: int = 0) -> Capacity:
-        """Return the capacity of a model before its KV cache has a size. Raises the ConfigError of `wanted_len`."""
+        """Return the capacity that the settings ask for, with 0 KV blocks: the cache is sized later. Raises as `wanted_len`."""
         longest = wanted_len(spec, max_model_len)
         return Capacity(0, self.block_size, self.max_rows, self.max_step_tokens, longest, spec.has_state, window)
 
     @property
     def depth(self) -> int:
-        """Number of steps in flight."""
+        """Most steps in flight at once."""
         return self.options.steps_in_flight or (2 if self.is_on_gpu else 1)
 
     @property
@@ -71,7 +71,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a model's files are read, at the start and at every restart."""
+    """The arguments for loading a model's files: at the start, and again after a failure."""
 
     source: ModelSource
     settings: ModelConfig
@@ -80,7 +80,7 @@ class Loading:
     """An adapter that becomes part of the weights."""
 
     def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
-        """Read the head of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
+        """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
         from penstock.models.load import load_model
 
         model = load_model(
@@ -102,7 +102,6 @@ class Loading:
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
-    """Raise ModelError for an unusable vocabulary, before the minutes that converting weights can take."""
     from penstock.text.gguf_vocab import check_vocab
 
     check_vocab(vocab)
@@ -147,6 +146,6 @@ class Blueprint:
 
     @property
     def measured_plan(self) -> KvPlan:
-        """The memory plan. Only after `build`."""
+        """The plan of the KV cache. A GPU's blueprint has one only after `build` has measured the memory."""
         assert self.plan is not None
         return self.plan

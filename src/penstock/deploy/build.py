@@ -1,6 +1,6 @@
 """Builds a running model from a blueprint, and rebuilds its engine and executor after a failure.
 
-The vocabulary is loaded beside the weights. Imports are inside functions, so that importing this file costs nothing.
+The vocabulary is loaded in parallel with the weights. Imports are inside functions, so that importing this file is fast.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _log = logging.getLogger(__name__)
 
 
 class Lasting:
-    """The parts of a model that outlive a load: its metrics, adapter names, journal, tenants' use, and seeds.
+    """The parts of a model that are kept when it is unloaded: metrics, adapter names, journal, tenants' use, and seeds.
 
-    The first load makes the last three, because importing them earlier would delay the weights.
+    The last three are made at first use, because importing them earlier would delay the weights.
     """
 
     def __init__(self, name: str, adapters: Adapters | None, server: ServerConfig, limits: AdmissionLimits) -> None:
-        """`adapters`: None if the model has none."""
+        """`adapters`: None if the model serves no adapters."""
         from penstock.obs.metrics import Metrics
 
         self._server, self.limits = server, limits
@@ -76,7 +76,7 @@ class Lasting:
 
     @cached_property
     def sources(self) -> Sources:
-        """Seeds, ids and times for requests. A seed in the settings makes the seeds repeatable."""
+        """Generators of seeds, ids and times for requests. With `seed` in the settings, the same seeds come in each run."""
         from penstock.deploy.running import Sources
 
         if self._server.seed is None:
@@ -86,7 +86,7 @@ class Lasting:
 
 
 def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting) -> RunningModel:
-    """Return the running model. Close the result. `model`: from `resolve`, together with the blueprint.
+    """Load a model, and return it running. The caller closes it. `model` and `blueprint` come from the same `resolve`.
 
     Raises ConfigError if something does not fit, after closing everything.
     """
@@ -111,14 +111,14 @@ def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lastin
 
 
 def seat_of(blueprint: Blueprint, resources: Resources) -> SeatOf:
-    """Return the function that gives a native executor its threads."""
+    """Return the function that a native executor calls to get its share of the machine's threads."""
     return partial(resources.team, blueprint.name, share=blueprint.machine_share)
 
 
 class EngineMaker:
-    """Makes the first engine of a model, and a new engine after each failure, for the supervisor.
+    """Factory of a model's engines for the supervisor: the first one, and another after each failure.
 
-    Each engine gets its own executor and an emptied store. All share the observers, so counts go on.
+    Each engine gets its own executor and an emptied disk or host tier. All share the observers, so that counters go on.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class EngineMaker:
         store: BlockStore | None,
         tokenizer: Tokenizer,
     ) -> None:
-        """`executor` and `store` are for the first engine. `blueprint` has its memory plan."""
+        """`executor` and `store` (the tier below the KV pool) are for the first engine. `blueprint` has its memory plan."""
         from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
@@ -169,7 +169,7 @@ class EngineMaker:
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
-        """Return an engine that is not started. Raises the errors of loading a model."""
+        """Return a new engine, not started yet. Raises the errors of loading a model."""
         executor, self._first_executor = self._first_executor, None
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
@@ -187,7 +187,7 @@ class EngineMaker:
         return self._engine
 
     def _give_up(self, engine: Engine) -> None:
-        """Keep other models away from the threads and the memory that a stuck step holds."""
+        """Keep other models away from the threads and the memory of an engine with a step that never returns."""
         self._resources.leave_team(self.blueprint.name)
         self._resources.memory.hold_stuck(self.blueprint.name, lambda: engine.is_alive)
 
@@ -211,7 +211,7 @@ class EngineMaker:
         self._resources.memory.give_back(self.blueprint.name)
 
     def _executor_from_files(self) -> Executor:
-        """Return a new executor. The failed executor may still hold its memory."""
+        """Load the weights again into a new executor. The failed executor may still have its memory."""
         blueprint, plan = self.blueprint, self.blueprint.measured_plan
         free_bytes = self._resources.memory.available_bytes(blueprint.name, is_restart=True) - RESERVE_BYTES
         room_bytes = device.weight_room_bytes(blueprint.compute, free_bytes - plan.num_bytes - plan.num_step_bytes)
@@ -342,7 +342,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
 
 
 def _load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Return the tokenizer and the chat template, which an encoder does not have."""
+    """Return the tokenizer and the chat template. An encoder, which only embeds or scores texts, has no template."""
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 

@@ -1,10 +1,10 @@
-"""A deployment: the models of one process by their names, and the keeper, the only thread that loads and unloads them.
+"""A deployment: the models of one process by name, and the keeper, the only thread that loads and unloads them.
 
     request --> find --> LOADED: its running model, at once
                          else:   want --> keeper: room, load --> the running model
 
-If a model needs room, `room` chooses others to unload. They take no new requests, and are closed when their last request has
-ended. Requests wait in `serve`, not here.
+If memory is short for a model, `room` chooses others to unload. These take no new requests, and are closed when their last
+request has ended. Requests that wait for a model are in `serve`, not here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEND_AGAIN_NS = 1_000_000_000
 
 
 class Deployment:
-    """The served models. Any thread may call any method. Only `tend` and `close` wait."""
+    """The models of a server, loaded or not. Any thread may call any method. Only `tend` and `close` block."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Deployment:
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
     ) -> None:
-        """The first model is the default one. `find_new` returns models that are new in a folder since its last call.
+        """The first model is the default one. `find_new` returns models that were added to a folder since its last call.
 
         Raises ConfigError if two models or adapters have a name in common, or for a split of an unknown model.
         """
@@ -90,7 +90,7 @@ class Deployment:
         self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
 
     def adapters_of(self, name: str) -> ServedModel | None:
-        """Return the model with a known adapter of this name, or None. Does not read the disk."""
+        """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
@@ -124,33 +124,33 @@ class Deployment:
 
     @cached_property
     def off_loop(self) -> OffLoop:
-        """Threads that read large bodies, before the body's model is known."""
+        """Threads that parse large request bodies, before it is known which model they are for."""
         from penstock.deploy.off_loop import OffLoop
 
         return OffLoop(self.default.metrics.count_rejected)
 
     @cached_property
     def sources(self) -> Sources:
-        """Times and ids for requests without a model."""
+        """Generators of ids and times for requests that are not for a certain model."""
         return Sources()
 
     @property
     def default(self) -> ServedModel:
-        """The model for requests without a name."""
+        """The model for requests that name no model."""
         return self.served[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models, without aliases."""
+        """The names of all models that can be served, without aliases."""
         return tuple(name for one in self.served if one.is_there for name in one.names)
 
     @property
     def may_grow(self) -> bool:
-        """Whether models can be added to a folder while the server runs."""
+        """Whether there is a folder in which users can add models while the server runs (`--models-dir`)."""
         return self._find_new is not None
 
     def look(self) -> None:
-        """Add new models of the folder, and note removed ones. Reads the disk. Returns at once if another thread does."""
+        """Look for added and removed models in the models' folder on disk. Returns at once if another thread does so."""
         if self._find_new is None or not self._looking.acquire(blocking=False):
             return
         try:
@@ -183,11 +183,11 @@ class Deployment:
         return served if served is None or served.is_there else None
 
     def part_of(self, name: str | None, tenant: str, unit: str) -> ServedModel | None:
-        """Return the model that answers a request. For a split name, `tenant` and `unit` decide."""
+        """Return the model that answers a request. If the name is split, `tenant` and `unit` choose among several models."""
         return self.find(part_of(self.splits, self.default.name if name is None else name, tenant, unit))
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
-        """Load the model if necessary. Return a future that callers share, so do not cancel it. It fails with `Rejected`."""
+        """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`."""
         with self._news:
             failure = self._refusal(served)
             if failure is not None:
@@ -202,7 +202,7 @@ class Deployment:
             return future
 
     def expected_wait_s(self, served: ServedModel) -> float:
-        """Return the expected wait for the model: for earlier loads, for room, and for its own load.
+        """Return the expected seconds until the model is loaded: earlier loads, unloading others for room, and its own load.
 
         Running requests of a model that makes room may take longer than expected.
         """
@@ -216,10 +216,10 @@ class Deployment:
         return room_ns / 1e9 + sum(_load_s(one) for one in line if one.state is not ModelState.LOADED)
 
     def unload(self, served: ServedModel, timeout_s: float | None = None) -> Future[None]:
-        """Unload a model that is not fixed. The future is done when the memory is free. A later request loads the model again.
+        """Unload a model for an admin. The future is done when its memory is free. A later request loads the model again.
 
-        `timeout_s`: time after which running requests are aborted. None: wait for them. The future fails with `Rejected` if
-        the server shuts down.
+        The model must not be `is_fixed`. `timeout_s`: time after which running requests are aborted. None: wait for them. The
+        future fails with `Rejected` if the server shuts down.
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
         with self._news:
@@ -231,7 +231,7 @@ class Deployment:
         return future
 
     def keep(self, served: ServedModel, idle_ns: int) -> None:
-        """Set after how much idle time the model is unloaded, until it is. Below 0: never.
+        """Replace the idle time after which the loaded model is unloaded, until it is unloaded. Below 0: never unload it.
 
         Has no effect on a model without `idle_unload_ns`.
         """
@@ -256,7 +256,7 @@ class Deployment:
     def close(self, timeout_s: float = 0.0) -> bool:
         """Drain all models for up to `timeout_s` together, and close them. Idempotent.
 
-        Returns whether nothing had to be aborted. A load that takes longer ends with the process.
+        Returns whether all requests ended by themselves. A load that takes longer ends with the process.
         """
         self.drain()
         end_s = time.monotonic() + timeout_s
@@ -284,9 +284,9 @@ class Deployment:
                 self._has_news = False
 
     def tend(self) -> int | None:
-        """Load and unload whatever is due. Return when to call again, or None to wait for an event.
+        """Load and unload the models that are due. Return the time for the next call, or None to wait for an event.
 
-        The keeper's thread calls this; tests without that thread call it directly.
+        The keeper's thread calls this. Tests without that thread call it directly.
         """
         due_ns = [self._leave_unwanted(), self._leave_idle()]
         self._close_unused()
@@ -295,7 +295,7 @@ class Deployment:
         return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
 
     def _leave_unwanted(self) -> int | None:
-        """Begin to unload broken and unwanted models, and close those past their time limit."""
+        """Begin to unload broken models and those that an admin unloads. Close the latter at the admin's time limit."""
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
@@ -335,7 +335,7 @@ class Deployment:
         return min(due_ns, default=None)
 
     def _load_wanted(self) -> int | None:
-        """Load wanted models that fit, and unload others to make room.
+        """Load the models that requests wait for, and unload others to make room. Return when to try again, or None.
 
         The first model in line gets room first. A later one can be loaded earlier if both will fit.
         """
@@ -391,7 +391,7 @@ class Deployment:
         return num_bytes
 
     def _load(self, served: ServedModel) -> None:
-        """Load a model and resolve its future. Raises the errors of `ServedModel.load`."""
+        """Load a model and resolve the future that requests wait for. Raises the errors of `ServedModel.load`."""
         served.state = ModelState.LOADING
         began_ns = self.clock.now_ns()
         running = served.load()
@@ -462,13 +462,13 @@ class Deployment:
         self._news.notify_all()
 
     def _on_unused(self, served: ServedModel) -> None:
-        """Wake the keeper if it may wait for this model's last request."""
+        """Wake the keeper after a model's last request, if the keeper waits for that to unload it."""
         if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
             with self._news:
                 self._notify()
 
     def _refusal(self, served: ServedModel) -> Rejected | None:
-        """Return why a model can't be loaded for a while, or None."""
+        """Return the error for requests while a failed model is not loaded again, or while the server shuts down, or None."""
         if self._is_closing:
             return _shutting_down()
         retry_ns = served.failed_ns + RETRY_NS - self.clock.now_ns()
@@ -482,7 +482,7 @@ class Deployment:
 
 
 def _load_s(served: ServedModel) -> float:
-    """Return the time of the last load, or a guess: one second, plus the weights at 400 MB/s."""
+    """Return the duration of the model's last load in seconds, or a guess: one second, plus the weights at 400 MB/s."""
     if served.load_ns:
         return served.load_ns / 1e9
     return 1.0 + (0 if served.share is None else served.share.num_weight_bytes / 400e6)

@@ -1,4 +1,4 @@
-"""The device in words, its memory nodes, and the CPUs on which threads compute. Nothing is loaded or computed here."""
+"""Facts of the machine for the log and for plans: device, memory nodes, CPUs for threads. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
 
 
 def memory_nodes(cores: Cores) -> tuple[int, ...]:
-    """Return the memory nodes to spread weights and KV cache over. Empty for a single node, or if the system refuses."""
+    """Return the NUMA nodes over which to spread weights and KV cache. Empty for a single node, or if the system refuses."""
     from penstock.backends import native
 
     if (refusal := native.spreading_refusal(cores.memory_nodes)) is None:
@@ -65,7 +65,7 @@ def weight_room_bytes(compute: Compute, host_bytes: int) -> int:
 
 
 def words(backend: BackendConfig, cores: Cores) -> str:
-    """Describe the backend for the log."""
+    """Describe the backend and its threads for the log."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
     if backend.backend == Backend.CUDA:

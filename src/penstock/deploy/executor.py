@@ -1,4 +1,4 @@
-"""Makes the executor of the backend that a blueprint names. On a GPU, the first executor measures the room for its KV cache."""
+"""Makes the executor for a blueprint's backend. On a GPU, the first executor measures the memory left for the KV cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SeatOf: TypeAlias = "Callable[[int, Sequence[int]], tuple[Team, Account]]"
 
 
 def first_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) -> tuple[Blueprint, Executor]:
-    """Return the blueprint with its memory plan, measured on a GPU, and the executor with the model's weights.
+    """Load the weights into an executor. Return it, and the blueprint with its memory plan, which is measured on a GPU.
 
     Raises ConfigError if the weights or the KV cache do not fit.
     """
@@ -78,7 +78,7 @@ def first_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
 
 
 def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) -> Executor:
-    """Return the executor of a blueprint with a memory plan, with the model's weights."""
+    """Load the weights into an executor, for a blueprint that has a memory plan."""
     options, plan = blueprint.compute.options, blueprint.measured_plan
     if blueprint.compute.is_on_gpu:
         executor = _make_for_gpu(blueprint, model)
@@ -110,7 +110,7 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
 
 @contextmanager
 def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function that counts loaded bytes on a bar, shown after `BAR_DELAY_S`, or None without a terminal."""
+    """Show a bar of loaded bytes after `BAR_DELAY_S`. Yield the function that moves it, or None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -127,7 +127,7 @@ def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
 
 
 def _profile(blueprint: Blueprint, model: LoadedModel) -> tuple[CudaExecutor, Usage]:
-    """Return an executor with a small KV cache, and the GPU memory that it takes without the cache."""
+    """Return a GPU's executor with a small KV cache, and the measured GPU memory that it takes without the cache."""
     from penstock.backends.cuda.memory import GpuMemory, no_blocks, profile
     from penstock.engine.transfers import num_staged_blocks
 
@@ -150,7 +150,7 @@ def _profile(blueprint: Blueprint, model: LoadedModel) -> tuple[CudaExecutor, Us
 
 
 def _make_ready(executor: CudaExecutor, blueprint: Blueprint) -> None:
-    """Give a GPU's executor its KV cache and its graphs. Raises MemoryError if there is no room for the cache."""
+    """Allocate a GPU's KV cache and capture its CUDA graphs. Raises MemoryError if there is no room for the cache."""
     from penstock.backends.cuda.memory import GpuMemory
 
     plan = blueprint.measured_plan
@@ -170,7 +170,7 @@ def _make_ready(executor: CudaExecutor, blueprint: Blueprint) -> None:
 
 
 def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
-    """Return the tokens of the longest request, regardless of memory.
+    """Return the most tokens of a request that the settings and the model allow, even if the KV cache will hold fewer.
 
     Every GPU executor is first made for this length. The length decides which keys are stored without bias, and a file of the
     disk tier must stay readable by later executors.
@@ -181,7 +181,7 @@ def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
 
 
 def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int = 2) -> CudaExecutor:
-    """Make an executor whose KV cache is not planned yet."""
+    """Make a GPU's executor with a small KV cache, before the cache is sized."""
     compute = blueprint.compute
     block_size = blueprint.plan.capacity.block_size if blueprint.plan is not None else compute.block_size
     rows, step_tokens = compute.max_rows, compute.max_step_tokens
@@ -200,7 +200,7 @@ def _gpu_extras(options: BackendConfig) -> dict[str, object]:
 
 
 def _make(blueprint: Blueprint, model: LoadedModel, capacity: Capacity, **extras: object) -> Executor:
-    """Make the executor of the blueprint's backend. `extras`: arguments that only this backend takes."""
+    """Make the executor of the blueprint's backend. `extras`: arguments for this backend only."""
     from penstock.models.architectures import describe
 
     compute, lora = blueprint.compute, blueprint.lora

@@ -1,5 +1,8 @@
-"""The file for a mixture model's experts (--experts-on-disk). The native backend writes and maps the file. The system keeps as
-much of it in memory as fits, and reads the rest when a token needs it."""
+"""The file with the experts of a mixture-of-experts model (--experts-on-disk).
+
+The native backend writes and maps the file. The system keeps as much of it in memory as fits, and reads the rest when a token
+needs it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_experts(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError if --experts-on-disk would change nothing."""
+    """Raise ConfigError if --experts-on-disk would change nothing for this model and backend."""
     if not compute.is_native:
         raise ConfigError(
             f"experts_on_disk is set, and the {compute.options.backend} backend can't keep experts in a file.",
@@ -48,7 +51,7 @@ def check_disk(folder: Path, model: LoadedModel) -> None:
 
 
 def disk_words(model: LoadedModel, room_bytes: int) -> str:
-    """Describe the expected speed if memory has `room_bytes` for the experts."""
+    """Describe the expected speed if `room_bytes` of memory are left for the experts."""
     mlps = [layer.mlp for layer in model.spec.layers if isinstance(layer.mlp, ExpertsMlp)]
     share = max(mlp.num_experts_per_token / mlp.num_experts for mlp in mlps)
     read_bytes, held = share * model.num_expert_bytes, min(1.0, max(0, room_bytes) / model.num_expert_bytes)
@@ -64,7 +67,7 @@ def disk_words(model: LoadedModel, room_bytes: int) -> str:
 
 @contextmanager
 def expert_file(folder: Path | None, model: LoadedModel) -> Iterator[int | None]:
-    """Yield a nameless empty file in the folder, or None without a folder. The system deletes the file when no process maps it.
+    """Yield the descriptor of a new file in the folder, or None without a folder. The file vanishes when no process maps it.
 
     Raises ConfigError if the disk fails, also inside the block.
     """

@@ -1,10 +1,10 @@
-"""Turns configs into running models. The command line, the Python API and tests call this.
+"""Turns configs into running models. Called by the command line, the Python API and tests.
 
     start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
     serve_model        config, source -> ServedModel: loads it when the deployment wants it, by
     start_model        config, source -> RunningModel: `resolve`, then `build`
 
-Heavy imports are inside functions, so that importing this costs nothing.
+Heavy imports are inside functions, so that importing this file is fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def locate(config: Config) -> ModelSource:
-    """Return the source of the config's model. Fetch it if it is not here and can be fetched. Raises PenstockError."""
+    """Return where the config's model is on this machine, and download the model first if needed. Raises PenstockError."""
     from penstock.models import catalog
 
     source = catalog.resolve(config.model.model, catalog.cache_dir(config.model.cache_dir))
@@ -53,10 +53,10 @@ def locate(config: Config) -> ModelSource:
 
 
 def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, str], Config] | None = None) -> Deployment:
-    """Return a model for each config, on one machine. The first is the default one. Close the result.
+    """Return a deployment of one model per config, with those loaded that load at the start. The first model is the default.
 
-    `config_of_found` returns the config of a model that is added to `models_dir` later, from name and path. Raises the errors
-    of `locate` and `start_model`, and ConfigError for two models with one name, after closing all models.
+    The caller closes it. `config_of_found`: (name, path) -> config, for a model that is added to `models_dir` later. Raises the
+    errors of `locate` and `start_model`, and ConfigError for two models with one name, after closing all models.
     """
     from penstock.deploy.deployment import Deployment
 
@@ -85,7 +85,7 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 
 
 def _num_at_once(configs: Sequence[Config]) -> int:
-    """Return for how many models to leave room when sizing KV caches without a set size.
+    """Return how many models to leave memory for when sizing KV caches without a set size.
 
     Models that load on request count as two at most: rarely more are in use at once.
     """
@@ -101,7 +101,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
-    """Return the model of a present source, without loading it. Raises ConfigError for bad names of adapters."""
+    """Return a model that can be loaded later, when a request names it. Raises ConfigError for bad names of adapters."""
     from penstock.deploy.running import ServedModel
     from penstock.models.facts import read_facts
 
@@ -128,13 +128,13 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
 
 
 def make_lasting(config: Config, source: ModelSource) -> Lasting:
-    """Return the parts of a model that outlive its loads. Raises the ConfigError of `open_adapters`."""
+    """Return the parts of a model that are kept when it is unloaded. Raises the ConfigError of `open_adapters`."""
     name = served_names(config, source)[0]
     return Lasting(name, open_adapters(config.lora), config.server, admission_limits(config.admission))
 
 
 def _check_stays(config: Config) -> None:
-    """Refuse to load or unload a model on a GPU later: GPU memory is planned at the start."""
+    """Raise ConfigError if a model on a GPU would be loaded or unloaded later: GPU memory is planned at the start."""
     for flag, is_set in (
         ("--load-on request", config.sharing.load_on != Load.START),
         ("--idle-unload", config.sharing.idle_unload_s),
@@ -147,7 +147,7 @@ def _check_stays(config: Config) -> None:
 
 
 def open_adapters(lora: LoraConfig) -> Adapters | None:
-    """Return the registry of the settings' adapters. No file is opened yet. Raises ConfigError for a bad name or path."""
+    """Return the registry of adapters for the settings. Opens no file yet. Raises ConfigError for a bad name or path."""
     if not lora.is_on:
         return None
     from penstock.deploy.adapters import Adapters
@@ -169,7 +169,7 @@ def open_adapters(lora: LoraConfig) -> Adapters | None:
 
 
 def plan_share(config: Config, source: ModelSource, resources: Resources) -> MemoryShare:
-    """Return the memory that the model will take. Reads the head of its files. Raises the errors of `start_model`."""
+    """Return the memory that the model will take, from the headers of its files. Raises the errors of `start_model`."""
     if decide(config).is_on_gpu:
         return MemoryShare()  # a GPU has memory of its own
     machine = resources.machine(served_names(config, source)[0])
@@ -179,10 +179,10 @@ def plan_share(config: Config, source: ModelSource, resources: Resources) -> Mem
 def start_model(
     config: Config, source: ModelSource, resources: Resources | None = None, lasting: Lasting | None = None
 ) -> RunningModel:
-    """Return the model of a source that is present, ready for requests. Close the result.
+    """Load a model from files on this machine, and return it ready for requests. The caller closes it.
 
-    `resources`: shared by the deployment's models; by default, new ones. `lasting`: the parts kept from an earlier load. Raises
-    ModelError or ConfigError if the model can't be loaded or does not fit the machine.
+    `resources`: memory and threads that the deployment's models share; by default, new ones. `lasting`: the parts kept from an
+    earlier load. Raises ModelError or ConfigError if the model can't be loaded or does not fit the machine.
     """
     resources, name = resources or Resources(), served_names(config, source)[0]
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Path | None = None) -> bytes:
-    """Return a hash of everything that the bytes of a KV block depend on.
+    """Return a hash that changes with anything that the bytes of a KV block depend on, so that old files are not misread.
 
     `merged`: the adapter that is merged into the weights. Raises OSError if the model's files can't be read.
     """
@@ -34,10 +34,11 @@ def system_fingerprint(
     merged: Path | None = None,
     parsers: tuple[str, str] = ("auto", "auto"),
 ) -> str:
-    """Return `fp_` and 16 hex digits: a hash of everything but request and `max_model_len` that an answer depends on.
+    """Return `fp_` and 16 hex digits, for clients: a hash of everything that answers depend on, besides the request.
 
     Includes weights, chat template, `parsers` (of tools and reasoning), sampling defaults, end tokens, kernels, number types
-    and version. Leaves out the files' times, so that equal servers agree. Raises OSError if the files can't be read.
+    and version. Leaves out `max_model_len` and the files' times, so that equal servers agree. Raises OSError if the files can't
+    be read.
     """
     from penstock.models.load import fingerprint
 
@@ -54,7 +55,7 @@ def _merged(path: Path | None, *, has_times: bool) -> list[object]:
 
 
 def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[object]:
-    """Return everything but the weights that computed numbers depend on."""
+    """Return the facts, besides weights, that the results of a step depend on, such as version, kernels and KV type."""
     from penstock import __version__
 
     parts: list[object] = [__version__, compute.options.backend, getattr(executor, "variant", ""), *_kernels(compute)]
@@ -77,7 +78,7 @@ def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[obje
 
 
 def _kernels(compute: Compute) -> Sequence[object]:
-    """Return facts that identify the kernels."""
+    """Return facts that change with the compiled kernels: package versions and GPU, or the hash of the native library."""
     if compute.is_on_gpu:
         from penstock.backends import cuda
 

@@ -1,6 +1,6 @@
-"""The folder of `--models-dir` while the server runs: files added there become models of the deployment.
+"""The folder of `--models-dir`, watched while the server runs: files added there become models of the deployment.
 
-A request's name is compared with the folder's entries, and never made into a path.
+The name in a request is compared with the folder's entries, and never made into a path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelFolder:
         self._has_logged = False
 
     def find_new(self) -> list[ServedModel]:
-        """Return the new models since the last call. Reads the disk. One caller at a time."""
+        """Return the models that were added since the last call. Reads the disk. One caller at a time."""
         try:
             sources = [source for source in list_folder(self._path) if source.path not in self._known]
         except (OSError, PenstockError) as error:

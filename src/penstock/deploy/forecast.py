@@ -1,7 +1,7 @@
-"""Forecasts of a server, for `penstock show`, `plan` and `simulate`: the memory that a config would take, and what is wrong.
+"""Forecasts of a server, for `penstock show`, `plan` and `simulate`: the memory that a config would take, and its errors.
 
-The checks and the memory plan are the same as at a start, but no weight is read and no kernel runs. The machine can be another
-one. A start measures a GPU's steps; here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
+The checks and the memory plan are the same as when a server starts, but no weight is read and no kernel runs. The machine can
+be another one. A server measures a GPU's steps; here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Forecast:
 
 
 def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: int) -> Forecast:
-    """Return the memory plan of a model's server on a machine with so many free bytes, or on a GPU of that size.
+    """Return the memory plan that a server would have on a machine with `memory_bytes` free, or on a GPU of that size.
 
-    Raises ConfigError as a start would.
+    Raises the ConfigError that the server would raise.
     """
     compute = resolve.decide(config, is_gpu=is_gpu)
     resolve.check_block_size(compute)
@@ -95,7 +95,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
 
 
 def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outline:
-    """Return the outline of a source, from its headers. Raises ModelError as `load_model`, and ConfigError as a start."""
+    """Read a model's outline from the headers of its files. Raises ModelError as `load_model`, and ConfigError as a server."""
     from penstock.models.catalog import SourceKind
     from penstock.models.load import load_model
 
@@ -131,7 +131,7 @@ def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline
 
 
 def _held_bytes(compute: Compute, model: LoadedModel) -> Mapping[str, int]:
-    """Return the bytes of each weight in the backend's memory, by name."""
+    """Return weight's name -> its bytes in the backend's memory."""
     from penstock.models.formats import held_bytes
     from penstock.models.weights import held_floats
 
@@ -167,7 +167,7 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
 
 
 def require_answers(name: str, spec: ModelSpec, what: str) -> None:
-    """Raise ConfigError for a model that only reads texts. `what`: the command, for the message."""
+    """Raise ConfigError for a model that only embeds or scores texts. `what`: the command, for the message."""
     if spec.ending is not None:
         raise ConfigError(
             f"{name} reads texts and writes none, and {what} knows only models that write.",
@@ -180,7 +180,7 @@ def require_answers(name: str, spec: ModelSpec, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A check that failed."""
+    """A reason why a server would not start: the check that failed, its cause and the remedy."""
 
     check: str
     """The checked part: weights, tokenizer, chat template, sampling, backend, disk or memory."""
@@ -204,7 +204,7 @@ class Appraisal:
 
 
 def appraise(config: Config, source: ModelSource) -> Appraisal:
-    """Check a present source for a server on this machine's CPU. Raises ModelError if it can't be read.
+    """Check whether a server could start with this model on this machine's CPU. Raises ModelError if no file can be read.
 
     All checks run, even after one has failed.
     """
@@ -241,7 +241,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
 @contextmanager
 def _check(name: str, refusals: list[Refusal]) -> Iterator[None]:
-    """Append the error that ends the block to `refusals`."""
+    """Run the block as one check. Append an error that ends it to `refusals`."""
     try:
         yield
     except PenstockError as error:
@@ -251,7 +251,7 @@ def _check(name: str, refusals: list[Refusal]) -> Iterator[None]:
 def _check_text(
     config: Config, source: ModelSource, facts: ModelFacts, model: LoadedModel | None, refusals: list[Refusal]
 ) -> None:
-    """Check the tokenizer and the template, also if the weights are refused."""
+    """Check the tokenizer and the chat template, also if the weights are refused."""
     from penstock.text.chat import ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 
@@ -268,7 +268,6 @@ def _check_text(
 
 
 def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
-    """Return the vocabulary of files whose weights are refused."""
     from penstock.models.catalog import SourceKind
     from penstock.models.gguf import read_vocab
     from penstock.models.gguf_file import open_gguf
@@ -295,9 +294,9 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 
 
 def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> Simulation:
-    """Return the policies, admission limits and capacity of a server with this config.
+    """Return a simulated server with the policies, admission limits, capacity and timeouts of this config.
 
-    `num_blocks`: KV blocks for requests. None: as many as the server would take on this machine now, which needs the model's
+    `num_blocks`: KV blocks for requests. None: as many as a server would take on this machine now, which needs the model's
     files. Raises PenstockError.
     """
     from penstock.lab.simulation import Simulation
@@ -328,7 +327,7 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
 
 
 def kv_bytes_per_token(config: Config) -> int:
-    """Return the bytes of one token in the KV cache of the config's model, including its share of recurrent state."""
+    """Return the bytes of one token in the model's KV cache, including a token's part of the recurrent state in its block."""
     compute = resolve.decide(config, is_gpu=config.backend.device == Device.CUDA)
     size = compute.block_size
     return -(-footprint.block_bytes(_load(config).spec, compute.kv_dtype, size) // size)

@@ -1,10 +1,10 @@
-"""Runs small work on requests on the event loop, and other work in threads, so that other clients' tokens flow on.
+"""Moves long work out of the event loop into threads, so that other clients' tokens flow on. Work on short texts stays there.
 
     size        up to `INLINE_MAX_SIZE`    up to `LARGE_SIZE`    above
     done by     the event loop             two threads           one thread
 
-Grammars have two more threads, and chat templates one, whatever the size; tenants take turns there (`FairLine`). Work in
-threads must not touch objects of the event loop. The server ends without waiting for the threads.
+Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there
+(`FairLine`). Work in threads must not touch objects of the event loop. The server ends without waiting for the threads.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ RETRY_AFTER_S = 5.0
 
 
 def give_way() -> None:
-    """Let other threads run Python. Call this at least every millisecond of long work.
+    """Let other threads run Python. Call this at least every millisecond of long work in a thread.
 
-    Otherwise a thread keeps the interpreter for up to 5 ms at a time.
+    Otherwise the thread keeps the interpreter for up to 5 ms at a time.
     """
     time.sleep(0)
 
 
 class OffLoop:
-    """Bounded queues of work for the event loop. Any thread may call `close`."""
+    """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
@@ -55,9 +55,9 @@ class OffLoop:
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
-        """Return the result of `work`, done in a thread if `size`, in characters or bytes, is above the limit.
+        """Do `work` and return its result. If `size`, in characters or bytes, is above `limit`, do it in a thread.
 
-        Raises `Rejected`: QUEUE_FULL if too much waits, DRAINING when the server ends.
+        Raises `Rejected`: QUEUE_FULL if too much work waits, DRAINING when the server ends.
         """
         if size <= limit:
             return work()
@@ -67,7 +67,7 @@ class OffLoop:
         return await line.do(size, work)
 
     async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for chat templates: always in a thread, in turn with other tenants, for at most `MAX_RENDER_S`."""
+        """Render a chat template in a thread, for at most `MAX_RENDER_S`. Tenants take turns. Raises as `run`."""
         try:
             async with asyncio.timeout(MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", tenant, size, work)
@@ -75,14 +75,14 @@ class OffLoop:
             raise self._full("conversations") from None
 
     async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
-        """As `run`, for grammars: always in a thread, in turn with other tenants.
+        """Compile a grammar in a thread. Tenants take turns. Raises as `run`.
 
         Calls with the same key share the work, which must not raise.
         """
         return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for the end of an admitted request, which is never refused."""
+        """Do `work` for an answer that ends, as `run` does, but never refuse it."""
         if size > INLINE_MAX_SIZE:
             with contextlib.suppress(_Closed):  # a draining server has time for this answer
                 return await self._line(size).do(size, work)
@@ -91,7 +91,7 @@ class OffLoop:
     def close(self) -> None:
         """Begin no more work. Return at once. Idempotent.
 
-        Callers that wait for a grammar or a template get an error at once, also if the work has begun.
+        Callers that wait for a grammar or a template get an error at once, even if the work has begun.
         """
         for line in (*self._lines, self._templates, self._grammars):
             line.close()
@@ -128,7 +128,7 @@ class _Line:
         self._size = 0
 
     def is_full(self, size: int) -> bool:
-        """Return whether the queue has no room. A job above the size limit still fits an empty queue."""
+        """Return whether the queue must refuse a job of this size. An empty queue takes a job of any size."""
         return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
     async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
@@ -153,7 +153,7 @@ class _Line:
 
 
 async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Result:
-    """Return a job's result. A cancelled caller cancels work that has not begun, unless the work `is_shared`."""
+    """Wait for a job's result. If the caller is cancelled, cancel the job unless it has begun or `is_shared`."""
     try:
         waiter = asyncio.wrap_future(future)
         return await (asyncio.shield(waiter) if is_shared else waiter)
@@ -167,7 +167,7 @@ async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Re
 
 
 class _Closed(Rejected):
-    """Raised after `close`."""
+    """Error for work that is submitted after `close`."""
 
 
 def _shutting_down() -> _Closed:
@@ -177,7 +177,7 @@ def _shutting_down() -> _Closed:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work that requests of one or more tenants wait for."""
+    """A piece of work, such as compiling a grammar, and the requests that wait for its result."""
 
     key: Hashable
     size: int
@@ -210,9 +210,9 @@ class FairLine:
         self._is_closed = False
 
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
-        """Queue a job for the tenant, or join the job of any tenant with this key. Return None if the queue is full.
+        """Queue a job for the tenant, or share an unfinished job with this key. Return None if the tenant's queue is full.
 
-        A job above the size limit still fits an empty queue.
+        An empty queue takes a job of any size.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -235,7 +235,7 @@ class FairLine:
             return job
 
     def leave(self, tenant: str, job: Job) -> None:
-        """Stop one of the tenant's requests from waiting. Drop the job if it has not begun and no request waits."""
+        """Note that a tenant's request no longer waits for the job. Drop the job if it has not begun and no request waits."""
         with self._lock:
             if tenant not in job.waiting:
                 return
@@ -261,7 +261,7 @@ class FairLine:
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
-        """Begin jobs while threads are idle. The caller holds the lock."""
+        """Start waiting jobs on idle threads. The caller holds the lock."""
         while len(self._at_work) < self._num_threads:
             tenant = next((tenant for tenant in self._queues if tenant not in self._at_work), None)
             if tenant is None:
@@ -279,7 +279,6 @@ class FairLine:
             del self._queues[tenant]
 
     def _do(self, tenant: str, job: Job) -> None:
-        """Do a job in a thread of the pool."""
         try:
             result, error = job.work(), None
         except BaseException as raised:

@@ -1,4 +1,4 @@
-"""Turns a config's names and settings into a recipe for the scheduler's policies, and into the limits of admission."""
+"""Makes the scheduler's policies and the admission limits from the names and settings in a config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor")
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecipe:
-    """The chosen and checked policies. Each scheduler makes its own objects, because policies keep state."""
+    """The scheduler policies that a config chooses, already checked. `make` returns new ones, because policies keep state."""
 
     make: Callable[[], Policies]
     words: Mapping[str, str]
@@ -50,7 +50,7 @@ class PolicyRecipe:
 
 
 def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecipe:
-    """Return the preset's policies, replaced by those that the config names. `is_one_pass`: as in `Capacity`.
+    """Return the policies of the config's preset, replaced where the config names others. `is_one_pass`: as in `Capacity`.
 
     Raises ConfigError for settings that would change nothing.
     """
@@ -94,7 +94,7 @@ def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecip
 
 
 def _preset(config: Config, *, is_one_pass: bool) -> str:
-    """Return the preset's name. Static and dynamic batches of texts have presets that do not split a batch into steps."""
+    """Return the name of the preset. Models that only embed or score texts have presets that never split a text."""
     from penstock.sched.policies.presets import TEXTS_PRESET, USUAL_PRESET
 
     chosen = config.scheduler
@@ -152,7 +152,7 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
 
 
 def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
-    """Refuse an eviction policy that would change nothing."""
+    """Raise ConfigError for an eviction policy that would change nothing."""
     if kv.kv_eviction is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
     if kv.kv_rest_s is not None and not kv.prefix_caching:
@@ -165,7 +165,6 @@ def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
 
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
-    """Return the limits of admission that the settings give."""
     from penstock.admission.door import AdmissionLimits
 
     return AdmissionLimits(

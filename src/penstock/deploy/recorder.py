@@ -1,4 +1,4 @@
-"""The recorder of a running model: opens the recording that the settings ask for, and writes its header."""
+"""Opens the recording of a model's requests and steps (`--record`), and writes its header."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NOT_RECORDED = "not recorded"
 
 
 def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenRecorder | None:
-    """Return a function that begins the recording, or None if the server records nothing.
+    """Check that the recording can be written. Return a function that begins it, or None without `--record`.
 
-    `parts`: the configs to write into the header. Raises ConfigError, like the function, if the file can't be written.
+    `parts`: the configs to write into the header. Both this and the function raise ConfigError if the file can't be written.
     """
     if server.record is None:
         return None
@@ -63,7 +63,7 @@ def plan_recording(server: ServerConfig, parts: Sequence[Component]) -> OpenReco
 
 
 def _about(settings: Mapping[str, object], name: str, backend: str | None, executor: Executor) -> dict[str, object]:
-    """Return the facts of model, machine and settings, as JSON."""
+    """Return the recording's header: facts of model, machine and settings."""
     return {
         "penstock": __version__,
         "model": name,
@@ -79,7 +79,7 @@ def _about(settings: Mapping[str, object], name: str, backend: str | None, execu
 
 
 def _recorded(key: str, value: object, has_names: bool) -> object:
-    """Return a setting's value, hidden if it may name tenants or files, such as a policy's arguments."""
+    """Return a setting's value for the header, hidden if it may name tenants or files and `has_names` is false."""
     from penstock.sched.policies.own import is_own
 
     if has_names or not (key.endswith("_args") or (isinstance(value, str) and is_own(value))):

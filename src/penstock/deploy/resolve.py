@@ -1,4 +1,6 @@
-"""Turns a config, a model's files and the machine into a blueprint. Reads only the head of the files.
+"""Turns a config, a model's files and the machine into a blueprint. Reads only the headers of the files.
+
+The table says which device computes:
 
 --device   --backend    without          native, reference   cuda
 auto                    a GPU if usable  the CPU             a GPU
@@ -45,11 +47,11 @@ _ADAPTED = ("q", "k", "v", "o")
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
-    """Return the blueprint of a model with present files, and the model, without reading its weights.
+    """Return the blueprint and the model of files on this machine. No weight is read.
 
-    A KV cache without a set size takes a part of the free memory. With several models, it takes a part of the total instead,
-    so that its size does not depend on which others are loaded. Raises ModelError or ConfigError if the model can't be loaded
-    or does not fit the machine.
+    A KV cache without a set size takes a part of the free memory. With several models, it takes a part of the total instead, so
+    that its size does not depend on which others are loaded. Raises ModelError or ConfigError if the model can't be loaded or
+    does not fit the machine.
     """
     compute = decide(config)
     check_block_size(compute)
@@ -123,7 +125,7 @@ def served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
 
 
 def aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
-    """Return further names that clients may use.
+    """Return names that clients may use besides `served_names`, but that lists of models leave out.
 
     These are the settings' aliases and, unless `served_model_name` is set, the model as the user wrote it and its catalogue
     aliases.
@@ -133,7 +135,7 @@ def aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
 
 
 def expert_folder(config: Config) -> Path:
-    """Return the folder for the file with a mixture's experts."""
+    """Return the folder in the cache for the file of --experts-on-disk."""
     return _cache_dir(config) / "experts"
 
 
@@ -147,9 +149,9 @@ def _cache_dir(config: Config) -> Path:
 
 
 def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
-    """Decide the device, the backend and what depends on them. Raises ConfigError for settings that contradict each other.
+    """Decide the device, the backend and the settings that depend on them. Raises ConfigError for contradictory settings.
 
-    `is_gpu`: whether to plan for another machine with a GPU, or without. None: for this machine.
+    `is_gpu`: for a plan, whether another machine has a GPU. None: look at this machine.
     """
     chosen = config.backend
     if is_gpu is None:
@@ -181,7 +183,7 @@ def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
 
 
 def _why_cpu(config: Config) -> str | None:
-    """Return the reason for computing on this machine's CPU, or None to compute on a GPU. Raises ConfigError."""
+    """Return why the CPU computes, for messages, or None if a GPU does. Raises ConfigError for contradictory settings."""
     device, backend = config.backend.device, config.backend.backend
     is_cpu_named = backend in (Backend.NATIVE, Backend.REFERENCE)
     if device == Device.CUDA and is_cpu_named:
@@ -204,7 +206,7 @@ def _why_cpu(config: Config) -> str | None:
 
 
 def _cpu_flags(config: Config) -> Iterator[str]:
-    """Yield the set flags that only work on the CPU."""
+    """Yield the flags in use that only work on the CPU, such as `--threads`."""
     backend = config.backend
     for flag, is_set in (
         ("--threads", backend.threads is not None),
@@ -252,7 +254,7 @@ def _check_flashinfer(config: Config) -> None:
 
 
 def _check_cpu_settings(config: Config, cause: str) -> None:
-    """Refuse settings that only work on a GPU."""
+    """Raise ConfigError for a setting that only works on a GPU. `cause`: why the CPU computes."""
     of_a_gpu = "it is a GPU's setting"
     for flag, is_set, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
@@ -267,7 +269,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
 
 
 def _check_kernels(backend: BackendConfig) -> None:
-    """Refuse kernels that the machine or the backend can't run."""
+    """Raise ConfigError for `--kernels` that the machine or the backend can't run."""
     if backend.backend == Backend.REFERENCE:
         if backend.threads is not None:  # in saved settings, which also serve the native backend
             _log.warning("--threads has no effect: the reference backend computes with NumPy")
@@ -301,7 +303,7 @@ def check_block_size(compute: Compute) -> None:
 
 
 def check_head_dim(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError for heads that are too wide: the native kernels keep them on the stack."""
+    """Raise ConfigError for attention heads that are too wide: the native kernels keep them on the stack."""
     head_dim = max(attention.head_dim for attention in model.spec.attentions)
     if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
         raise ConfigError(
@@ -311,7 +313,7 @@ def check_head_dim(compute: Compute, model: LoadedModel) -> None:
 
 
 def check_state(compute: Compute, model: LoadedModel) -> None:
-    """Raise ConfigError if blocks are too small for recurrent state, which is stored in each block."""
+    """Raise ConfigError if KV blocks are too small for recurrent state, which is stored in each block."""
     needed = max((layer.mixer.kernel - 1 for layer in model.spec.layers if isinstance(layer.mixer, ShortConvSpec)), default=0)
     if compute.block_size < needed:
         raise ConfigError(
@@ -342,7 +344,7 @@ def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
 
 
 def _check_cache(kv: KvConfig) -> None:
-    """Refuse settings of a prefix cache or disk tier that is off."""
+    """Raise ConfigError for settings of a prefix cache or disk tier that is off."""
     if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
         raise ConfigError(
             "prefix_sharing says who shares prefixes, and --no-prefix-caching keeps none.",
@@ -356,7 +358,7 @@ def _check_cache(kv: KvConfig) -> None:
 
 
 def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
-    """Refuse a limit of the address space that is too low for the threads of a loaded model."""
+    """Raise ConfigError if a limit such as `ulimit -v` is too low for the threads of a loaded model."""
     space = address_space()
     if space is None or compute.is_on_gpu:
         return
@@ -380,12 +382,12 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
 
 
 def num_memory_bytes(config: Config, model: LoadedModel) -> int:
-    """Return the bytes of weights in memory, without experts in a file."""
+    """Return the bytes of the weights that stay in memory: all but the experts with --experts-on-disk."""
     return model.num_weight_bytes - (model.num_expert_bytes if config.model.experts_on_disk else 0)
 
 
 def adapter_room(config: Config, model: LoadedModel) -> sizing.AdapterRoom:
-    """Return the memory for the settings' number of adapters, and for reading one more.
+    """Return the memory for the most adapters that the settings allow, and for reading one more.
 
     Assumes adapters of the greatest rank on attention's projections. Raises ConfigError for a model that can't have adapters.
     """
@@ -421,7 +423,7 @@ def plan_on_cpu(
     num_models: int = 1,
     adapters: sizing.AdapterRoom = sizing.NO_ADAPTERS,
 ) -> sizing.KvPlan:
-    """Return the plan of a KV cache on a CPU with `available_bytes`. Raises the errors of `plan_kv`."""
+    """Return the size of the KV cache on a CPU with `available_bytes` free. Raises the errors of `plan_kv`."""
     from penstock.models.architectures import describe
 
     return sizing.plan_kv(
@@ -444,9 +446,9 @@ _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
 
 
 def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, sizing.KvPlan]:
-    """Return the settings with rows and tokens of a step that suit texts, and a plan with one block for each text of a step.
+    """Return the settings and memory plan of a model that only embeds or scores texts. A text takes one row and one block.
 
-    Raises ConfigError for settings without effect, or with too few tokens for the longest text.
+    Raises ConfigError for settings without effect, or for steps that are too small for the longest text.
     """
     assert model.encoder is not None
     _check_text_settings(config, model)
@@ -468,7 +470,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
 
 
 def _check_text_settings(config: Config, model: LoadedModel) -> None:
-    """Refuse settings that would change nothing."""
+    """Raise ConfigError for settings that have no effect on a model that only embeds or scores texts."""
     why = f"{model.name} only reads texts"
     for item in settings_of(KvConfig):
         if item.field not in _KV_SETTINGS_OF_TEXTS and getattr(config.kv, item.field) != item.default:

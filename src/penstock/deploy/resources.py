@@ -1,4 +1,4 @@
-"""Resources: the memory and the threads of one machine, which all models of a deployment share."""
+"""The memory and the threads of one machine, which all models of a deployment share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """The most memory that one model may use, in bytes. Its KV cache takes memory as it fills."""
+    """The most memory that one model may use, by part. Its KV cache takes memory as it fills."""
 
     num_weight_bytes: int = 0
     num_kv_bytes: int = 0
@@ -37,7 +37,7 @@ class MemoryShare:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Bytes by part of the model, such as weights."""
+        """Part of the model, such as `weights` -> its bytes."""
         return {
             "weights": self.num_weight_bytes,
             "kv": self.num_kv_bytes,
@@ -59,7 +59,7 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of the machine that one model's blueprint depends on."""
+    """The machine as one model may use it: the memory and the cores that its blueprint depends on."""
 
     available_bytes: int
     """Memory that is free for the model."""
@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """The share of an abandoned engine. A step of it is stuck and still uses the memory."""
+    """Memory of an engine that was given up, because a step never returned. That step still uses the memory."""
 
     name: str
     share: MemoryShare
@@ -82,11 +82,11 @@ class _Stuck:
 class MemoryBudget:
     """The machine's memory for the models of one deployment, and each model's share of it. Thread-safe.
 
-    The system's report is not enough, because it counts the unused part of a KV cache as free.
+    The free memory that the system reports is too much, because it includes the part of each KV cache that is not filled yet.
     """
 
     def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
-        """`read_available_bytes` returns the bytes free now. `limit_bytes`: for all models; None: the bytes free at first."""
+        """`read_available_bytes` returns the bytes free now. `limit_bytes`: for all models; None: those free at first."""
         self._read_available_bytes = read_available_bytes or available_memory_bytes
         self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None
@@ -96,9 +96,9 @@ class MemoryBudget:
         self._lock = threading.RLock()  # `take` calls `left_bytes`
 
     def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
-        """Return the bytes that a model may have: free now, and not in another model's share.
+        """Return the bytes that the model `name` may use: free now, and not in another model's share.
 
-        `is_restart`: do not count the model's own stuck steps, because their KV cache will not grow.
+        `is_restart`: leave out the memory of the model's own stuck steps, because their KV cache will not grow.
         """
         left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
         return max(0, min(self._read_available_bytes(), left_bytes))
@@ -110,13 +110,13 @@ class MemoryBudget:
         return self._total_bytes
 
     def left_bytes(self, name: str = "") -> int:
-        """Return the bytes that neither other models nor stuck steps hold."""
+        """Return the budget minus the shares of all models but `name`, and minus the memory of stuck steps."""
         with self._lock:
             free_bytes = self.total_bytes() - self.stuck_bytes()
             return free_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
 
     def stuck_bytes(self, name: str | None = None) -> int:
-        """Return the bytes that stuck steps hold, of one model or of all."""
+        """Return the bytes of steps that never returned, of the model `name` or of all models."""
         with self._lock:
             back = [one for one in self._stuck if not one.is_held()]
             self._stuck = [one for one in self._stuck if one not in back]
@@ -128,7 +128,7 @@ class MemoryBudget:
         return self._shares.get(name)
 
     def take(self, name: str, share: MemoryShare) -> None:
-        """Set or replace a model's share. Raises NotEnoughMemory if it does not fit beside the others."""
+        """Reserve a model's share, in place of its earlier one. Raises NotEnoughMemory if it does not fit beside the others."""
         with self._lock:
             left_bytes = self.left_bytes(name)
             if share.num_bytes > left_bytes:
@@ -139,12 +139,12 @@ class MemoryBudget:
             self._shares[name] = share
 
     def give_back(self, name: str) -> None:
-        """Forget a model's share, if it has one."""
+        """Free a model's share, if it has one."""
         with self._lock:
             self._shares.pop(name, None)
 
     def hold_stuck(self, name: str, is_held: Callable[[], bool]) -> None:
-        """Count a model's share a second time while `is_held()`, because a stuck step of its old engine still uses it.
+        """Count a model's share twice while `is_held()` is true: a stuck step of its old engine still uses that much memory.
 
         Any thread may call `is_held`. It must not call this object.
         """
@@ -155,7 +155,7 @@ class MemoryBudget:
                 _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
 
     def told_beside(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
-        """Return the error with the bytes of other models and stuck steps in its message."""
+        """Return the error with a longer message, which says how much memory other models and stuck steps use."""
         with self._lock:
             holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
             holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
@@ -180,7 +180,7 @@ class Resources:
 
     @cached_property
     def cores(self) -> Cores:
-        """The cores, read once, because all models share one team of threads."""
+        """The cores that the process may use. Read only once, because all models share one team of threads."""
         return find_cores()
 
     def machine(self, name: str) -> Machine:
@@ -193,11 +193,11 @@ class Resources:
         )
 
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
-        """Return the team that the native executors of all models share, and the model's account there.
+        """Return the thread team that all models' native executors share, and the model's account of compute time there.
 
         `cpus`: pin each thread to one of these; empty: do not pin. Busy models get time in the ratio of their `share`s. Raises
-        ConfigError if the team has another number of threads, the system refuses them, another server has pinned threads
-        to one of the cores, or the share is out of range.
+        ConfigError if the team has another number of threads, the system refuses them, another server has pinned threads to one
+        of the cores, or the share is out of range.
         """
         from penstock.backends.native._native import Account, Team
 
@@ -231,7 +231,7 @@ class Resources:
             return seat
 
     def most_step_ns(self, name: str) -> int:
-        """Return the time limit for a step of the model: 20 ms, or 0 for no limit.
+        """Return the time limit of a step, so that other models get their turn on the threads: 20 ms, or 0 for no limit.
 
         The limit applies for a second after another model used or waited for the threads. Only native models share threads.
         """
@@ -240,12 +240,12 @@ class Resources:
         return 20_000_000 if is_contested else 0
 
     def machine_ns(self, name: str) -> int:
-        """Return for how long the model's steps have used its present team, in nanoseconds."""
+        """Return how long the model's steps have computed on the present thread team, in nanoseconds."""
         seat = self._seats.get(name)
         return 0 if seat is None else seat[1].used_ns
 
     def leave_team(self, name: str) -> None:
-        """Make later executors use a new team, because a stuck step of this model may hold the threads of the old one.
+        """Give later executors a new thread team, because a stuck step of this model may never release the old team's threads.
 
         Other models wait for the old team until their own steps time out. Then their engines are rebuilt on the new team.
         """

@@ -1,7 +1,7 @@
-"""Chooses which models to unload when another one needs the memory. Time is passed in.
+"""Chooses which models to unload when another model needs the memory. Time is passed in.
 
-Unused models go first, the least recently used one first. A model in use stays loaded for much longer than its load took, so
-that the server does not spend its time on loading.
+Models without requests are unloaded first, the least recently used one before others. A model with requests stays loaded for
+much longer than its load took, so that the server does not spend its time on loading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST_USE_NS = 2_000_000_000
 
 
 def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> int:
-    """Return when models with `lacking_bytes` can be unloaded, or `now_ns` if waiting does not help."""
+    """Return the time from which unloading models can free `lacking_bytes`, or `now_ns` if waiting does not help."""
     at_ns = now_ns
     for one, until_ns in sorted(_stays(served).items(), key=lambda stay: stay[1]):
         if lacking_bytes > 0:
@@ -31,9 +31,9 @@ def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -
 
 
 def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> tuple[ServedModel, ...] | int | None:
-    """Return the models to unload, in order; or the time at which to ask again; or None if waiting does not help.
+    """Return the models to unload for `lacking_bytes` > 0 more, in order. If none can leave yet, return when to call again.
 
-    `lacking_bytes`: > 0, the bytes needed beyond those free.
+    Return None if waiting does not help.
     """
     stays = _stays(served)
     chosen: list[ServedModel] = []
@@ -52,7 +52,7 @@ def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> t
 
 
 def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
-    """Return the loaded models that can make room, with the time from which they can."""
+    """Return loaded model -> the time until which it stays loaded, even if another one needs its memory."""
     stays: dict[ServedModel, int] = {}
     for one in served:
         running = one.running
@@ -66,7 +66,7 @@ def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
 
 
 def _last_use(one: ServedModel) -> tuple[bool, int, str]:
-    """Return a sort key: models with the lowest key are unloaded first."""
+    """Return a sort key: the model with the lowest key is unloaded first."""
     assert one.running is not None
     is_used = one.running.num_users > 0
     return is_used, one.loaded_ns if is_used else one.running.used_ns, one.name

@@ -1,7 +1,7 @@
-"""The models of a server: a `ServedModel` is known by name, loaded or not. Its `RunningModel` answers while it is loaded.
+"""The models of a server: a `ServedModel` exists while the server runs, and has a `RunningModel` while it is loaded.
 
-Only the deployment's keeper writes the state of a served model. A running model that is being unloaded takes no new users, and
-is closed after the last one, so that running requests can end. Importing this is cheap: it precedes a load.
+Only the deployment's keeper thread writes the state of a served model. A running model that is being unloaded takes no new
+users, and is closed after the last one, so that running requests can end. Importing this file is fast: it precedes a load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of a model that clients may know. Requests are checked against them. The names are those of `ServedModel`."""
+    """Facts of a loaded model that clients may know, such as its longest request. Requests are checked against them."""
 
     served_names: tuple[str, ...]
     aliases: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Functions that supply seeds, ids and times. Tests replace them to make answers repeatable."""
+    """Generators of seeds, request ids and times. Tests replace them to make answers repeatable."""
 
     draw_seed: Callable[[], int] = lambda: secrets.randbits(64)
     new_request_id: Callable[[], str] = lambda: uuid.uuid4().hex
@@ -123,7 +123,7 @@ class RunningModel:
 
     @property
     def has_special_marks(self) -> bool:
-        """Whether marks of the dialect are special tokens. An answer's text must keep these, so that they can be parsed."""
+        """Whether marks around tool calls or reasoning are special tokens. Then detokenizing keeps these, for the parser."""
         if self._has_special_marks is None:
             self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
         return self._has_special_marks
@@ -138,14 +138,14 @@ class RunningModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine failed for good, so that the model must be loaded again."""
+        """Whether the engine has failed and can't be rebuilt, so that the model must be loaded again."""
         from penstock.engine.thread import EngineState
 
         return self.engine.state is EngineState.FAILED
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Count as a user until the block ends. Raises `ModelAway` if the model is being unloaded. Thread-safe."""
+        """Keep the model loaded until the block ends. Raises `ModelAway` if it is being unloaded. Thread-safe."""
         self.begin_use()
         try:
             yield
@@ -153,7 +153,7 @@ class RunningModel:
             self.end_use()
 
     def begin_use(self, *, is_user: bool = False) -> None:
-        """Count as a user until `end_use`. Raises `ModelAway` while unloading, unless the caller `is_user` already."""
+        """Keep the model loaded until `end_use`. Raises `ModelAway` during an unload, unless the caller `is_user` already."""
         with self._users_lock:
             if self._is_leaving and not is_user:
                 raise ModelAway(self.name)
@@ -282,18 +282,18 @@ class ServedModel:
 
     @property
     def unload_after_ns(self) -> int | None:
-        """Time without users after which the model is unloaded, or None."""
+        """Time without requests after which the model is unloaded, or None for never."""
         kept_ns = self.idle_unload_ns if self.kept_idle_ns is None or self.idle_unload_ns is None else self.kept_idle_ns
         return None if kept_ns is not None and kept_ns < 0 else kept_ns
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `share`; 0 if unknown."""
+        """Total bytes of the model's share of memory; 0 if unknown."""
         return 0 if self.share is None else self.share.num_bytes
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of memory that the model has now, by part."""
+        """Part of the model, such as `weights` -> its bytes of memory. Empty unless the model is loaded."""
         return {} if self.running is None or self.share is None else self.share.by_part
 
     @property
@@ -301,7 +301,7 @@ class ServedModel:
         return self.names[0]
 
     def facts(self) -> ModelFacts:
-        """Read the facts of the model's files, from disk. Return empty facts if that fails: a load will report why."""
+        """Read facts such as the architecture from the headers of the model's files, or return empty facts if that fails."""
 
         try:
             return ModelFacts() if self.read_facts is None else self.read_facts()
@@ -311,7 +311,7 @@ class ServedModel:
 
     @property
     def is_there(self) -> bool:
-        """Whether the model is loaded, or its file existed at the last `look`."""
+        """Whether requests can use the model: it is loaded, or its file existed at the last `look`."""
         return not self.is_gone or self.state in (ModelState.LOADED, ModelState.LOADING)
 
     def look(self) -> None:
@@ -320,7 +320,7 @@ class ServedModel:
             self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
 
     def answerer(self) -> RunningModel:
-        """Return the running model. Raises `ModelAway` unless it takes new users."""
+        """Return the loaded model, for a new request. Raises `ModelAway` if it is not loaded, or is being unloaded."""
         running = self.running
         if running is None or self.state is not ModelState.LOADED or self.is_broken:
             raise ModelAway(self.name)
@@ -328,5 +328,5 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine failed for good, so that the model must be loaded again."""
+        """Whether the engine has failed and can't be rebuilt, so that the model must be loaded again."""
         return not self.is_fixed and self.running is not None and self.running.is_broken

@@ -1,4 +1,4 @@
-"""The size of the KV cache, decided from numbers alone."""
+"""Computes the size of the KV cache from sizes of model and memory, without reading either."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOT_BOOKS_BYTES = 450
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRoom:
-    """The memory for adapters. Running requests use copies in the KV cache; packed adapters are outside of it."""
+    """The memory for adapters: packed adapters in host memory, and copies in the KV cache for running requests."""
 
     image_bytes: int = 0
     """Size of the largest expected adapter. Fewer larger ones fit."""
@@ -40,7 +40,7 @@ class AdapterRoom:
 
     @property
     def num_bytes(self) -> int:
-        """Memory outside of the KV cache."""
+        """Bytes for adapters outside of the KV cache."""
         return self.num_in_memory * self.image_bytes + self.read_bytes
 
 
@@ -58,11 +58,11 @@ class KvPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that fit the cache, for all requests together."""
+        """Number of tokens that fit the cache, of all requests together."""
         return (self.capacity.num_blocks - 1) * self.capacity.block_size
 
     def num_requests_of(self, num_tokens: int) -> int:
-        """Return how many requests of `num_tokens` the cache holds."""
+        """Return how many requests of `num_tokens` each fit the cache."""
         return (self.capacity.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
 
 
@@ -78,7 +78,7 @@ def plan_kv(
     num_models: int = 1,
     adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
-    """Return the number of blocks and the longest request. `available_bytes`: free before the weights are loaded.
+    """Choose the number of KV blocks and the longest request on a CPU. `available_bytes`: free before the weights are loaded.
 
     `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for the experts of a step. `num_models`:
     leave room for this many equal models if the cache has no set size. Raises NotEnoughMemory.
@@ -110,9 +110,9 @@ def plan_kv(
 def plan_gpu_kv(
     wanted: Capacity, kv: KvConfig, *, is_exact: bool, block_bytes: int, memory: Usage, adapters: AdapterRoom = NO_ADAPTERS
 ) -> KvPlan:
-    """Return the number of blocks and the longest request for a GPU with the measured `memory`. Raises ConfigError.
+    """Choose the number of KV blocks and the longest request for a GPU with the measured `memory`. Raises ConfigError.
 
-    Packed adapters are in host memory.
+    Packed adapters are in host memory, and do not count here.
     """
     share = kv.gpu_memory_utilization or 0.9  # the rest is for the driver, and for what a profile misses, such as fragments
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
@@ -146,7 +146,7 @@ def plan_gpu_kv(
 
 
 def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes: int = 0) -> None:
-    """Raise NotEnoughMemory if the adapters do not fit host memory, beside `least_kv_bytes`."""
+    """Raise NotEnoughMemory if the adapters and a KV cache of `least_kv_bytes` do not fit into `free_bytes`."""
     if adapters.num_bytes and free_bytes - adapters.num_bytes < least_kv_bytes:
         beside = " after the weights, with a KV cache beside them" if least_kv_bytes else ""
         raise NotEnoughMemory(
@@ -158,7 +158,7 @@ def check_adapter_room(adapters: AdapterRoom, free_bytes: int, *, least_kv_bytes
 
 
 def check_address_space(space: AddressSpace, planned_bytes: int) -> None:
-    """Raise ConfigError if the planned memory does not fit beside the program."""
+    """Raise ConfigError if the process's limit of address space is too low for the program and `planned_bytes`."""
     needed_bytes = space.program_bytes + planned_bytes
     if needed_bytes > space.limit_bytes:
         needed_kib = math.ceil(needed_bytes / 1024)
@@ -170,7 +170,7 @@ def check_address_space(space: AddressSpace, planned_bytes: int) -> None:
 
 
 def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> int:
-    """Return how many blocks the tier in host memory holds. Raises ConfigError if it does not fit or is too small."""
+    """Return how many KV blocks fit the tier in host memory. Raises ConfigError if the tier does not fit or is too small."""
     free_bytes = available_bytes - RESERVE_BYTES
     asked_bytes = kv.kv_host_size_bytes
     needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
@@ -189,7 +189,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
 
 
 def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Return the longest request: the setting, or the model's limit. Raises ConfigError if the setting exceeds the limit."""
+    """Return the most tokens of a request: the setting, or else the model's limit. Raises ConfigError above the limit."""
     if max_model_len is not None and max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is longer than the model's own {spec.max_model_len} positions.",
@@ -199,14 +199,14 @@ def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 def _useful_bytes(wanted: Capacity, block_bytes: int) -> int:
-    """Return the bytes of KV cache that all rows together can use."""
+    """Return the size of a KV cache in which a full batch of the longest requests fits. More would stay empty."""
     return (wanted.max_rows * wanted.most_blocks(wanted.max_model_len) + 1) * block_bytes
 
 
 def _plan(
     wanted: Capacity, block_bytes: int, budget_bytes: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
 ) -> KvPlan:
-    """`is_exact`: the length is a setting, so do not shorten it. `growth`: the flag that makes the cache larger."""
+    """Divide a KV cache of `budget_bytes` into blocks. `growth`: the flag that makes it larger, for errors. See `plan_kv`."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
         raise NotEnoughMemory(
@@ -228,7 +228,7 @@ def _plan(
 
 
 def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:
-    """Return the bytes for the index of the tier below. Raises NotEnoughMemory if the index does not fit."""
+    """Return the memory for the index of a disk or host tier. Raises NotEnoughMemory if the index does not fit."""
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:

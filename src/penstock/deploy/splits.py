@@ -1,4 +1,4 @@
-"""Splits: one model answers a part of the requests for another, such as the same weights with other settings."""
+"""Splits: a part of the requests for one model goes to another one, such as the same weights with other settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A model's part of the requests for a name."""
+    """A rule that sends a part of the requests for one model's name to another model."""
 
     of: str
     """The name in the requests."""
@@ -25,7 +25,7 @@ class Split:
 
 
 def read_split(sharing: SharingConfig, name: str) -> Split | None:
-    """Return the split from the settings of the model `name`, or None. Raises ConfigError if it is incomplete."""
+    """Return the split that makes the model `name` answer for another, or None. Raises ConfigError if it is incomplete."""
     share, tenants = sharing.split_share, frozenset(sharing.split_tenants)
     if sharing.split_of is None:
         if share is not None or tenants:
@@ -42,7 +42,7 @@ def read_split(sharing: SharingConfig, name: str) -> Split | None:
 
 
 def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
-    """Raise ConfigError for a split of an unknown name, or if shares add up to more than 1."""
+    """Raise ConfigError for a split of an unknown name, or if the shares of one name add up to more than 1."""
     for split in splits:
         if split.of not in names or split.of == split.to:
             raise ConfigError(
@@ -55,10 +55,10 @@ def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
 
 
 def part_of(splits: Sequence[Split], name: str, tenant: str, unit: str) -> str:
-    """Return the name of the model that answers a request for `name`.
+    """Return the name of the model that answers a request for `name`, by the splits of that name.
 
-    `unit`: a user or a request. The same unit always gets the same model. If the share of the first split of `name` grows, its
-    model keeps all units that it had.
+    `unit`: id of a user or of a request. The same unit always gets the same model. If the share of the first split of `name`
+    grows, its model keeps all units that it had.
     """
     ours = [split for split in splits if split.of == name]
     digest = blake2b(f"{name}\0{unit}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Opens the tier below the KV pool, a file or host memory, and makes its index."""
+"""Opens the disk or host tier, which takes KV blocks evicted from the pool, and makes its index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def tier_folder(asked: str | None, cache: Path, name: str | None) -> Path:
-    """Return the folder for the disk tier: `asked`, or one in the cache. `name`: of the model, if there are several."""
+    """Return the folder of the disk tier: `asked`, or one in the cache. `name`: the model's, if there are several models."""
     from penstock.models.catalog import expand_home
 
     if asked:
@@ -32,7 +32,7 @@ def tier_folder(asked: str | None, cache: Path, name: str | None) -> Path:
 
 
 def open_store(folder: Path, max_bytes: int, executor: Executor, fingerprint: bytes) -> BlockFile:
-    """Open the file of the disk tier, with the blocks that an earlier server left. Raises ConfigError."""
+    """Open the disk tier's file, which may have blocks of an earlier server. Raises ConfigError."""
     from penstock.storage.block_file import open_block_file
 
     store = open_block_file(folder, max_bytes=max_bytes, content_bytes=executor.block_bytes, fingerprint=fingerprint)
@@ -41,7 +41,7 @@ def open_store(folder: Path, max_bytes: int, executor: Executor, fingerprint: by
 
 
 def open_host_memory(kv: KvConfig, executor: Executor, *, available_bytes: int) -> HostMemory:
-    """Allocate the host memory tier of an executor. Raises ConfigError if it exceeds `available_bytes`."""
+    """Allocate the host tier for an executor's blocks. Raises ConfigError if it exceeds `available_bytes`."""
     from penstock.storage.host_memory import HostMemory
 
     num_slots = num_host_slots(kv, block_bytes=executor.block_bytes, available_bytes=available_bytes)
@@ -55,7 +55,7 @@ def open_host_memory(kv: KvConfig, executor: Executor, *, available_bytes: int) 
 
 
 def build_tier(store: BlockStore | None) -> Tier | None:
-    """Return an index of the blocks in a store."""
+    """Make the index of a tier's blocks, or return None without a tier."""
     from penstock.kv.tiers import Tier
 
     if store is None:
@@ -72,7 +72,7 @@ def build_tier(store: BlockStore | None) -> Tier | None:
 
 
 def cleared(store: BlockStore | None) -> BlockStore | None:
-    """Return a failed engine's store, emptied for the next engine, or None if its device hangs."""
+    """Empty a failed engine's disk or host tier for the next engine. Return None if its disk hangs."""
     if store is None:
         return None
     try:
