@@ -25,7 +25,7 @@ NAME_RULE = "must be 1 to 128 letters, digits or any of _ . -"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names that an API gives the fields of a request, for errors.
+    """The names that an API gives the fields of a request, for error messages to its clients.
 
     names = Names("ollama", "options.", {"max_tokens": "options.num_predict", "tools.*": "tools[{}].function"})
     names("sampling", "top_p"), names("tools", 3, "name")  # options.top_p, tools[3].function.name
@@ -38,7 +38,7 @@ class Names:
     """Our path of a field -> the API's. `*` stands for any index, which fills the braces. Other fields keep their names."""
 
     def __call__(self, *path: str | int) -> str:
-        """Return the client's name of a field. `fields` is searched for the longest prefix of its path."""
+        """Return the client's name of the field at our path. `fields` translates the longest beginning that it knows."""
         if path[0] == "sampling":
             return self.before_sampling + PARAMETERS[str(path[1])].spellings[self.api].name
         for end in range(len(path), 0, -1):
@@ -50,7 +50,7 @@ class Names:
 
 
 def joined(place: Sequence[str | int], beginning: str = "") -> str:
-    """Return `messages[0].role` for `("messages", 0, "role")`."""
+    """Return a field's path as text: `messages[0].role` for `("messages", 0, "role")`."""
     for part in place:
         beginning += f"[{part}]" if isinstance(part, int) else f".{part}" if beginning else part
     return beginning
@@ -73,7 +73,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrompt:
-    """Texts and token ids, one after the other."""
+    """A prompt of texts and token ids, one after the other."""
 
     parts: tuple[str | int, ...]
     param: str
@@ -81,7 +81,7 @@ class MixedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class InfillPrompt:
-    """The texts around a hole in a file, for a model that fills in the middle."""
+    """The text before and after a gap in a file, for a model that fills in the middle."""
 
     first: str
     last: str
@@ -95,7 +95,7 @@ Prompt = TextPrompt | TokenPrompt | MixedPrompt | InfillPrompt
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that the model's chat template turns into one prompt."""
+    """A chat's messages, which the model's chat template turns into one prompt."""
 
     messages: Sequence[Message]
     add_generation_prompt: bool = True
@@ -109,7 +109,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function that an answer can call."""
+    """A function that the client offers to the model as a tool."""
 
     name: str
     description: str | None = None
@@ -120,7 +120,7 @@ class FunctionTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Rules for an answer's tool calls. Readers check that each name is that of a tool."""
+    """The tools that an answer may or must call. API readers check their names."""
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: frozenset[str] | None = None
@@ -131,7 +131,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearch:
-    """Parameters of a search with `n` beams, which become the choices, best first."""
+    """Parameters of a beam search. Its `n` beams become the choices, best first."""
 
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -140,7 +140,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The parts of an answer that the client sees."""
+    """The parts of an answer that the client wants to see, such as log-probabilities."""
 
     is_streamed: bool = False
     includes_usage: bool = False
@@ -169,13 +169,13 @@ class Shown:
 
     @property
     def echo_logprobs(self) -> int | None:
-        """Number of alternatives for each token of an echoed prompt, or None."""
+        """Number of alternatives for each token of a prompt that the answer repeats, or None."""
         return self.logprobs if self.scores_echo else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(Shown):
-    """The fields of chats and completions. Readers check types and bounds; `check` checks the other rules."""
+    """Fields that chat and completion requests share. API readers check types and bounds; `check` checks the other rules."""
 
     names: Names = Names()
     model: str | None = None
@@ -244,7 +244,7 @@ class ChatRequest(GenerationRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The key and the tenant of a request. A client with the same key and tenant can see and cancel the request."""
+    """The API key and tenant of a request. Only a client with the same key and tenant can see and cancel it."""
 
     key: str = ""
     """Short name of the API key. Empty if the server requires none."""
@@ -253,7 +253,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Id, owner and urgency of one call."""
+    """A call's id, owner, deadlines and priority."""
 
     request_id: str
     owner: Owner = Owner()
@@ -277,7 +277,7 @@ class Terms:
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason]]:
-        """Deadlines in ns, each with the reason for the refusal."""
+        """Deadlines on the clock in ns, each with the reason to reject the call when it passes."""
         limits = [
             (self.deadline_ns, RejectReason.DEADLINE),
             (self.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT),
@@ -288,7 +288,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions(Shown):
-    """How the answer is written. It has no prompt, since it stays in memory until the answer ends."""
+    """The options for writing the answer. They have no prompt, since they stay in memory until the answer ends."""
 
     answer_id: str
     model_name: str

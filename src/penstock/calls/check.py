@@ -1,4 +1,4 @@
-"""Checks a request against the model that answers it: rules that need several fields, or the model.
+"""Checks a request against the model that answers it: rules about several fields, or about the model.
 
 `make_call` may run on any thread and never waits. `run` handles templates, tokens and grammars, after admission.
 """
@@ -56,7 +56,7 @@ def make_call(
     num_bytes: int = 0,
     claim: bytes = b"",
 ) -> Call:
-    """Check a request and return its `Call`. Raises `Rejected` (INVALID) with the client's name of the field."""
+    """Check a request and return its `Call`. Raises `Rejected` (INVALID), which names the field as the client does."""
     sampling = check_sampling(request, running)
     grammar, tools, budget, names, dialect = request.grammar, None, None, request.names, running.dialect
     prompts: Conversation | tuple[Prompt, ...]
@@ -156,7 +156,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
 
 
 def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
-    """Return a parameter from the request, else from the model's files, else its neutral value."""
+    """Return the value of a sampling parameter: the request's, else that of the model's files, else the one without effect."""
     value = request.sampling.get(name)
     if value is None:
         value = getattr(running.defaults, name, None)
@@ -164,7 +164,6 @@ def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
 
 
 def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: RunningModel) -> SamplingParams:
-    """Return the parameters of a beam search. Refuses parameters that change the model's probabilities."""
     assert request.beams is not None
     names, num_stops = request.names, len(shown.stop_token_ids)
     if running.defaults.banned_token_sequences:
@@ -231,7 +230,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
-    """Raise `Rejected` for fields that do not work with `asked_by`: a grammar, tools or a limit of reasoning."""
+    """Raise `Rejected` for fields that do not work with the field `asked_by`: a grammar, tools or a limit of reasoning."""
     for field, is_given, reason in (
         ("use_beam_search", request.beams is not None, "a search follows no grammar"),
         ("allowed_token_ids", request.allowed_token_ids is not None, "both say which tokens may come"),
@@ -286,7 +285,7 @@ def check_conversation(conversation: Conversation, names: Names) -> None:
 
 
 def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools in Hugging Face's form for templates. Raises `Rejected` for wrong or repeated names."""
+    """Return the tools as chat templates take them (Hugging Face's form). Raises `Rejected` for wrong or repeated names."""
     told: list[Mapping[str, Any]] = []
     found: set[str] = set()
     for index, tool in enumerate(tools):
@@ -303,7 +302,7 @@ def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str
 
 
 def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | None, Grammar | None]:
-    """Return `Call.tools` and `Call.grammar`."""
+    """Return the tools that can be called (`Call.tools`), and the answer's grammar."""
     choice, asked = request.tool_choice, request.grammar
     if choice.mode == "none" or not request.tools:
         return None, asked
@@ -326,7 +325,7 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
-    """Return the token limit of the reasoning. 0 disables reasoning if the template has no variable for that."""
+    """Return the most tokens of reasoning, or None. If only a limit can disable reasoning in this model, that is 0."""
     budget = request.max_reasoning_tokens
     if budget is None:
         has_switch = dialect.takes_effort or dialect.takes_enable_thinking
@@ -338,7 +337,6 @@ def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
 
 
 def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, Any]:
-    """Return the template variables that set the reasoning effort."""
     effort = request.reasoning_effort
     if effort is None:
         return {}
@@ -350,5 +348,4 @@ def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, An
 
 
 def _invalid(names: Names, path: tuple[str | int, ...], rule: str) -> Rejected:
-    """Return an error that names a field by its path, and the rule."""
     return wrong(f"'{names(*path)}' {rule}.", names(*path))

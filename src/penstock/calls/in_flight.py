@@ -38,7 +38,7 @@ _MAX_LOOKED_AT = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """The parts of an ended call that explain it, without its model, which may be unloaded."""
+    """An ended call, reduced to the parts that explain it later. The model is left out, since it may be unloaded."""
 
     terms: Terms
     engine_ids: tuple[str, ...]
@@ -64,7 +64,7 @@ class Arrival:
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
-        """Return the arrival of a call for a loaded model."""
+        """Return the arrival of a call, which waits for its prompt since its model is loaded."""
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
@@ -72,7 +72,7 @@ class Arrival:
         return arrival
 
     def told(self) -> Told:
-        """Return the current explanation. Any thread may call this."""
+        """Return an explanation of the wait so far. Any thread may call this."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
         life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
@@ -85,7 +85,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The explanation of a call, for the client."""
+    """An explanation for the client of where a call's time goes."""
 
     request_id: str
     created_unix_s: int
@@ -97,7 +97,7 @@ class Told:
 
     @property
     def summary(self) -> str:
-        """The summary of the choice that took longest."""
+        """One sentence about the choice that took longest."""
         return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
 
 
@@ -112,21 +112,21 @@ class CallInFlight(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The engine's requests of this call. The engine's thread changes them."""
+        """The engine's requests that compute this call. The engine's thread changes them."""
         ...
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """Ids of the call in the journal: one for each of `requests`, or one for all."""
+        """The call's request ids in the journal: one for each of `requests`, or one for all."""
         ...
 
     def abort(self, detail: str) -> None:
-        """End the unfinished requests with an error for the client."""
+        """End the unfinished requests. `detail` is the error that the client gets."""
         ...
 
 
 class RunningCall:
-    """The requests of one call, and the stream of their chunks.
+    """A call's requests in the engine, and the stream of their output chunks.
 
     As a context manager it closes the call if the block fails. Otherwise the sender of the answer closes it.
     """
@@ -161,7 +161,7 @@ class RunningCall:
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """Return the stream's next chunks. If the answer is to be empty, text and tokens are removed."""
+        """Wait for the next output chunks. If the client asked for 0 tokens, the generated token is removed."""
         chunks = await self.stream.next_chunks()
         if not self.answer.is_empty:
             return chunks
@@ -173,12 +173,14 @@ class RunningCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the engine's text is shown unchanged, as content."""
+        """Whether the client gets the engine's text unchanged, since there is nothing to take out."""
         shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
         return self.form is None and not shows_marks
 
     def scores_of(self, index: int) -> Request:
-        """Return the request that scored the prompt of choice `index`. Often only a prompt's first choice scores it."""
+        """Return the request that has the log-probabilities of the prompt of choice `index`. Often that is the prompt's first
+        choice.
+        """
         request = self.requests[index]
         return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
 
@@ -194,7 +196,7 @@ class RunningCall:
             self.close()
 
     def close(self) -> None:
-        """Abort unfinished requests and forget the call. Idempotent."""
+        """Abort unfinished requests and remove the call from `InFlight`. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.stream.close()
@@ -217,18 +219,18 @@ class InFlight:
         """The client's id -> its ended calls, oldest first."""
 
     def new_engine_id(self, request_id: str) -> str:
-        """Return a unique prefix for the engine's ids: clients may use one id for several calls."""
+        """Return an id that is unique in the engine: clients may use one id for several calls."""
         self._num_opened += 1
         return f"{request_id}/{self._num_opened}"
 
     def isolates_tenants(self, running: RunningModel) -> bool:
-        """Return whether tenants of a model do not share cached prefixes."""
+        """Return whether each of the model's tenants has its own cached prefixes."""
         return self._isolates[running.prefix_sharing]
 
     def open(
         self, call: Call, requests: Sequence[Request], echoes: Sequence[str], form: AnswerForm | None, place: Place
     ) -> RunningCall:
-        """Submit the requests. The caller must close the result."""
+        """Submit a call's requests to the engine. The caller must close the result."""
         running = call.running
         running.admission.enter(place, requests, running.clock.now_ns())
         try:
@@ -242,7 +244,7 @@ class InFlight:
 
     @contextmanager
     def arriving(self, arrival: Arrival) -> Iterator[Arrival]:
-        """List a request until the block ends."""
+        """List a request as arriving, so that it can be explained, until the block ends."""
         if not self.config.explained_requests:
             yield arrival
             return
@@ -253,12 +255,14 @@ class InFlight:
             _take(self._arriving, arrival.request_id, arrival)
 
     def add(self, call: CallInFlight) -> None:
-        """List a call until `land`, and keep its model loaded meanwhile. The caller must be using the model already."""
+        """Add a call to the unfinished calls, and keep its model loaded until `land`. The caller must be using the model
+        already.
+        """
         call.running.begin_use(is_user=True)
         _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
-        """Remove an ended call from the list, and keep its explanation."""
+        """Remove an ended call from the unfinished calls, but keep the parts that explain it."""
         if call.running.engine.state is not EngineState.READY:
             # A failed core may not have reported their ends.
             call.running.admission.forget([request.request_id for request in call.requests])
@@ -284,7 +288,7 @@ class InFlight:
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
     def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
-        """Return a function, for any thread, that explains the owner's calls that have not ended, arriving ones last."""
+        """Return a function, for any thread, that explains the owner's unfinished calls, those not in the engine yet last."""
         calls = self._calls_of(owner)
         arriving = [one for same in self._arriving.values() for one in same if one.owner == owner]
         return lambda: [*(told for call in calls if (told := self._tell(call))), *(one.told() for one in arriving)]
@@ -296,7 +300,7 @@ class InFlight:
         return lambda: [told for call in calls if (told := self._tell(call))]
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
-        """Return engine id -> (client's id, index of the choice) for the owner's running requests."""
+        """Return the engine's id -> (client's id, index of the choice) for the owner's unfinished requests."""
         return {
             request.request_id: (call.terms.request_id, int(request.request_id.rpartition(".")[2]))
             for call in self._calls_of(owner)
@@ -341,7 +345,6 @@ class InFlight:
             _log.warning("slow request %s: %s", call.terms.request_id, why)
 
     def _remember(self, call: CallInFlight) -> None:
-        """Keep the parts that explain the call."""
         landed = _landed(call)
         if landed is None:
             return
@@ -364,7 +367,6 @@ def _take(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:
 
 
 def _landed(call: CallInFlight) -> _Landed | None:
-    """Return the parts that explain a call, or None if its model keeps no journal."""
     running = call.running
     if running.journal is None:
         return None

@@ -72,13 +72,13 @@ class Tokenised:
 
 
 def seed_of(call: Call) -> int:
-    """Return the client's seed, or draw one."""
+    """Return the client's seed, or a new random one."""
     seed = call.request.sampling.get("seed")
     return call.running.sources.draw_seed() if seed is None else int(seed)
 
 
 async def run(call: Call, in_flight: InFlight) -> RunningCall:
-    """Submit the call's requests. The caller must close the result.
+    """Admit a call, prepare it and submit its requests to the engine. The caller must close the result.
 
     Raises `Rejected` from admission, for a prompt that does not fit, and from the template, the tokenizer and the grammar.
     """
@@ -108,7 +108,10 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Admit a call and reserve its places in the queue until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
+    """Ask admission to admit a call, and reserve its place in the queue until the block ends.
+
+    Raises `Rejected`, or `ModelAway` if the model is unloaded.
+    """
     engine, admission = running.engine, running.admission
     with running.using():
         try:
@@ -123,7 +126,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
 
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
-    """Return the question to admission for a call with these terms, without its size."""
+    """Return what admission must know of a call with these terms, still without its size."""
     return Ask(
         tenant=terms.owner.tenant,
         limits=terms.limits,
@@ -138,7 +141,7 @@ def ask_of(terms: Terms, claim: bytes) -> Ask:
 
 
 def _ask(call: Call) -> Ask:
-    """Return the question to admission for a call that is not tokenised yet."""
+    """Return what admission must know of a call that is not tokenised yet, so its size is in characters."""
     terms, sampling, prompts = call.terms, call.sampling, call.prompts
     if isinstance(prompts, Conversation):
         num_prompts, num_token_ids = 1, 0
@@ -163,7 +166,6 @@ def _ask(call: Call) -> Ask:
 
 
 def _size(prompt: Prompt) -> tuple[int, int]:
-    """Return the numbers of characters and of token ids in a prompt."""
     match prompt:
         case TextPrompt(text):
             return len(text), 0
@@ -176,7 +178,7 @@ def _size(prompt: Prompt) -> tuple[int, int]:
 
 
 async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
-    """Return the tokens of a call, and how its answers are divided, or None."""
+    """Return the tokens of a call, and the format of its answers (None for plain text)."""
     running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
@@ -186,7 +188,7 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
-    """Return how answers to a prompt are divided. The prompt may already open or close the reasoning block."""
+    """Return the format of answers to a chat, or None for plain text. The prompt may already open or close the reasoning block."""
     dialect = call.running.dialect
     tools = None if call.tools is None else dialect.tools
     reasoning, is_reasoning = dialect.reasoning, False
@@ -206,7 +208,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, AnswerPlan | None]:
-    """Return the grammar of the answers, and the plan of what precedes it. At least one is not None."""
+    """Return the grammar of the answers, and the plan of the text that precedes it. At least one is not None."""
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
@@ -248,7 +250,6 @@ async def _matchers(
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """Return the matchers, or raise `Rejected` at the call's first time limit."""
     if not terms.time_limits:
         return await compiling
     limit_ns, reason = min(terms.time_limits)
@@ -267,7 +268,6 @@ async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, t
 async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
 ) -> list[Matcher]:
-    """Compile the grammar and return matchers. Calls share the compilation of a small grammar."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
@@ -278,9 +278,9 @@ async def _matchers_compiled(
 
 
 async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
-    """Return the prompt text. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
+    """Return a chat's prompt text. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
 
-    `num_bytes` is the size of the body.
+    `num_bytes` is the size of the request's body.
     """
     work = partial(render_here, conversation, running)
     require_chat_template(running.chat_template)
@@ -288,7 +288,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 
 def render_here(conversation: Conversation, running: RunningModel) -> str:
-    """Return the prompt text, rendered on this thread. Raises `Rejected`."""
+    """Like `render`, but on the calling thread. Raises `Rejected`."""
     told = without_billing_line(conversation.messages)
     messages, variables = for_template(told, conversation.tools, running.dialect)
     return require_chat_template(running.chat_template).render(
@@ -315,7 +315,7 @@ def without_billing_line(messages: Sequence[Message]) -> list[Message]:
 
 
 def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
-    """Return the tokens of a call. Raises `Rejected` if a prompt does not fit or the tokenizer refuses it."""
+    """Return the tokens of a call's prompts. Raises `Rejected` if a prompt does not fit or the tokenizer refuses it."""
     running, banned = call.running, _banned_sequences(call)
     fim = _fill_in_the_middle(call)
     all_ids = [_token_ids(prompt, call, fim) for prompt in prompts]
@@ -335,7 +335,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
 
 
 def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
-    """Return the model's tokens for filling in the middle if the call needs them. Raises INVALID if the model has none."""
+    """Return the tokens for fill-in-the-middle, or None if the call does not need them. Raises INVALID if the model has none."""
     param = call.request.names("suffix")
     if not call.request.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
@@ -406,7 +406,7 @@ def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens
 
 
 def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
-    """Return the prompt for the hole, after as many of the last files as fit into the context."""
+    """Return the prompt for a gap in a file, after as many of the last other files as fit into the context."""
     running, files = call.running, [fim.file_text(name, text) for name, text in prompt.files]
     while any(_exceeded_size(file, running) for file in files):
         del files[0]
@@ -422,7 +422,7 @@ def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
 
 
 def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
-    """Return the most tokens to generate after this prompt.
+    """Return the most tokens to generate after a prompt.
 
     Raises CONTEXT_LENGTH for `max_tokens`, or for the prompt if it leaves no room at all.
     """
@@ -452,7 +452,6 @@ def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
 
 
 def _check_scored(num_prompt_tokens: int, call: Call) -> None:
-    """Raise INVALID if the answer would have too many log-probabilities of prompt tokens."""
     num_top = call.sampling.prompt_logprobs
     if num_top is None:
         return
@@ -467,7 +466,9 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
 
 
 def _each_scores(call: Call) -> bool:
-    """Return whether each choice scores the prompt: in a stream, choices do not wait for the first. Otherwise it alone does."""
+    """Return whether each choice computes the prompt's log-probabilities. Otherwise only the first does. Streams do not wait
+    for it.
+    """
     return call.answer.is_streamed and call.sampling.beams is None
 
 
@@ -504,7 +505,6 @@ def check_text_size(text: str, running: RunningModel, param: str) -> None:
 
 
 def _exceeded_size(text: str, running: RunningModel) -> int | None:
-    """Return the limit that a text exceeds, or None."""
     if len(text) <= MAX_TEXT_CHARS:
         return None
     limit = max(MAX_TEXT_CHARS, running.model.capacity.max_model_len * running.tokenizer.max_token_bytes)
@@ -534,7 +534,7 @@ def make_requests(
     salt: bytes = b"",
     grammar_wait_ns: int = 0,
 ) -> list[Request]:
-    """Return `n` requests for each prompt, in the order of the prompts. Their ids begin with `engine_id`."""
+    """Return the engine's requests: `n` for each prompt, in the order of the prompts. Their ids begin with `engine_id`."""
     terms, running, is_seeded = call.terms, call.running, "seed" in call.request.sampling
     slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns

@@ -1,4 +1,5 @@
-"""The settings of each component as a class, and `Config`, which has one of each.
+"""The server's settings in groups: a class per component, and `Config`, which has one of each.
+
 A field's one-line doc is what `--help` and docs/configuration.md show.
 """
 
@@ -38,7 +39,7 @@ REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Component):
-    """Which model, and how it is presented."""
+    """Settings that choose the model and how clients see it."""
 
     title: ClassVar[str] = "Model"
 
@@ -165,7 +166,7 @@ class KvConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig(Component):
-    """Adapters beside the model, which requests ask for by their names."""
+    """Settings of LoRA adapters, which requests choose by name."""
 
     title: ClassVar[str] = "Adapters"
 
@@ -186,13 +187,12 @@ class LoraConfig(Component):
 
     @property
     def is_on(self) -> bool:
-        """Whether requests can name adapters."""
         return bool(self.lora_modules) or self.lora_dir is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Component):
-    """How requests are scheduled."""
+    """Settings that decide which requests run when, and in which batch."""
 
     title: ClassVar[str] = "Scheduling"
 
@@ -338,14 +338,14 @@ class AdmissionConfig(Component):
 
 
 class Load(StrEnum):
-    """When a model is loaded."""
+    """Values of `load_on`: when a model is loaded."""
 
     START = "start"
     REQUEST = "request"
 
 
 class Backend(StrEnum):
-    """Code that computes. `reference` is the slow specification, offered for learning and for tests."""
+    """The implementation that computes the model. `reference` is the slow specification, offered for learning and for tests."""
 
     NATIVE = "native"
     REFERENCE = "reference"
@@ -370,7 +370,7 @@ class AttentionKernels(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig(Component):
-    """How and where the model is computed."""
+    """Settings of the code and the device that compute the model."""
 
     title: ClassVar[str] = "Compute"
 
@@ -446,7 +446,7 @@ class AccessLogKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Component):
-    """The HTTP server."""
+    """Settings of the HTTP server."""
 
     title: ClassVar[str] = "Server"
 
@@ -609,7 +609,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(Component):
-    """The log on stderr."""
+    """Settings of the log on stderr."""
 
     title: ClassVar[str] = "Log"
 
@@ -619,7 +619,7 @@ class LogConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All components."""
+    """All settings of a server with one model."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
@@ -637,7 +637,7 @@ COMPONENTS: tuple[tuple[str, type[Component]], ...] = tuple((part.name, part.def
 
 
 def config_from(values: Mapping[str, object]) -> Config:
-    """Return the config with these values, by the keys of settings. Unknown keys are ignored."""
+    """Return a config from key -> value, with defaults for other settings. Unknown keys are ignored."""
     parts: dict[str, Any] = {}
     for name, component in COMPONENTS:
         given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}

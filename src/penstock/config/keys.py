@@ -1,4 +1,4 @@
-"""The API keys that open the server, with their names and limits. Read at the start, and again when a file of keys changes."""
+"""The API keys that clients can use, with their names and limits. Read at the start, and again when a key file changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key: its digest, and what it opens."""
+    """An API key: its hash, name and limits, and the models that it may use."""
 
     name: str
     """The tenant of the key's requests. Safe to log."""
@@ -48,7 +48,7 @@ class ApiKey:
 
 
 def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
-    """Return the keys that open the server. Without keys, it is open to everyone. Raises `ConfigError`."""
+    """Return all API keys of the settings and their files. With none, the server is open to everyone. Raises `ConfigError`."""
     keys = [unnamed(key) for key in config.api_keys]
     if config.api_key_file:
         keys += map(unnamed, read_key_file(Path(config.api_key_file)))
@@ -68,7 +68,7 @@ def key_paths(config: ServerConfig) -> list[str]:
 
 
 def exposed_paths(config: ServerConfig) -> list[str]:
-    """Return the files that contain keys, not just digests, and that every user of this machine may read."""
+    """Return the key files with keys in plain text that every user of this machine may read, for a warning."""
     paths = [config.api_key_file] if config.api_key_file else []
     if config.api_keys_file and any("key" in entry for entry in _entries(Path(config.api_keys_file))):
         paths.append(config.api_keys_file)
@@ -82,7 +82,6 @@ def unnamed(key: str) -> ApiKey:
 
 
 def _digest(key: str) -> bytes:
-    """Return the SHA-256 of a key. A blank key is refused: requests without a key would match it."""
     if not key.strip():
         raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
     if key != key.strip():
@@ -191,6 +190,6 @@ def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
 
 
 def has_several_tenants(config: ServerConfig) -> bool:
-    """Return whether keys, or a gateway behind one key, distinguish tenants. A file counts: it can get more keys later."""
+    """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get more keys."""
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

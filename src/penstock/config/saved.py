@@ -18,7 +18,7 @@ _HASHED = {item.key for item in settings_of(SchedulerConfig)} | {"kv_watermark"}
 
 
 def settings_hash(config: Config) -> str:
-    """Return 12 hexadecimal digits for the settings of scheduling, whatever file, flag or variable set them.
+    """Return 12 hexadecimal digits that identify the scheduling settings, whatever file, flag or variable set them.
 
     Leaving a setting out and setting it to the value of its preset give different hashes.
     """
@@ -28,7 +28,7 @@ def settings_hash(config: Config) -> str:
 
 
 def write_config_file(config: Config, notes: Sequence[str]) -> str:
-    """Return the changed settings of model, KV cache, scheduling and compute as TOML, below the notes.
+    """Return the changed settings of model, KV cache, scheduling and compute as TOML text, with the notes as comments.
 
     Folders of this machine are left out.
     """
@@ -39,7 +39,6 @@ def write_config_file(config: Config, notes: Sequence[str]) -> str:
 
 
 def _set(config: Config) -> dict[str, object]:
-    """Return the settings that differ from their default, by key."""
     return {
         item.key: value
         for name, component in COMPONENTS
@@ -50,7 +49,6 @@ def _set(config: Config) -> dict[str, object]:
 
 
 def _toml(value: object) -> str:
-    """Return a value in TOML, which differs from JSON only in objects."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(str(key))} = {_toml(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A setting: `components` declares it; the command line, the file reader and the docs read the declaration.
+"""The declaration of one setting. `components` declares settings; the command line, the file reader and the docs read them.
 
 A setting belongs to a dataclass field, so default, documentation, flag, environment variable and file key are stated once.
 """
@@ -19,7 +19,7 @@ from penstock.types.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """The notation of a setting's value, as help and docs call it."""
+    """The type of a setting's value, under the name that help and docs use."""
 
     TEXT = "text"
     PATH = "path"
@@ -63,7 +63,7 @@ class Setting:
     """The value may also name a user's own class."""
 
     def named(self, field: str) -> Setting:
-        """Return the setting with its attribute's name filled in."""
+        """Return the setting with its dataclass field's name, and the key that follows from it."""
         return dataclasses.replace(self, field=field, key=self.key or field.removesuffix(_UNITS.get(self.kind, "")))
 
     @property
@@ -138,10 +138,10 @@ class Setting:
 
 
 def setting(default: object, doc: str, kind: Kind = Kind.TEXT, **details: Any) -> Any:
-    """Return a dataclass field that is a setting. `details`: fields of `Setting`.
+    """Return a dataclass field that declares a setting. `details`: fields of `Setting`.
 
-    The key defaults to the field's name without `_bytes` or `_s`: users write the unit with the number. Help shows a default
-    of None or () as `none`, unless `default_doc` says otherwise.
+    The key defaults to the field's name without `_bytes` or `_s`: users write the unit with the number. Help shows a default of
+    None or () as `none`, unless `default_doc` says otherwise.
     """
     if default is None or default == ():
         details.setdefault("default_doc", "none")
@@ -160,14 +160,14 @@ table = partial(setting, kind=Kind.TABLE)
 
 
 def settings_of(component: type) -> tuple[Setting, ...]:
-    """Return the settings of a component's fields, in order."""
+    """Return the settings that a component declares, in order."""
     return tuple(
         part.metadata["setting"].named(part.name) for part in dataclasses.fields(component) if "setting" in part.metadata
     )
 
 
 class Component:
-    """Base of the frozen configs. The constructor checks choices and ranges."""
+    """Base of the config dataclasses. The constructor checks values against each setting's choices and range."""
 
     title: ClassVar[str] = ""
 
@@ -200,7 +200,7 @@ def _as_counts(raw: object) -> tuple[int, ...]:
 
 
 def _as_table(raw: object) -> dict[str, Any]:
-    """Return a table of TOML, or an inline one such as `{weight = 2, name = "a"}`."""
+    """Return a table from a config file, or parse one from a flag, such as `{weight = 2, name = "a"}`."""
     if isinstance(raw, str):
         try:
             raw = tomllib.loads(f"table = {raw}")["table"]
@@ -212,6 +212,5 @@ def _as_table(raw: object) -> dict[str, Any]:
 
 
 def _toml_type(value: object) -> str:
-    """Return the name of a TOML type other than text, such as `an integer`."""
     names = {bool: "a boolean", int: "an integer", float: "a decimal number", list: "a list", dict: "a table"}
     return names.get(type(value), f"a {type(value).__name__}")  # a date or a time

@@ -1,6 +1,7 @@
-"""The configs of a server's models, from words of the command line, tables of the file and files of a folder.
+"""Makes the config of each model that a server serves.
 
-A model's table [[models]] overrides what flags, environment and file say for all models.
+Models come from words of the command line, `[[models]]` tables of the config file, and files of a folder. A model's table
+overrides the settings of flags, environment and file for all models.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ def configs_of(
 
 
 def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
-    """Return the config of a model that comes into the folder while the server runs."""
+    """Return the config of a model whose file is put into the models folder while the server runs."""
     return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 
 def _own(table: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a model's table. Arguments for another policy are dropped."""
+    """Return the settings of a model's table. Drops the common arguments of a policy that the table changes."""
     return {**{f"{key}_args": None for key in table}, **table}
 
 
 def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
-    """Remove from `rest` the table that the word names, and return it, or return a new table."""
+    """Remove from `rest`, and return, the table that a command-line word names. For any other word, return a new table."""
     for table in rest:
         if word in _names(table) or _place(word) == _place(table["model"]):
             rest.remove(table)
@@ -80,7 +81,7 @@ def _names(table: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def _place(model: object) -> Path:
-    """Return the file's place, which is equal for all spellings of its path."""
+    """Return an absolute path, so that all spellings of a model's path are equal."""
     path = Path(str(model))
     with suppress(RuntimeError):  # an unknown home folder is an error when the model is looked up
         path = path.expanduser()

@@ -32,7 +32,7 @@ _OF_ALL_MODELS = ("cache", "threads", "pin_threads", "models_dir", "memory")
 
 
 def model_settings() -> tuple[Setting, ...]:
-    """Return the settings that each of several models can have for itself."""
+    """Return the settings that can differ between the models of one server."""
     return tuple(item for kind in _OF_EACH_MODEL for item in settings_of(kind) if item.key not in _OF_ALL_MODELS)
 
 
@@ -43,7 +43,7 @@ def all_settings() -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The parsed settings of a file, by key."""
+    """The settings of a parsed config file, by key."""
 
     values: dict[str, object]
     models: tuple[dict[str, object], ...] = ()
@@ -51,7 +51,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Read a TOML file. Raises ConfigError naming file, key and cause."""
+    """Read and check a TOML config file. Raises ConfigError naming file, key and cause."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,7 +85,7 @@ def _parse_model(raw: Mapping[str, object], place: str) -> dict[str, object]:
 
 
 def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, place: str = "") -> dict[str, object]:
-    """Return the parsed values by key. A `raw` value is text as in the file, or has its final type.
+    """Return key -> checked value. A `raw` value is text as in the file, or has its final type.
 
     Raises ConfigError for an unknown key and for a wrong value, with `place` before the message.
     """
@@ -115,7 +115,7 @@ def _valid_keys(key: str, valid: Iterable[str]) -> str:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each unknown variable that begins with PENSTOCK_, with the name that was probably meant."""
+    """Return a warning for each misspelt environment variable: one that begins with PENSTOCK_ and is unknown."""
     known = [*(item.env for item in all_settings()), *_OTHERS]
     return [_warning(name, known) for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
 

@@ -52,7 +52,6 @@ def format_size(num_bytes: int) -> str:
 
 
 def _split(text: str, factors: Mapping[str, float], expected: str) -> tuple[str, float]:
-    """Return the number as it is written, and the factor of its unit."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not {expected}")

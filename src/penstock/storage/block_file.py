@@ -1,5 +1,5 @@
-"""The file of the disk tier: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from its
-worker.
+"""The file that keeps KV blocks on disk: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from
+its worker.
 
 The file may be damaged or cut short at any moment, so each read verifies a checksum and nothing is synced. Reads use system
 calls, because an unreadable page of a mapping would kill the process. One process at a time uses the file (`flock`). Its mode
@@ -39,12 +39,13 @@ FILE_NAME = "blocks.penstock-kv"
 
 
 class BlockFile:
-    """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
+    """KV blocks in a file on disk. Implements `engine.ports.BlockStore`. Any thread may call its methods."""
 
     outlives_process = True
 
     def __init__(self, path: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> None:
-        """Open or create the file, of at most `max_bytes`. Contents with another fingerprint are discarded.
+        """Open or create the file, of at most `max_bytes`. Blocks written with another fingerprint (of the model) are
+        discarded.
 
         Raises OSError if it can't be opened (`BlockingIOError` if another process has it), ValueError if not one block fits.
         """
@@ -66,7 +67,7 @@ class BlockFile:
             raise
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Return (slot, hash) of slots with a plausible header, oldest first. Reads one page of each slot."""
+        """Return (slot, block hash) of the slots that seem to have a block, oldest first. Reads one page of each slot."""
         found: list[tuple[int, int, bytes]] = []
         with self._lock:
             for slot in range(min(self.num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
@@ -161,7 +162,7 @@ class BlockFile:
 
 
 def open_block_file(folder: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> BlockFile:
-    """Open the folder's file, creating both if needed. Raises ConfigError if that fails."""
+    """Open the file of KV blocks in the folder, creating both if needed. Raises ConfigError if that fails."""
     path = folder / FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Host memory below a GPU's KV pool: equal slots, each with a block's content and hash. `Transfers` calls it from its
-worker.
+"""Host memory that keeps KV blocks evicted from a GPU: equal slots, each with a block's content and hash. `Transfers` calls it
+from its worker.
 
 The content ends with the process and needs no checksum. The memory is mapped at once and committed as slots are first written.
 The memory need not be pinned, because the device copies through the executor's pinned staging memory.
@@ -24,7 +24,6 @@ class HostMemory:
     outlives_process = False
 
     def __init__(self, num_slots: int, *, content_bytes: int) -> None:
-        """Map the memory. Raises MemoryError."""
         self.num_slots = num_slots
         self._memory = np.empty((num_slots, content_bytes), np.uint8)
         self._names: dict[int, bytes] = {}

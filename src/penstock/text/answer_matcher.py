@@ -43,7 +43,7 @@ class AnswerPlan:
 
     @property
     def begins_free(self) -> bool:
-        """Whether the answer starts unrestricted: before a trigger, or in reasoning that the prompt opened."""
+        """Whether the first token is unrestricted: free text precedes a trigger, or the prompt opened the reasoning block."""
         return self.trigger_of is not None or (self.reasoning is not None and self.is_reasoning)
 
 
@@ -60,7 +60,7 @@ class _State(Enum):
 
 class AnswerMatcher:
     def __init__(self, plan: AnswerPlan, tokens: GrammarTokens, grammar: CompiledGrammar | None) -> None:
-        """Without `grammar`, only the length of the reasoning is limited."""
+        """Without `grammar`, the matcher only limits the length of the reasoning."""
         self._plan = plan
         self._tokens = tokens
         self._grammar = grammar
@@ -128,7 +128,6 @@ class AnswerMatcher:
                 self._state = _State.FREE
 
     def _go_on(self) -> None:
-        """Enter the next state after a complete mark."""
         ids = self._watch.ids
         if self._state is _State.OPENING:
             self._opened_ids = ids
@@ -154,7 +153,9 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """Begin the answer. `read_ids` are tokens read before that may contain its beginning; `text` is that beginning."""
+        """Enter the state after the reasoning. If the tokens `read_ids` already contain the answer's first characters, those
+        are `text`.
+        """
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -171,7 +172,7 @@ class AnswerMatcher:
             self._inner = self._inner or self._grammar.matcher()  # has read everything so far
 
     def _begins_call(self) -> bool:
-        """Return whether the answer has become a call without a mark, and follow the grammar if so.
+        """Return whether the answer's text has become a tool call that has no mark, and if so follow the grammar from there.
 
         The call's text is tokenised again, since its first token may contain text before the call.
         """
@@ -214,17 +215,16 @@ class AnswerMatcher:
         return None
 
     def _barred(self) -> list[bytes]:
-        """Return masks of the tokens to forbid while a mark may be incomplete."""
+        """Return masks of the tokens that would complete a mark and go on with text that the grammar forbids."""
         assert self._grammar is not None
         bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
         return [bar for bar in bars if bar is not None]
 
 
 class _Watch:
-    """Looks for marks in the bytes of tokens."""
+    """Finds marks such as `</think>` in the text of sampled tokens."""
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
-        """`is_at_start`: a mark counts only at the start of the answer, after optional white space."""
         self._texts = tuple(marks)
         self._marks = tuple(mark.encode() for mark in marks)
         self._firsts = tuple(mark[:1] for mark in self._marks)
@@ -243,7 +243,7 @@ class _Watch:
 
     @property
     def behind(self) -> bytes:
-        """The text after the complete mark."""
+        """The text after the complete mark, in the same token."""
         return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
 
     def push(self, token_id: int, data: bytes) -> bool:
@@ -265,7 +265,7 @@ class _Watch:
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
-        """Return each mark that may be incomplete, with its missing part."""
+        """Return each mark that the text may end within, with its missing part: ("<think>", "nk>") after "<thi"."""
         if not self.ids:
             return []
         if self._is_at_start:
@@ -275,7 +275,6 @@ class _Watch:
         return [(text, text[at:]) for text, at in pairs]
 
     def _forget(self, num_held: int) -> None:
-        """Drop all tokens except those with the last `num_held` bytes."""
         while self._sizes and (not num_held or len(self._tail) - self._sizes[0] >= num_held):
             self._tail = self._tail[self._sizes[0] :]
             del self._sizes[0], self.ids[0]

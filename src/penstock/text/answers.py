@@ -1,7 +1,7 @@
 """Splits the text of an answer into reasoning, content and tool calls, for all APIs.
 
-A reader takes the text in pieces and returns parts as soon as they are certain. It holds back text that may begin a mark, so
-the result does not depend on how the text was cut. Arguments are returned as the model wrote them.
+A reader takes the text in pieces and returns parts as soon as they are certain. It holds back text that may begin a mark
+such as `</think>`, so the result does not depend on how the text was cut. Arguments are returned as the model wrote them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """The content, reasoning and calls of one choice."""
+    """One complete answer (choice), divided into content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -106,17 +106,17 @@ def gather(parts: Iterable[Part]) -> Answer:
 
 class AnswerReader(Protocol):
     def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain after this text."""
+        """Take the next piece of the answer. Return the parts that no later text can change."""
         ...
 
     def finish(self) -> list[Part]:
-        """Return everything held back, at the end of the answer."""
+        """Return the text that is still held back, at the end of the answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """How to read the answers of one call."""
+    """The format of tool calls and reasoning in the answers to one `Call`. Makes their readers."""
 
     tools: ToolFormat | None = None
     """The format of calls, or None if calls count as text."""
@@ -131,7 +131,7 @@ class AnswerForm:
         return marks_of(self.tools, self.reasoning)
 
     def reader(self, new_call_id: Callable[[int], str]) -> AnswerReader:
-        """Return a reader for one choice. `new_call_id` makes the id of a call from its number."""
+        """Return a reader for one choice. `new_call_id` makes a tool call's id from its index in the answer."""
         if self.reasoning is not None and self.reasoning.lead:
             return ChannelReader(self, new_call_id)
         return MarkReader(self, new_call_id)
@@ -246,7 +246,6 @@ class MarkReader:
         return True
 
     def _find(self, triggers: Sequence[str]) -> tuple[int, int]:
-        """Return the position of the first trigger, or -1, and its index."""
         assert self._tools is not None
         found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
         if self._tools.only_at_start:
@@ -273,7 +272,7 @@ class MarkReader:
 
 
 class HiddenTokens:
-    """Removes the names of sampled special tokens from a text, except marks. The same text from ordinary tokens stays."""
+    """Removes the names of sampled special tokens from a text, except marks. If ordinary tokens spell the same name, it stays."""
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -297,7 +296,7 @@ class HiddenTokens:
 
 
 class _CallReader:
-    """Reads the calls of one answer, starting at the trigger."""
+    """Reads the tool calls of one answer, from the trigger (such as `<tool_call>`) on."""
 
     def __init__(self, way: Way, new_call_id: Callable[[int], str]) -> None:
         self._way = way
@@ -322,7 +321,7 @@ class _CallReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the end of an incomplete call, as content if its name is unknown."""
+        """Return the parts of a tool call that the answer's end cut off. If its name is cut off too, its text is content."""
         if self._arguments is not None:
             return [CallEnd(self._index, False, self._text)]
         is_behind = self._step in (self._read_after, self._read_between)
@@ -332,12 +331,11 @@ class _CallReader:
         return [Content(rest), CallEnd(self._index, False, "")] if rest else []
 
     def rest(self) -> str:
-        """Return the text behind the last complete call, or an empty text if it is white space."""
+        """Return the text after the last complete call. White space alone becomes an empty text."""
         rest = self._text + self._held
         return rest if rest.strip() else ""
 
     def _match(self, literal: str) -> int | None:
-        """Return the length of the literal in the text, or None if more text is needed or no call can follow."""
         num = match_literal(self._held, literal)
         if num is not None and num < 0:
             self.is_over = True
@@ -509,7 +507,6 @@ class ChannelReader:
 
 
 def _first_word(header: str) -> str:
-    """Return the text up to the next mark or white space."""
     return "".join(header.partition("<|")[0].split()[:1])
 
 
@@ -522,7 +519,7 @@ class _ObjectScanner:
         self.is_closed = False
 
     def push(self, text: str) -> int:
-        """Return how many characters of the text belong to the object."""
+        """Return how many characters of this piece belong to the object."""
         for at, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -542,7 +539,7 @@ class _ObjectScanner:
 
 
 def match_literal(text: str, literal: str) -> int | None:
-    """Return the length of the literal at the start of the text. White space in the literal matches any or none.
+    """Return how many characters at the start of the text match the literal, whose white space matches any or none.
 
     Return None if more text is needed, -1 if the text does not match.
     """
@@ -561,7 +558,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return how the text calls a tool without a mark, or None, and whether it can become such a call with more text."""
+    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text can make it such a call."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
@@ -577,6 +574,6 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
 
 
 def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
-    """Return the length of the longest suffix of the text that is an incomplete mark."""
+    """Return how many characters at the end of the text may begin a mark: 3 for "a<th" if a mark is "<think>"."""
     longest = min(len(text), max(map(len, marks)) - 1)
     return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

@@ -1,7 +1,7 @@
-"""Chat templates that `--chat-template` takes by name, for models without one.
+"""Chat templates that `--chat-template` takes by name, for models without a template of their own.
 
-Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token if the family has one. None
-supports tools: `text.dialects` puts them into the system message.
+Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token if the model family has one.
+None supports tools: `text.dialects` describes tools in the system message instead.
 """
 
 from __future__ import annotations

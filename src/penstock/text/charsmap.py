@@ -1,6 +1,6 @@
 """Checks SentencePiece's compiled character replacements (`precompiled_charsmap`), since `tokenizers` panics on damaged ones.
 
-The data are the size of a trie in bytes, the trie, and the replacements, each with a zero byte at its end. The trie is a double
+The format: the size of a trie in bytes, the trie, and the replacements, each with a zero byte at its end. The trie is a double
 array of 32-bit units: https://github.com/s-yata/darts-clone, `include/darts.h`.
 """
 
@@ -19,7 +19,7 @@ _CHUNK = 256
 
 
 def check_charsmap(data: bytes) -> int:
-    """Return the length in bytes of the longest replacement. Raises `ModelError` if a lookup could leave the data."""
+    """Return the length in bytes of the longest replacement. Raises `ModelError` if a lookup could read beyond the data."""
     size = int.from_bytes(data[:4], "little")
     if not 4 + size < len(data) <= MAX_BYTES or size < 1024 or size % 1024:  # units come in blocks of 256
         raise _damaged(f"it has {len(data)} bytes, and a trie of {size}")
@@ -31,8 +31,9 @@ def check_charsmap(data: bytes) -> int:
 
 
 def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
-    """Walk every path from the root, many nodes at a time. Units come in blocks of 256, so if a node's base is in the
-    trie, all its children are."""
+    """Walk every path from the root, many nodes at a time, and check its targets. Units come in blocks of 256, so if a node's
+    base is in the trie, all its children are.
+    """
     seen = np.zeros(len(units), dtype=bool)
     bases = _offsets(units[:1])
     labels = np.arange(1, 256, dtype=np.uint32)
@@ -57,7 +58,7 @@ def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
 
 
 def _offsets(units: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Return each unit's distance to its children. A flag says that the distance is in blocks of 256."""
+    """Return the distance of each unit of the trie to its children. A flag says that the distance is in blocks of 256."""
     return (units >> np.uint32(10)) << ((units & np.uint32(1 << 9)) >> np.uint32(6))
 
 

@@ -96,7 +96,6 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
-        """Render in the process, after starting a new one if the last has ended."""
         given = (
             {"tools": None, "documents": None}
             | (_functions(variables) if self._reads_functions else {})
@@ -150,7 +149,6 @@ class ChatTemplate:
         raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
 
     def _limit(self, error: _Ended) -> str | None:
-        """Return the limit that ended the process, or None."""
         limits = {
             -signal.SIGPROF: f"{self._max_s:g} s",
             -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
@@ -184,13 +182,13 @@ class ChatTemplate:
 
 
 def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tools as JSON text, which some templates read instead of a list."""
+    """Return the variable `functions`: the tools as JSON text, which some templates read instead of `tools`."""
     tools = variables.get("tools")
     return {"functions": json.dumps(tools, ensure_ascii=False, indent=2)} if tools else {}
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
-    """Return the template. Raises `Rejected`, with a remedy, if the model has none."""
+    """Return the template itself. If it is None, raises `Rejected` with a remedy."""
     if template is None:
         raise _invalid(
             "This model has no chat template, so messages cannot be turned into a prompt. "
@@ -203,8 +201,8 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
     """Return the source of the chat template, or None. Raises `ConfigError`.
 
-    `value` (`--chat-template`) is a name in `named`, the name of a built-in template, a template, or a path. Without a value,
-    `default` in `named` is taken, and `tool_use` for requests with tools.
+    `value` (`--chat-template`) is a name in `named` (the templates of the model's files), the name of a built-in template, a
+    template, or a path. Without a value, `default` in `named` is taken, and `tool_use` for requests with tools.
     """
     named = {name: _with_single_braces(source) for name, source in named.items()}
     if value is None:
@@ -229,7 +227,7 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
 
 
 def _with_single_braces(source: str) -> str:
-    """Write the example of a call in Qwen2.5-Coder's template in single braces. The model copies doubled ones."""
+    """Correct Qwen2.5-Coder's template: its example of a tool call has doubled braces, which the model would copy."""
     if _DOUBLED_CALL not in source:
         return source
     _log.info("The chat template shows calls of tools in doubled braces; the model is shown single ones.")
@@ -246,7 +244,7 @@ def _either(with_tools: str, plain: str) -> str:
 
 
 def _cut_at_mark(text: str, content: str) -> str:
-    """Return the text before the mark, without trailing white space if the template trims contents."""
+    """Return the rendered text before the mark that was put behind `content`. Trims it if the template trims contents."""
     at = text.rfind(_CONTINUE_MARK)
     if at >= 0:
         return text[:at]
@@ -262,7 +260,7 @@ class _TemplateError(Exception):
 
 
 class _Ended(Exception):
-    """The process ended instead of answering."""
+    """The template's process ended instead of answering."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -274,7 +272,6 @@ class _Child:
     """A process that runs `chat_environment.serve`. It ends at a limit, or when this object or the server does."""
 
     def __init__(self, *, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
-        """Start the process. Raises `ConfigError` if that fails."""
         limits = json.dumps(
             {
                 "max_s": max_s,
@@ -308,7 +305,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, question: bytes) -> str:
-        """Return the answer's text. Raises `_TemplateError` or `_Ended`."""
+        """Send a message to the process and return its answer. Raises `_TemplateError` or `_Ended`."""
         try:
             _write(self._stdin.fileno(), len(question).to_bytes(8) + question)
             text = self._read().decode("utf-8", "surrogatepass")
@@ -322,7 +319,6 @@ class _Child:
         return text[1:]
 
     def _read(self) -> bytes:
-        """Return the next message. Raises `EOFError`."""
         head = self._stdout.read(8)
         num_bytes = int.from_bytes(head)
         if num_bytes > self._max_answer_bytes:

@@ -35,7 +35,7 @@ MAX_ERROR_CHARS = 1000
 
 
 def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: int) -> None:
-    """Answer questions until the pipe is closed.
+    """Compile and render a chat template for the parent process, until the pipe is closed.
 
     Each question may take `max_s` of CPU time and `max_wait_s` by the clock. `max_memory_bytes` limits the address space.
     """
@@ -77,7 +77,6 @@ def _set_limit(kind: int, most: int) -> None:
 
 
 def _read() -> bytes | None:
-    """Return the next message, or None if the other end is closed."""
     head = sys.stdin.buffer.read(8)
     data = sys.stdin.buffer.read(int.from_bytes(head))
     return data if len(head) == 8 and len(data) == int.from_bytes(head) else None
@@ -135,7 +134,7 @@ class _Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses to build a huge string or number by multiplication. Jinja2 itself only limits a single `range`."""
+    """Jinja2's sandbox, which also refuses to build a huge string or number by multiplication. Jinja2 only limits each `range`."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_chars: int
@@ -150,7 +149,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Range:
-    """`range` with a budget per rendering, which also bounds nested loops."""
+    """`range` for templates, with a limit on all steps of a rendering, even in nested loops."""
 
     __slots__ = ("_num_left",)
 
@@ -167,7 +166,7 @@ class _Range:
 
 
 class _Namespace(Namespace):
-    """Refuses private names, which could reach Python's internals."""
+    """`namespace` for templates. Refuses private names, through which a template could reach Python's internals."""
 
     def __init__(*args: Any, **attributes: Any) -> None:  # self is positional, as in Jinja2: `namespace(self=1)` must work
         self, *rest = args
@@ -181,7 +180,7 @@ class _Namespace(Namespace):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's part for training. Here it is only a block."""
+    """The tag `{% generation %}`, which marks the assistant's part for training. Here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -209,7 +208,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja2's filter, does not escape HTML and keeps the order of keys."""
+    """The filter `tojson`. Unlike Jinja2's own, it does not escape HTML and keeps the order of keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -218,7 +217,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """Replace the class `dict`, since templates must not see its attributes."""
+    """The function `dict` of templates. The class itself would show them its attributes."""
     return dict(*args, **items)
 
 

@@ -25,7 +25,7 @@ SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to write calls of tools. White space in its texts matches any white space or none."""
+    """A notation for tool calls, such as JSON in `<tool_call>` tags. White space in its texts matches any white space or none."""
 
     trigger: str
     """The text that turns a free answer into a call: the first part of `begin` + `call`."""
@@ -42,7 +42,7 @@ class Way:
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
-        """The text of a call before the name, between name and arguments, and after the arguments."""
+        """The text of a call before the tool's name, between name and arguments, and after the arguments."""
         before, _, rest = self.call.partition("NAME")
         middle, _, after = rest.partition("ARGUMENTS")
         return before, middle, after
@@ -178,7 +178,7 @@ REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The formats of one model, from its chat template."""
+    """How one model writes tool calls and reasoning, and what its chat template takes."""
 
     tools: ToolFormat = GENERIC
     reasoning: ReasoningFormat | None = None
@@ -198,7 +198,7 @@ class Dialect:
 
 
 def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
-    """Return the parts of both formats that may be special tokens."""
+    """Return the tags in both formats that may be special tokens of the model, such as `<think>`."""
     ways = () if tools is None else tools.ways
     texts = [text for way in ways for text in (way.trigger, way.begin, way.call, way.between or "", way.end)]
     if reasoning is not None:
@@ -249,7 +249,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
 
 
 def _expressions(source: str) -> str:
-    """Return a template's expressions and statements without its text."""
+    """Return the Jinja2 expressions and statements of a template, without the text between them."""
     parts = []
     at = 0
     while (begin := _BEGIN.search(source, at)) is not None:
@@ -272,7 +272,7 @@ def _check_name(setting: str, name: str, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
-    """A call in the history of a conversation."""
+    """A tool call in an earlier message of a conversation."""
 
     call_id: str
     name: str
@@ -300,7 +300,7 @@ class Message:
 def for_template(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], dialect: Dialect
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the messages as the model's template wants them, and further variables for it.
+    """Return messages and variables to render the model's chat template with.
 
     `tools` have Hugging Face's form: `{"type": "function", "function": {...}}`.
     """
@@ -327,7 +327,7 @@ def for_template(
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Give each call its own message, followed by its result."""
+    """Split messages with several tool calls: each call gets a message of its own, followed by its result."""
     changed: list[Message] = []
     groups = [(is_result, list(group)) for is_result, group in groupby(messages, lambda message: message.role == "tool")]
     for at, (is_result, group) in enumerate(groups):
@@ -349,7 +349,7 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
-    """Return a message as a template with tools wants it."""
+    """Return a message in the form for a template that supports tools."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -373,7 +373,7 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """Return a message's field with the reasoning. For gpt-oss, content beside a call is joined to it."""
+    """Return the field that has a message's reasoning. For gpt-oss, content beside a call is appended to the reasoning."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
     if dialect.reasoning.lead and message.calls:
@@ -383,7 +383,7 @@ def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
 
 
 def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
-    """Return a message as a template without tools wants it: calls are text."""
+    """Return a message in the form for a template without tools: calls are written into the content."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -413,7 +413,6 @@ def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> list[dict[str, Any]]:
-    """Add a text to the system message, or to the first user message if the template takes no system message."""
     if dialect.takes_system:
         return _with_system(messages, {}, text)
     at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
@@ -424,7 +423,6 @@ def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> l
 
 
 def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text: str = "") -> list[dict[str, Any]]:
-    """Add fields and a text to the leading system message, creating it if needed."""
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text, **fields}, *messages]
     first = messages[0]
@@ -433,7 +431,7 @@ def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text
 
 
 def _template_id(call_id: str, dialect: Dialect) -> str:
-    """Return an id of the length that the template demands. Equal client ids give equal ids."""
+    """Return a tool call's id with the length that the template demands. Equal client ids give equal ids."""
     num_chars = dialect.tools.id_chars
     if not num_chars or re.fullmatch(f"[A-Za-z0-9]{{{num_chars}}}", call_id):
         return call_id
@@ -441,7 +439,7 @@ def _template_id(call_id: str, dialect: Dialect) -> str:
 
 
 def short_id(text: str, num_chars: int) -> str:
-    """Return the first characters of the text's hash in hexadecimal."""
+    """Return the first `num_chars` hexadecimal digits of the text's hash."""
     import hashlib
 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()[:num_chars]

@@ -31,7 +31,7 @@ _REPOSITORY, _FILE = "repository", "file"
 
 @dataclass(frozen=True, slots=True)
 class FillInTheMiddle:
-    """The tokens of one model for fill-in-the-middle prompts."""
+    """The special tokens of a model for fill-in-the-middle prompts."""
 
     before: str
     behind: str
@@ -47,18 +47,18 @@ class FillInTheMiddle:
         return f"{self.before}{first}{self.behind}{last}{self.middle}"
 
     def file_text(self, name: str, text: str) -> str:
-        """Return another file as text to put before the prompt."""
+        """Return another file of the repository as text to put before the prompt."""
         return f"{self.file}{name}\n{text}" if self.file else f"{text}\n\n"
 
     def text_after_files(self, files: Sequence[str], first: str, last: str) -> str:
-        """Like `text`, after `files` made by `file_text`."""
+        """Return `text(first, last)` after `files`, each made by `file_text`."""
         if not files or not self.file:
             return "".join(files) + self.text(first, last)
         repository = f"{self.repository}{_REPOSITORY}\n" if self.repository else ""
         return repository + "".join(files) + self.file_text(_FILE, self.text(first, last))
 
     def token_ids(self, first: Sequence[int], last: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of the prompt. Like `text`, but the first text is already tokenised."""
+        """Return the prompt's token ids. Like `text`, but the text before the gap is already tokenised."""
         before = tokenizer.encode(self.before, add_special_tokens=False)
         rest = tokenizer.encode(f"{self.behind}{last}{self.middle}", add_special_tokens=False)
         return [*before, *first, *rest]
@@ -74,11 +74,9 @@ def find_fim(tokenizer: Tokenizer) -> FillInTheMiddle | None:
 
 
 def _first(tokenizer: Tokenizer, names: Sequence[str]) -> str:
-    """Return the first name that is a token, or an empty text."""
     return next((name for name in names if _token_id(tokenizer, name) is not None), "")
 
 
 def _token_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """Return the id of the token with this name, or None."""
     found = tokenizer.encode(name, add_special_tokens=False)
     return found[0] if len(found) == 1 and tokenizer.token_text(found[0]) == name else None

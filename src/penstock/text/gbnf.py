@@ -51,7 +51,7 @@ _NAMED |= {character: character for character in "\\\"'[]^-?*+.(){}|/$&~# "}
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A part of a rule."""
+    """A node in the syntax tree of a GBNF rule."""
 
     kind: str
     """char, text (characters written as one string), name, all, any or repeat."""
@@ -68,12 +68,12 @@ class _Token:
 
 
 def is_gbnf(source: str) -> bool:
-    """Return whether rules are written with `::=` rather than with Lark's `:`."""
+    """Return whether a grammar's rules are written with `::=` (GBNF) rather than `:` (Lark)."""
     return _NOTATION.search(source) is not None
 
 
 def to_lark(source: str) -> str:
-    """Return Lark for the rule `root`. Raises `Rejected` with a line and a column."""
+    """Return a GBNF grammar as Lark that starts at the rule `root`. Raises `Rejected` with a line and a column."""
     return _Writer(_Parser(source).rules()).lark()
 
 
@@ -170,7 +170,6 @@ class _Parser:
         return _Node("char", f"[{sign}{written}]")
 
     def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
-        """Yield the characters between quotes or brackets, and whether each was escaped."""
         text = token.text[:-1]
         nth = 1
         while nth < len(text):
@@ -219,14 +218,13 @@ def _unknown(character: str) -> str:
 
 
 def _in_regex(character: str) -> str:
-    """Return one character as a regex, valid inside and outside a class."""
     if character.isalnum() and character.isascii():
         return character
     return f"\\x{{{ord(character):X}}}"
 
 
 class _TooLargeError(Exception):
-    """Finding terminals takes too long. The grammar works without any."""
+    """Deciding which rules can be terminals takes too long. The grammar is then written without terminals."""
 
 
 _Part = tuple[str, str]
@@ -234,9 +232,9 @@ _Part = tuple[str, str]
 
 
 class _Writer:
-    """Writes rules as Lark, as terminals where that loses no answer.
+    """Writes GBNF rules as Lark. A rule becomes a terminal where that loses no answer.
 
-    A terminal is split if it could take characters that belong to what follows: if a terminal matches a shorter text, and the
+    A terminal is split if it could take characters that belong to what follows it: if it also matches a shorter text, and the
     next character may follow that one. Where terminals stand is not checked, so some are split without need.
     """
 
@@ -269,7 +267,6 @@ class _Writer:
         return f"{'T' if name in self._terminals else 'r'}{self._numbers[name]}"
 
     def _written(self, node: _Node, *, is_terminal: bool, is_inside: bool = False) -> str:
-        """Return a part of a rule as Lark. `is_inside`: choices and sequences need brackets."""
         if node.kind == "char":
             return f"/{node.text}/"
         if node.kind == "text" and node.parts and (is_terminal or node.text in self._texts):
@@ -313,7 +310,7 @@ class _Writer:
         return f"/({'|'.join(text for text, bit in self._bits.items() if mask & bit)})/"
 
     def _begins(self) -> dict[str, tuple[bool, int]]:
-        """Return for each rule whether it can be empty, and the characters it can begin with."""
+        """Return, for each rule, whether it can be empty, and the characters it can begin with as bits of `_bits`."""
         begins = dict.fromkeys(self._rules, (False, 0))
         names, before = list(self._rules), None
         while before != begins:
@@ -338,7 +335,7 @@ class _Writer:
         return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
 
     def _behind(self, begins: dict[str, tuple[bool, int]]) -> dict[_Part, int]:
-        """Return the characters that can follow each terminal that is not inside another."""
+        """Return, for each terminal that is not inside another, the characters that can follow it as bits of `_bits`."""
         behind: dict[_Part, int] = {}
 
         def walk(node: _Node, mask: int) -> None:
@@ -363,7 +360,7 @@ class _Writer:
 
 
 class _Checker:
-    """Asks llguidance which terminals match any text, with single bytes as the vocabulary."""
+    """Uses llguidance, with single bytes as the vocabulary, to find terminals that match no text at all."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -404,7 +401,7 @@ class _Checker:
 
 
 def _all(kind: str, node: _Node) -> Iterator[str]:
-    """Yield the names of rules, or the texts that are not empty, in a part."""
+    """Yield the texts of a node and its descendants of this kind: names of rules, or strings that are not empty."""
     if node.kind == kind and node.text:
         yield node.text
     for part in node.parts:
@@ -412,7 +409,7 @@ def _all(kind: str, node: _Node) -> Iterator[str]:
 
 
 def _depths(uses: dict[str, set[str]]) -> dict[str, int]:
-    """Return the nesting depth of each rule that reaches no recursive rule. `uses`: the rules that each rule names."""
+    """Return the nesting depth of each rule that uses no recursive rule. `uses`: rule -> the rules that it names."""
     waiting = {name: len(names) for name, names in uses.items()}
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, names in uses.items():

@@ -1,4 +1,4 @@
-"""Builds a `Backend` from a GGUF file's vocabulary.
+"""Builds a tokenizer from a GGUF file's vocabulary, as a `Backend`.
 
 `tokenizer.ggml.model` names the kind: `gpt2` and `gemma4` are BPE with the file's merges, `llama` is SentencePiece BPE, `t5`
 SentencePiece unigram and `bert` WordPiece. For BPE, `tokenizer.ggml.pre` names the recipe that splits text before merging. The
@@ -60,7 +60,7 @@ def build_backend(vocab: GgufVocab) -> Backend:
 
 
 def check_vocab(vocab: GgufVocab) -> None:
-    """Check the vocabulary before weights are loaded. Raises `ModelError`."""
+    """Raise `ModelError` if `build_backend` could not use the vocabulary. Called before weights are loaded."""
     if vocab.model not in MODELS:
         raise ModelError(
             f"tokenizer.ggml.model is {vocab.model!r}; supported are {', '.join(map(repr, MODELS))}.",
@@ -99,17 +99,15 @@ def _contradiction(cause: str) -> ModelError:
 
 
 def _has_ranks(vocab: GgufVocab) -> bool:
-    """Return whether scores give the order of merges, as in a tekken.json."""
+    """Return whether scores, instead of a list of merges, give the order of merges, as in a tekken.json."""
     return not vocab.merges and len(vocab.scores) == len(vocab.tokens) and any(vocab.scores)
 
 
 def _pre_name(vocab: GgufVocab) -> str:
-    """Return the name of the recipe. `gemma4` always has its own."""
     return "gemma4" if vocab.model == "gemma4" else vocab.pre
 
 
 def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
-    """Return an encoder that splits text by the recipe, and merges within the parts."""
     options = _unknown_options(vocab) if recipe.is_raw else {}
     merges = merges_from_scores(_joinable(vocab)) if _has_ranks(vocab) else _split_merges(vocab.merges)
     model = _bpe(vocab, merges, ignore_merges=recipe.ignore_merges, **options)
@@ -122,7 +120,6 @@ def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Return an encoder that merges across the whole text, with U+2581 for spaces."""
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
@@ -134,7 +131,6 @@ def _encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Return an encoder that maximises the sum of scores."""
     pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
     has_bytes = bool(_unknown_options(vocab)["byte_fallback"])
     try:
@@ -148,9 +144,9 @@ def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Return an encoder that takes the longest piece from the left of each word.
+    """Return an encoder that cuts each word from the left, each time taking the longest piece that matches.
 
-    GGUF files mark pieces that begin a word. The library marks all others.
+    GGUF files mark pieces that begin a word. The `tokenizers` library marks all others.
     """
     added = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab), vocab.unknown_token_id}
     pieces: dict[str, int] = {}
@@ -165,7 +161,7 @@ def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _expansion(vocab: GgufVocab) -> Expansion | None:
-    """Return how far encoding can expand a text. Raises `ModelError` for a damaged charsmap."""
+    """Return how much longer normalisation can make a text. Raises `ModelError` for a damaged charsmap."""
     if vocab.model == "bert":
         return Expansion(3, 0)
     return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None
@@ -179,8 +175,9 @@ def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
 
 
 def _sentencepiece_steps(vocab: GgufVocab) -> Iterator[normalizers.Normalizer]:
-    """Yield the steps in SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so
-    each gets a space in front, as in llama.cpp and transformers' `legacy` tokenizers."""
+    """Yield the normalisers of SentencePiece, in its order (`normalizer.cc`). They run on each stretch of text between special
+    tokens, so each gets a space in front, as in llama.cpp and transformers' `legacy` tokenizers.
+    """
     if vocab.remove_extra_whitespaces:
         yield normalizers.Replace(Regex(" {2,}"), " ")
         yield normalizers.Replace(Regex(r"\A | \z"), "")
@@ -205,7 +202,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _joinable(vocab: GgufVocab) -> dict[str, float]:
-    """Return the pieces that merging can produce, with scores: no control, byte or unused pieces."""
+    """Return the pieces that merging can produce -> their scores. Control, byte and unused pieces are left out."""
     if not vocab.token_types:
         return dict(zip(vocab.tokens, vocab.scores, strict=True))
     rows = zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True)
@@ -217,7 +214,6 @@ def _ids_of_type(vocab: GgufVocab, wanted: int) -> list[int]:
 
 
 def _end_ids(vocab: GgufVocab) -> list[int]:
-    """Return the ids of bos and eos, which some files mark as normal tokens."""
     return [token_id for token_id in (vocab.bos_token_id, vocab.eos_token_id) if token_id is not None]
 
 
@@ -241,7 +237,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the pairs (left, right) in merge order. `scores` has the pieces that merging can produce, in order of id."""
+    """Return BPE merges (left, right), best score first. `scores`: piece -> score, in order of token id."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -254,7 +250,7 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How text is split before merging. Each field splits the parts that the previous field made."""
+    """How a BPE tokenizer splits text before merging. Each field splits the parts that the previous field made."""
 
     single_digits: bool = False
     """Each digit is a part."""
@@ -425,7 +421,7 @@ def make_normalizer(recipe: Recipe) -> normalizers.Normalizer | None:
 
 
 def make_pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
-    """Return the splits, then the mapping of bytes to characters unless pieces are text."""
+    """Return the recipe as a pre-tokenizer: its splits, then, unless `is_raw`, the mapping of bytes to characters."""
     parts: list[pre_tokenizers.PreTokenizer] = []
     if recipe.single_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))

@@ -1,4 +1,4 @@
-"""Compiles grammars and keeps them for later requests. One `Grammars` per model, used by `calls`."""
+"""Compiles the grammars of requests and keeps them for later requests. One `Grammars` per model, used by `calls`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _starting = threading.Lock()
 
 
 class GrammarKind(StrEnum):
-    """The language of a grammar. The value is its name in error messages."""
+    """The language of a grammar, such as JSON schema or regex. The value is its name in error messages."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -76,14 +76,14 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A reasoning block that may precede the answer, and the text after it. Marks may be special tokens."""
+    """The marks of a reasoning block that may precede the answer, and the text after it. Marks may be special tokens."""
 
     open: str
     close: str
     text: str = ""
 
     def block(self, spell: Callable[[str], str]) -> str:
-        """Return Lark for the block: any text up to its end."""
+        """Return a Lark rule for the reasoning block: any text up to its closing mark."""
         opened, closed = spell(self.open), spell(self.close)
         if closed.startswith("<["):  # a special token, which no text holds
             return f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
@@ -92,7 +92,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The required form of an answer."""
+    """The grammar that an answer must follow, as the client wrote it."""
 
     kind: GrammarKind
     source: str = ""
@@ -106,9 +106,9 @@ class Grammar:
     """The field of the client's request that has the grammar, for errors."""
 
     def before(self, spell: Callable[[str], str]) -> str:
-        """Return the outer Lark, which has the source as `@main` and the alternative as `@other`.
+        """Return the outer Lark: the reasoning block, then `@main` (the source) or `@other` (the alternative).
 
-        Empty if there is neither a lead nor an alternative.
+        Empty if there is neither a reasoning block nor an alternative.
         """
         if self.lead is None and self.other is None:
             return ""
@@ -121,7 +121,7 @@ class Grammar:
 
 
 class Grammars:
-    """Thread-safe. The first grammar takes longer because the vocabulary is read."""
+    """Compiled grammars of one model. Thread-safe. The first grammar takes longer because the vocabulary is read."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         """`vocab_size` is the number of logits, which may exceed the tokenizer's tokens."""
@@ -135,7 +135,7 @@ class Grammars:
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     def matcher(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher:
-        """Return a matcher for a new answer. Compiling can take a second; a known grammar takes microseconds.
+        """Return a matcher for a new answer. Compiling can take a second; an already compiled grammar takes microseconds.
 
         `plan` describes what precedes the grammar. Raises `Rejected` if the grammar is invalid or too large.
         """
@@ -148,7 +148,7 @@ class Grammars:
         return AnswerMatcher(plan, self._tokens, None)
 
     def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
-        """Compile a grammar, so that `known` returns its matchers, or raises if the grammar is refused."""
+        """Compile a grammar, so that `known` returns matchers for `number` answers, or raises if the grammar is refused."""
         with contextlib.suppress(Rejected):
             self._ready(grammar, num_at_once(plan, number))
 
@@ -219,7 +219,6 @@ class Grammars:
             return self._of_lark(grammar, lark)
 
     def _lark_of(self, grammar: Grammar) -> str:
-        """Return Lark for any kind except TOOLS. Raises `Rejected`."""
         if grammar.kind is GrammarKind.STRUCTURAL_TAG:
             from penstock.text.structural_tag import of_structural_tag  # few ask for it
 
@@ -263,12 +262,11 @@ class Grammars:
 
 
 def num_at_once(plan: AnswerPlan | None, number: int) -> int:
-    """Return how many matchers `number` answers need at their start. Answers with a free beginning need theirs later."""
+    """Return how many matchers `number` answers need at their start. Answers that begin with free text need theirs later."""
     return 1 if plan is not None and plan.begins_free else number
 
 
 def _has_left(compiled: CompiledGrammar, number: int) -> bool:
-    """Return whether a compiled grammar can serve `number` more answers."""
     return not compiled.has_failed and compiled.num_answers + number <= ANSWERS_PER_COMPILATION
 
 

@@ -45,10 +45,9 @@ MAX_CUT_BYTES = 64
 
 
 class GrammarTokens:
-    """The model's tokens in the form that grammars need. Thread-safe."""
+    """The model's vocabulary for grammars: its tokens in llguidance's form, and masks of tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size` is the number of logits."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
@@ -58,7 +57,7 @@ class GrammarTokens:
         self._ready: tuple[LLTokenizer, NDArray[np.uint8]] | None = None
 
     def ready(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
-        """Return the vocabulary, and the mask of all tokens an answer may have: [ceil(vocab / 32) * 4].
+        """Return llguidance's vocabulary, and the mask of all tokens that an answer may have: [ceil(vocab / 32) * 4].
 
         Raises `Rejected` if the model has no end token.
         """
@@ -84,16 +83,16 @@ class GrammarTokens:
         return vocabulary, np.packbits(usable, bitorder="little")
 
     def cut_greedily(self, text: str) -> list[int]:
-        """Tokenise a text greedily by bytes, as llguidance does."""
+        """Tokenise a text as llguidance does, each time taking the longest token."""
         return [] if self._ready is None else self._ready[0].greedy_tokenize(text)
 
     @property
     def end_id(self) -> int:
-        """The token that ends a complete answer."""
+        """Id of the token that ends a complete answer."""
         return self._end_ids[0]
 
     def spell(self, text: str) -> str:
-        """Write a text as Lark, with special tokens by their ids."""
+        """Return Lark for a text: quoted strings, and special tokens by their ids, such as `<[151657]>`."""
         parts = [part for part in re.split(SPELLED_PARTS, text) if part]
         ids = [self._special_id(part) for part in parts]
         return " ".join(
@@ -109,13 +108,13 @@ class GrammarTokens:
         return self._tokenizer.token_bytes(token_id)
 
     def only(self, token_id: int) -> bytes:
-        """Return the mask of one token."""
+        """Return the mask that allows one token."""
         mask = bytearray((self._vocab_size + 31) // 32 * 4)
         mask[token_id // 8] = 1 << token_id % 8
         return bytes(mask)
 
     def across(self, mark: str) -> Mapping[str, list[int]]:
-        """Return, for each end of the mark ("k>" of "<think>"), the tokens that begin with it and are longer."""
+        """Return, for each end of the mark ("k>" of "<think>"), the ids of longer tokens that begin with it, such as "k>A"."""
         with self._lock:
             if mark not in self._across:
                 rests = [mark[at:] for at in range(1, len(mark))]
@@ -131,7 +130,7 @@ class GrammarTokens:
             return self._across[mark]
 
     def any_but(self, barred: Sequence[bytes], *, may_end: bool) -> bytes:
-        """Return the mask of all tokens not in `barred`, without end tokens unless `may_end`."""
+        """Return the mask of all tokens, except those in the masks `barred` and, unless `may_end`, the end tokens."""
         mask = self._all.copy()
         for bar in barred:
             mask &= ~np.frombuffer(bar, np.uint8)
@@ -141,7 +140,6 @@ class GrammarTokens:
         return mask.tobytes()
 
     def _special_id(self, text: str) -> int | None:
-        """Return the special token with this name, or None."""
         if not SPELLED_PARTS.fullmatch(text):
             return None
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -177,7 +175,7 @@ class _Vocabulary:
         """Tokens of short texts: names of fields are forced again and again."""
 
     def __call__(self, data: bytes) -> list[int]:
-        """Tokenise a text that continues another. No token is special."""
+        """Tokenise a text that continues another. Names of special tokens count as ordinary text."""
         if (token_ids := self._cuts.get(data)) is None:
             token_ids = self._cut(data)
             if token_ids and len(data) <= MAX_CUT_BYTES:
@@ -198,7 +196,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one grammar, in llguidance's units. Most of `benchmarks/grammar_cases.json` needs a tenth of them.
+    """Limits of one grammar, in llguidance's units. Most grammars of `benchmarks/grammar_cases.json` need a tenth of them.
 
     25,000 lexer states take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs the full
     `max_items_in_row` and `step_max_items`.
@@ -220,7 +218,7 @@ function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 items in 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text after which a grammar begins."""
+    """A text after which a grammar begins, such as `<tool_call>`."""
 
     text: str
     before: str = ""
@@ -245,7 +243,7 @@ class CompiledGrammar:
         return self.mask_of(self._start)
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
-        """Find the tokens that complete a mark and go on with text that the grammar forbids, for `barred`."""
+        """Find, for `barred`, the tokens that complete a mark and go on with text that the grammar forbids."""
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
@@ -255,7 +253,7 @@ class CompiledGrammar:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
     def barred(self, mark: str, rest: str) -> bytes | None:
-        """Return the mask of tokens to forbid when only the end `rest` of a mark is missing, or None."""
+        """Return the mask of the tokens that `bar` found for a mark of which only the end `rest` is missing, or None."""
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
@@ -274,7 +272,7 @@ class CompiledGrammar:
         return mask
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
-        """Return why a matcher failed, and start no further answer with this grammar."""
+        """Return why a matcher failed. From then on, no new answer uses this grammar."""
         self.has_failed = True
         return failure(matcher.get_error())
 
@@ -316,7 +314,6 @@ def compile_grammar(
 
 
 def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """Return a copy of the mask that also allows `token_ids`."""
     changed = mask.copy()
     for token_id in token_ids:
         if token_id < 8 * len(mask):
@@ -325,7 +322,7 @@ def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.u
 
 
 class GrammarMatcher:
-    """Follows one answer. Not thread-safe."""
+    """Computes which tokens can come next in one answer. Not thread-safe."""
 
     __slots__ = ("_compiled", "_forced", "_inner", "_is_first", "_mask")
 
@@ -349,7 +346,9 @@ class GrammarMatcher:
             self._forced = None
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens that must come next. Empty before the first token, because answers share the first mask."""
+        """Return the tokens that the grammar allows no alternative to. Empty before the first token, because answers share its
+        mask.
+        """
         if self._forced is None:
             self._forced = deque(() if self._is_first else self._find_forced())
         return tuple(self._forced)
@@ -365,6 +364,5 @@ class GrammarMatcher:
         return self._mask
 
     def _find_forced(self) -> Sequence[int]:
-        """Return the forced tokens, or the end token if only an end can come."""
         is_complete = self._inner.is_stopped() and not self._inner.is_error()
         return [self._compiled.tokens.end_id] if is_complete else self._inner.compute_ff_tokens()

@@ -1,6 +1,6 @@
-"""Writes the grammars of clients as llguidance's Lark, and translates its error messages.
+"""Translates the grammars of clients into llguidance's notation (Lark), and llguidance's error messages into ours.
 
-llguidance checks grammars when it compiles them. This module refuses what it would ignore.
+llguidance checks grammars when it compiles them. This module refuses the parts that llguidance would ignore.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 
 
 def failure(message: str) -> GrammarFailure:
-    """Translate a message of `LLMatcher.get_error`."""
+    """Return llguidance's error message (`LLMatcher.get_error`) in our words, with a remedy."""
     cause = _cause(message)
     for pattern, text, remedy in _KNOWN:
         if found := re.search(pattern, cause):
@@ -62,12 +62,12 @@ def failure(message: str) -> GrammarFailure:
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
-    """Return the error for a grammar that can't be followed. `name` is the kind of grammar in the client's words."""
+    """Return the error for a request with a grammar that can't be followed. `name`: the kind of grammar in the client's words."""
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
 def _cause(message: str) -> str:
-    """Return the cause without the quoted source and llguidance's own steps."""
+    """Return the cause in llguidance's message, without the quoted grammar."""
     text = message.split("\n<", 1)[0]
     lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$", line)]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -98,7 +98,7 @@ MAX_SET_OPERATORS = 8
 
 
 def of_schema(source: str) -> str:
-    """Return Lark for the text of a JSON schema. Raises `Rejected`."""
+    """Return Lark for a JSON schema, given as JSON text. Raises `Rejected`."""
     schema = _parsed(source, "json_schema")
     if schema is True:
         schema = {}
@@ -108,7 +108,7 @@ def of_schema(source: str) -> str:
 
 
 def of_json_object(source: str) -> str:
-    """Return Lark for any JSON object. Raises `Rejected` if there is a source."""
+    """Return Lark for any JSON object. Raises `Rejected` unless `source` is empty."""
     if source:
         raise _rejected("A json_object takes no description. Use json_schema to describe it.")
     return of_schema('{"type": "object"}')
@@ -122,7 +122,7 @@ def of_regex(source: str) -> str:
 
 
 def of_choices(source: str) -> str:
-    """Return Lark for one string of a JSON array. Raises `Rejected`."""
+    """Return Lark for an answer that is one of the strings in a JSON array. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise _rejected("The choice must be a list of at least one string, none of them empty.")
@@ -130,18 +130,18 @@ def of_choices(source: str) -> str:
 
 
 def of_grammar(source: str) -> str:
-    """Return Lark for GBNF, if rules are written with `::=`, or for Lark. Raises `Rejected`."""
+    """Return Lark for a client's grammar: GBNF if its rules are written with `::=`, else Lark. Raises `Rejected`."""
     return gbnf.to_lark(source) if gbnf.is_gbnf(source) else of_lark(source)
 
 
 def how_read(source: str) -> str:
-    """Return a sentence for errors: the notation that `of_grammar` assumed, and how to ask for the other one."""
+    """Return a sentence for errors: whether `of_grammar` took the grammar for GBNF or Lark, and how to ask for the other one."""
     as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
     return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
 
 
 def of_lark(source: str) -> str:
-    """Return Lark unchanged. Raises `Rejected` if it uses unsupported features or too many set operators."""
+    """Return a client's Lark unchanged. Raises `Rejected` if it uses unsupported features or too many set operators."""
     rules = _LITERAL.sub("", source)
     for pattern, what in _UNSUPPORTED_LARK:
         if pattern.search(rules):

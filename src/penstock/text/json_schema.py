@@ -101,7 +101,7 @@ Place: TypeAlias = "tuple[Place, str] | None"
 
 
 class SchemaCount:
-    """Counts the schemas that llguidance will build for one grammar."""
+    """Counts the schemas that llguidance will build for one grammar, and limits them to `MAX_SCHEMAS`."""
 
     def __init__(self) -> None:
         self._num_schemas = 0
@@ -120,7 +120,7 @@ class SchemaCount:
 
 
 def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
-    """Return the JSON that follows `%json` in Lark. `count` has the earlier schemas of the same grammar.
+    """Return the schema as JSON text, which follows `%json` in Lark. `count` has the earlier schemas of the same grammar.
 
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
@@ -147,7 +147,7 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
 
 
 def place_in(source: str, message: str) -> str:
-    """Return a sentence with the places that a message of llguidance may be about, or an empty text.
+    """Return a sentence with the places in a schema that llguidance's error `message` may be about, or an empty text.
 
     `source` is the JSON text of the schema. The places are JSON pointers (RFC 6901).
     """
@@ -181,7 +181,7 @@ def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield every schema once, after removing keywords without effect.
+    """Yield every schema inside `schema` once, after removing keywords without effect.
 
     Rewrites each $ref as an unambiguous JSON pointer, so that llguidance finds the schema that was checked.
     """
@@ -255,7 +255,7 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
 
 
 def _significant(value: Any) -> int:
-    """Return the digits of a number without the point and trailing zeros: 12 for 0.0120."""
+    """Return the significant digits of a number as an integer: 12 for 0.0120."""
     number = _number(value)
     if number is None:
         return 0
@@ -284,7 +284,7 @@ def _spell_format(node: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One combination of schemas that apply in the same place."""
+    """A combination of schemas that apply to the same value, such as one choice of each `anyOf`."""
 
     waiting: Sequence[Any]
     """The schemas that are not counted yet, at least one."""
@@ -297,7 +297,7 @@ class _Way:
 
 
 def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
-    """Count every schema that llguidance builds, and return whether any are combined. Raises `Rejected`.
+    """Count every schema that llguidance builds. Return whether it combines any, as for `allOf`. Raises `Rejected`.
 
     The target of a $ref that stands alone counts once. Combinations are generated lazily, so the limit also bounds the work of
     counting.
@@ -351,7 +351,7 @@ def _alternatives(way: _Way, options: Sequence[Any]) -> Iterator[_Way]:
 
 
 def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
-    """Yield the places inside combined schemas, each with all schemas that apply there."""
+    """Yield, for each place inside a value that all of `together` describe, the schemas that apply there."""
     all_parts = [_parts(node) for node in together]
     rests = [_rests(node) for node in together]
     for key in dict.fromkeys(key for parts in all_parts for key in parts):
@@ -364,7 +364,7 @@ def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
 
 
 def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
-    """Return the schemas directly inside a schema, by place."""
+    """Return the schemas directly inside a schema: ("property", ...), ("item", index) or ("rest", keyword) -> schema."""
     parts: dict[tuple[str, Any], Any] = {("rest", name): node[name] for name in _OF_SCHEMA if isinstance(node.get(name), dict)}
     for name in ("properties", "patternProperties"):
         parts |= {("property", (name, key)): part for key, part in _dict(node, name).items()}
@@ -374,14 +374,13 @@ def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
 
 
 def _num_parts(node: dict[str, Any]) -> int:
-    """Return the number of `_parts` in constant time."""
     num_names = len(_dict(node, "properties")) + len(_dict(node, "patternProperties"))
     num_items = max(len(_list(node, "prefixItems")), len(_list(node, "items")))
     return sum(isinstance(node.get(name), dict) for name in _OF_SCHEMA) + num_names + num_items
 
 
 def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas that apply to properties and items without a schema of their own."""
+    """Return the schemas of properties and of items that have no schema of their own, such as `additionalProperties`."""
     properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
     items = [node.get("items"), node.get("additionalItems")]
     return {
@@ -406,19 +405,18 @@ def _at(schema: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _names(ref: str) -> list[str] | None:
-    """Return the names of a JSON pointer in a URI fragment (RFC 6901, section 6), or None."""
+    """Return the parts of a JSON pointer in a $ref (`#/a/b`, RFC 6901, section 6), or None for another $ref."""
     if not ref.startswith("#") or not (pointer := unquote(ref[1:])).startswith("/"):
         return [] if ref == "#" else None
     return [name.replace("~1", "/").replace("~0", "~") for name in pointer[1:].split("/")]
 
 
 def _fragment(names: Sequence[str]) -> str:
-    """Return the URI fragment of a JSON pointer with these names."""
     return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
 
 
 def _has_id(node: dict[str, Any]) -> bool:
-    """Return whether the schema changes what a $ref inside it refers to."""
+    """Return whether the schema has an id, which changes where a $ref inside it leads."""
     return isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)
 
 
@@ -433,7 +431,6 @@ def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
-    """Yield a value and everything inside it, in written order."""
     waiting = [(value, place)]
     while waiting:
         node, place = waiting.pop()
@@ -451,7 +448,6 @@ def _place_of(names: Sequence[str], place: Place = None) -> Place:
 
 
 def _sentence(places: Sequence[Place]) -> str:
-    """Return a sentence that names the places, for the end of a message. Empty for the whole schema and for no place."""
     shown = [_pointer(place) for place in places[:3]]
     if shown in ([], ["#"]):
         return ""

@@ -1,4 +1,4 @@
-"""Writes structural tags, vLLM's JSON format, as llguidance's Lark.
+"""Translates structural tags, vLLM's JSON format for grammars, into llguidance's Lark.
 
 The older form (`structures` and `triggers`) is converted to the newer one (`format`), a tree of formats, which becomes a
 sequence of parts. A Lark terminal takes the longest text and gives nothing back, so a sequence is accepted only if that loses
@@ -66,7 +66,7 @@ class _Part:
 def of_structural_tag(source: str, spell: Callable[[str], str], max_regex_chars: int) -> str:
     """Return Lark. `spell` writes a text as Lark, special tokens by their ids. `max_regex_chars` limits all regexes together.
 
-    Raises `Rejected` with the place.
+    Raises `Rejected` with the place in the JSON.
     """
     try:
         asked = json.loads(source)
@@ -78,7 +78,6 @@ def of_structural_tag(source: str, spell: Callable[[str], str], max_regex_chars:
 
 
 def _format_of(asked: Any) -> Any:
-    """Return the newer form of a structural tag."""
     if not isinstance(asked, dict) or asked.get("type") != "structural_tag":
         _refuse("", "must be an object of the type structural_tag")
     names = asked.keys() - {"type"}
@@ -117,7 +116,7 @@ class _Writer:
     # reading
 
     def parts(self, one: Any, place: str, depth: int) -> list[_Part]:
-        """Return a format as a sequence of parts."""
+        """Return a format (JSON data) as a sequence of parts."""
         fields = self._fields(one, place, depth)
         match one["type"]:
             case "const_string":
@@ -182,7 +181,7 @@ class _Writer:
         return f"({text}){{{least},{'' if most == -1 else most}}}"
 
     def _text(self, one: Any, place: str, depth: int) -> str:
-        """Return a regular format as one expression."""
+        """Return a format made of constants and regexes as one Lark expression."""
         parts = self.parts(one, place, depth + 1)
         texts = [part.lark for part in parts if part.kind == "text"]
         if len(texts) < len(parts):
@@ -240,7 +239,7 @@ class _Writer:
         return f"/{regex_to_lark(value, '')}/"
 
     def row(self, parts: Sequence[_Part], *, is_last: bool, is_lazy: bool = False) -> str:
-        """Write a sequence. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible place."""
+        """Return Lark for a sequence of parts. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible place."""
         written: list[str] = []
         texts: list[_Part] = []
         """Regular parts side by side."""
@@ -274,7 +273,7 @@ class _Writer:
         return " ".join([*written, self._of_texts(texts, is_lazy=is_lazy)])
 
     def _of_texts(self, texts: Sequence[_Part], *, is_lazy: bool) -> str:
-        """Write adjacent regular parts as one terminal. Constants stay separate because they may contain special tokens."""
+        """Write adjacent constants and regexes as one terminal. Constants alone stay separate: they may contain special tokens."""
         if all(text.constants for text in texts):
             return " ".join(text.lark for text in texts)
         if any("<[" in text.lark for text in texts):
@@ -295,7 +294,7 @@ class _Writer:
         return name
 
     def _free(self, ends: Sequence[str]) -> str:
-        """Write any text up to the first of its ends."""
+        """Write a rule for any text up to the first of `ends`, and return its name."""
         name = f"free{len(self.lines)}"
         if not ends:
             self.lines.append(f"{name}: /{_ANY}/")
@@ -309,7 +308,7 @@ class _Writer:
         return name
 
     def _whole(self, tag: _Tag, num_read: int, *, is_lazy: bool = True) -> str:
-        """Write a tag without the first `num_read` characters of its `begin`."""
+        """Return Lark for a tag without the first `num_read` characters of its `begin`, which the trigger matched."""
         begin = [self._constants((tag.begin[num_read:],), tag.place)] if num_read < len(tag.begin) else []
         return self.row([*begin, *tag.content, self._constants(tag.ends, tag.place)], is_last=False, is_lazy=is_lazy)
 

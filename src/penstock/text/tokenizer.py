@@ -53,7 +53,7 @@ def load_tokenizer(
 
 
 class Tokenizer:
-    """Thread-safe. Long texts are encoded without the GIL."""
+    """Encodes and decodes text for one model. Thread-safe. Long texts are encoded without the GIL."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids. A model may have more logits."""
+        """Number of token ids of the tokenizer. The model may have more logits."""
         return self._backend.vocab_size
 
     @property
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Length of the longest token, so n bytes make at least n / max_token_bytes tokens."""
+        """Length of the longest token in bytes, so a text of n bytes has at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool, is_continuation: bool = False) -> list[int]:
@@ -123,7 +123,7 @@ class Tokenizer:
         return token_ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Encode several texts on several cores."""
+        """Like `encode`, for several texts on several cores."""
         return self._encode(texts, add_special_tokens)
 
     def encode_texts(
@@ -133,10 +133,10 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> list[TextTokens]:
-        """Return the tokens of texts and of pairs of texts for an encoder, including special tokens.
+        """Return the tokens of texts, and of pairs of texts, to embed or score, including special tokens.
 
         Texts beyond `max_tokens` lose tokens at one side. In a pair, the longer text loses tokens first. Raises `Rejected` as
-        `encode` does, if special tokens leave no room, and if the tokenizer has no form for pairs.
+        `encode` does, if special tokens leave no room, and if the tokenizer does not support pairs.
         """
         lists = [(one,) if isinstance(one, str) else one for one in texts]
         different = list(dict.fromkeys([text for parts in lists for text in parts]))
@@ -153,7 +153,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> TextTokens:
-        """Like `encode_texts`, for one text or pair that is already tokenised without special tokens."""
+        """Like `encode_texts`, for one text (or a pair) that is already token ids, without special tokens."""
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
             raise Rejected(
@@ -228,7 +228,9 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
-    """Cut texts to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if nothing of a text would remain."""
+    """Cut the token ids of a text or pair to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if none
+    remain.
+    """
     room = max_tokens - num_ends
     if room < len(parts):
         raise Rejected(
@@ -259,7 +261,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Implements `engine.ports.Detokenizer`. Holds back at most three bytes of an incomplete character."""
+    """Turns an answer's tokens into text as they arrive. Holds back at most three bytes of an incomplete character."""
 
     __slots__ = ("_bytes", "_decoder", "_is_within_character", "_texts")
 
@@ -281,13 +283,13 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return U+FFFD if an incomplete character is held, else an empty text."""
+        """Return U+FFFD if the answer ends in an incomplete character, else an empty text."""
         self._is_within_character = False
         return self._decoder.decode(b"", True)
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[bool], IncrementalDetokenizer]:
-    """Return a function that makes a detokenizer for a request, given `skip_special_tokens`."""
+    """Return a function `skip_special_tokens -> IncrementalDetokenizer`, called for each request."""
 
     def make(skip_special_tokens: bool, /) -> IncrementalDetokenizer:
         if skip_special_tokens:

@@ -56,7 +56,6 @@ def _unsupported(path: Path, cause: str) -> ModelError:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if the file is absent. Raises ValueError."""
     if not path.is_file():
         return {}
     value = orjson.loads(path.read_bytes())
@@ -123,7 +122,8 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
 
 
 def _fields(data: bytes, limit: int) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field in a message. Fields with a length or a fixed size have bytes, others an int.
+    """Yield the number and value of each field in a Protocol Buffer message: bytes if it has a length or fixed size, else an
+    int.
 
     Raises ValueError, also for more than `limit` fields.
     """
@@ -171,12 +171,12 @@ def _int(value: int | bytes) -> int:
 
 
 def _special_id(value: int) -> int | None:
-    """Return None for -1, which is written as 64 bits."""
+    """Return the token id, or None for -1, which is written as 64 bits."""
     return value if value < 1 << 31 else None
 
 
 def _add_tokens(folder: Path, config: dict[str, Any], tokens: list[str], types: list[int]) -> None:
-    """Add tokens to the pieces and mark special ones. Ids between them stay unused."""
+    """Add the tokens of added_tokens.json and `config` to `tokens`, and mark special ones in `types`."""
     added = {int(token_id): (text, False) for text, token_id in _json_object(folder / "added_tokens.json").items()}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         added[int(token_id)] = (token["content"], bool(token.get("special")))

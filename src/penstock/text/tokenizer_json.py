@@ -1,4 +1,4 @@
-"""Reads a Hugging Face tokenizer.json into a `Backend`. The spelling of bytes follows from the file's decoder."""
+"""Reads a Hugging Face tokenizer.json into a `Backend`. The file's decoder shows how tokens spell bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
-    """Return how far the file's steps can expand a text before it is split. Raises `ModelError` if too far."""
+    """Return how much longer the normalizer and pre-tokenizer can make a text. Raises `ModelError` if it is too much."""
     parts = [*_flat(file.get("normalizer"), "normalizers"), *_flat(file.get("pre_tokenizer"), "pretokenizers")]
     factor, extra_bytes = 1.0, 0.0
     for part in parts:
@@ -103,7 +103,6 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
 
 
 def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """Return the steps of a sequence, with nested sequences flattened."""
     steps, pending = [], [part] if part else []
     while pending:
         step = pending.pop(0)
@@ -115,7 +114,7 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """Return how far one step can expand a text. NFC and NFD count as 1: characters that they expand are very rare.
+    """Return how much longer one step can make a text. NFC and NFD count as 1: characters that they expand are very rare.
 
     Steps are recognised by their fields, as in the library, since `type` may be missing.
     """
@@ -138,7 +137,7 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
-    """Check that only a few tokens surround a text or a pair, and that each text appears once."""
+    """Raise `ModelError` if a post-processor puts too many tokens around a text, or repeats the text."""
     num_tokens = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()])
     for name, num_texts in (("single", 1), ("pair", 2)):
         pieces = part.get(name, ())

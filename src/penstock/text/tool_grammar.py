@@ -1,4 +1,4 @@
-"""Writes the grammar of answers that call tools as llguidance's Lark. `text.grammar` calls it.
+"""Translates the tools of a request into a grammar for calls of them, in llguidance's Lark. `text.grammar` calls it.
 
 A strict tool's schema is followed exactly. For other tools, an object with `properties` allows no additional ones unless its
 schema says so, and arguments may be any object if the schema cannot be compiled.
@@ -30,13 +30,15 @@ class Tool:
 
 
 def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: bool, has_trigger: bool) -> str:
-    """Return a grammar's source, as JSON text. With a trigger, the grammar starts after free text, else with the answer."""
+    """Return the tools and their format as JSON text, for `Grammar.source`.
+
+    With a trigger, the answer may begin with free text. Otherwise it begins with a call.
+    """
     described = [[tool.name, _bare(tool.parameters), tool.is_strict] for tool in tools]
     return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
 
 
 def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a copy of the schema without descriptions, which may be long."""
     copy: Mapping[str, Any] | None = json.loads(json.dumps(schema))
     waiting: list[Any] = [copy]
     while waiting:
@@ -49,13 +51,13 @@ def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def triggers_of(source: str) -> tuple[str, ...]:
-    """Return the triggers at which the grammar starts, or none if it starts with the answer."""
+    """Return the texts that turn free text into a call, or () if the whole answer is calls. `source` is made by `tool_source`."""
     name, _, has_trigger, _ = json.loads(source)
     return tuple(way.trigger for way in BY_NAME[name].marked) if has_trigger else ()
 
 
 def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
-    """Return Lark, and whether all schemas are followed. `spell` writes a text as Lark, special tokens by their ids.
+    """Return Lark for a `tool_source`, and whether all schemas are followed. `spell` writes a text as Lark.
 
     `check` raises `Rejected` for a schema that cannot be compiled. The arguments of such a tool may be any object, unless the
     tool is strict. Raises `Rejected`, naming the tool.
@@ -79,7 +81,7 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
 
 
 def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
-    """Return the rule for the trigger and any text before it in the same token."""
+    """Return the Lark rule for the trigger. It also matches text before the trigger in the same token."""
     trigger = way.trigger
     if way.has_no_mark:
         words = "\\s*".join(map(escaped, trigger.split()))
@@ -91,7 +93,6 @@ def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
 def _of_way(
     rule: str, way: Way, tools: Sequence[Tool], spell: Callable[[str], str], *, is_parallel: bool, trigger: str
 ) -> list[str]:
-    """Return the rules for one way to write calls, after its trigger."""
     before, middle, after = way.parts
     # The text glued to a name is part of its lexeme, so that names with a common beginning are told apart.
     glued_before = re.findall(r"\S*$", re.split(SPELLED_PARTS, before)[-1])[0]
@@ -116,13 +117,12 @@ def _of_way(
 
 
 def _flexible(text: str, spell: Callable[[str], str]) -> str:
-    """Return Lark for a text in which white space is optional."""
     parts = re.split(r"(\s+)", text)
     return " ".join("W?" if part.isspace() else spell(part) for part in parts if part)
 
 
 def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
-    """Return the schema of the arguments as Lark, and whether it is the tool's own."""
+    """Return Lark for a tool's arguments, and whether they follow the tool's own schema."""
     schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
     try:
         if not tool.is_strict:
@@ -139,7 +139,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 
 
 def _close(schema: Any) -> None:
-    """Forbid additional properties, unless a schema allows them or is combined with others."""
+    """Forbid additional properties in a schema and those inside it, unless a schema allows or combines others."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -154,5 +154,4 @@ def _close(schema: Any) -> None:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a regex in Lark."""
     return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""A loaded vocabulary: its spelling of bytes, and a `tokenizers` object.
+"""The vocabulary of a tokenizer: its `tokenizers` object, and how its pieces spell bytes.
 
 There are three spellings. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
 character. SentencePiece vocabularies (https://github.com/google/sentencepiece) write text, with U+2581 for a space and `<0xAB>`
@@ -30,7 +30,9 @@ class Spelling(Enum):
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return character -> byte. Printable Latin-1 stands for itself; the other 68 bytes are U+0100 and up, in order."""
+    """Return character -> byte, for byte-level vocabularies. Printable Latin-1 stands for itself; U+0100 and up are the other
+    bytes.
+    """
     alphabet: dict[str, int] = {}
     num_moved = 0
     for byte in range(256):
@@ -41,7 +43,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_of_piece(piece: str) -> int | None:
-    """Return the byte of a SentencePiece byte piece, 0xAB for `<0xAB>`, or None."""
+    """Return 0xAB for the SentencePiece piece `<0xAB>`, or None for a piece that is no byte."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return int(piece[3:5], 16)
@@ -51,7 +53,7 @@ def byte_of_piece(piece: str) -> int | None:
 
 
 def piece_decoder(spelling: Spelling) -> Callable[[str], bytes]:
-    """Return a function from a piece to its bytes."""
+    """Return a function from a piece, as the file spells it, to its bytes."""
     if spelling is Spelling.SENTENCEPIECE:
         return _sentencepiece_bytes
     if spelling is Spelling.WORDPIECE:
@@ -79,7 +81,7 @@ def put_ends(
     eos_token_id: int | None,
     between: Sequence[str] = ("eos", "bos"),
 ) -> None:
-    """Make `add_special_tokens` put exactly these tokens around a text.
+    """Set the special tokens that the encoder puts around a text, or around and between a pair.
 
     `between` names the tokens between the texts of a pair. The second text has type 1. The template uses aliases for tokens,
     since their text could be template syntax.
@@ -100,7 +102,7 @@ def put_ends(
 
 
 class Ends(NamedTuple):
-    """The tokens that `add_special_tokens` puts around a text, or around and between the two of a pair."""
+    """The special tokens that `add_special_tokens` puts around a text, or around and between a pair of texts."""
 
     parts: tuple[tuple[int, ...], ...]
     """Token ids before the first text, and after each."""
@@ -113,7 +115,7 @@ class Ends(NamedTuple):
 
 
 def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
-    """Return the special tokens around one text, or around a pair, or None if `Ends` can't describe them."""
+    """Return the special tokens that an encoder puts around one text (or a pair), or None if `Ends` can't describe them."""
     encoding = encoder.encode("a", "a" if num_texts == 2 else None)
     texts, types = encoding.sequence_ids, encoding.type_ids
     found = [at for at in range(len(texts)) if texts[at] is not None]
@@ -135,7 +137,7 @@ def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
 
 
 class ByteTable:
-    """Token id -> bytes, filled on first use. Thread-safe.
+    """A cache from token id to the token's bytes, filled on first use. Thread-safe.
 
     The bytes are packed into one array, 15 bytes per token. Objects in a dict would take 200, and since rare tokens keep
     coming, a server's memory would grow for hours.
@@ -144,7 +146,6 @@ class ByteTable:
     __slots__ = ("_data", "_ends", "_hidden_ids", "_lock", "_lookup", "_starts")
 
     def __init__(self, lookup: Callable[[int], bytes], num_tokens: int) -> None:
-        """Ids outside [0, `num_tokens`) are not cached."""
         self._lookup = lookup
         self._hidden_ids: frozenset[int] = frozenset()
         self._lock = threading.Lock()
@@ -178,7 +179,7 @@ class ByteTable:
 
 
 class TextTable(dict[int, str | None]):
-    """Token id -> its text, or None if it is part of a character. Caches `MAX_TEXTS` recent tokens."""
+    """A cache of `MAX_TEXTS` recent tokens: token id -> its text, or None if its bytes are no complete characters."""
 
     __slots__ = ("_bytes",)
 
@@ -206,7 +207,7 @@ MAX_EXPANDED_BYTES = 8 << 20
 
 
 class Expansion(NamedTuple):
-    """How long a text can become before it is tokenised: n bytes become at most `n * factor + extra_bytes`."""
+    """How much longer normalisation can make a text: n bytes become at most `n * factor + extra_bytes`."""
 
     factor: float
     extra_bytes: int

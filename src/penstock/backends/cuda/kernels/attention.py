@@ -65,7 +65,7 @@ INTERPRETED = Multiprocessors(2, 227 << 10)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWorkspace:
-    """Memory for parts of a step's attention until they are merged. All layers share it."""
+    """Device memory for a step's partial attention, one result per part of a context, until merged. All layers share it."""
 
     parts: torch.Tensor
     """float32 [num_parts, columns]"""
@@ -98,7 +98,6 @@ class AttentionWorkspace:
 
 
 def _columns(head_dim: int) -> int:
-    """Return the padded width of a head: a power of two, of whole int8 key groups."""
     return max(KEY_GROUP, triton.next_power_of_2(head_dim))
 
 
@@ -173,7 +172,7 @@ def _cut(
     window: int,
     tile: int | None,
 ) -> _Splits | None:
-    """Cut contexts for a decode, or return None if the prefill kernel must compute it. `tile`: None if deterministic."""
+    """Return how a decode's contexts are cut, or None if only the prefill kernel can compute it. `tile`: None if deterministic."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
     room = len(workspace.parts) // (num_rows * num_heads)
     if tile is not None:
@@ -191,7 +190,10 @@ def _cut(
 def decode_programs(
     workspace: AttentionWorkspace, *, num_rows: int, max_seq_len: int, num_heads: int, num_kv_heads: int, deterministic: bool
 ) -> int:
-    """Return programs per row and KV head if the longest row has `max_seq_len`, or 0 for the prefill kernel."""
+    """Return how many programs `decode_kernel` runs per row and KV head if the longest row has `max_seq_len`.
+
+    Return 0 if the prefill kernel is used instead.
+    """
     splits = _cut(
         workspace,
         num_rows=num_rows,
@@ -220,7 +222,7 @@ def paged_attention(
     deterministic: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute `program.Attention`. The step's keys and values must be in the cache.
+    """Compute `program.Attention` of a step's queries. The cache must already have the step's keys and values.
 
     q, out [num_tokens, num_heads * head_dim], rows may be strided; `scale` > 0. `sinks`: the program's times log2(e), float32
     [num_heads].
@@ -297,7 +299,10 @@ class _Launch:
         )
 
     def prefill(self, *, leaves_decodes: bool) -> None:
-        """Compute all rows, or skip rows with one query. It reuses the memory of a decode's parts: call it after merging."""
+        """Launch `prefill_kernel`, which computes all rows, or with `leaves_decodes` only rows with several queries.
+
+        Call this after a decode's parts are merged, since it reuses their memory.
+        """
         shape = _shape(self, is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
@@ -333,7 +338,6 @@ class _Launch:
         )
 
     def _num_prefill_parts(self, queries: int) -> int:
-        """Return into how many parts to cut contexts: several if few queries follow a long context."""
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace
@@ -344,7 +348,7 @@ class _Launch:
 
     @property
     def _factor(self) -> float:
-        """The factor that turns scores into exponents of two. The softcap has already applied `scale`."""
+        """The factor that turns scores into exponents of two. A softcap has already applied `scale`."""
         return LOG2_E if self.softcap > 0 else self.scale * LOG2_E
 
     def _split_tiles(self, shape: _Shape) -> int:

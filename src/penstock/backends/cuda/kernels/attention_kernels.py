@@ -18,7 +18,9 @@ UNSPECIALISED = ["tables_ptr", "query_start_loc_ptr", "context_lens_ptr"]
 def _splits(
     position, num_programs, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Cut a query's context. Return its first and end tile, the first part's first tile, tiles per part, and parts."""
+    """Return how a query's context is cut: its first and end tile, the first part's first tile, tiles per part, and number of
+    parts.
+    """
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE
@@ -67,9 +69,9 @@ def decode_kernel(
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Attend with one query and KV head. Each of n programs takes every n-th part of the context.
+    """Compute attention of a row's only query for one KV head. Each of n programs takes every n-th part of the context.
 
-    `is_direct`: there is one part.
+    `is_direct`: there is one part, which needs no merging.
     """
     # Heads vary fastest, so that programs running together read neighbouring memory.
     kv_head, row = tl.program_id(0), tl.program_id(1)
@@ -157,7 +159,7 @@ def merge_prefill_kernel(
     COLUMNS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the parts of one head of a token, made by `prefill_kernel`."""
+    """Merge the parts of a context that `prefill_kernel` computed, for one token and head."""
     head, token = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_of_token_ptr + token)
     query_len = tl.load(query_start_loc_ptr + row + 1) - tl.load(query_start_loc_ptr + row)
@@ -172,7 +174,6 @@ def merge_prefill_kernel(
 
 @triton.jit
 def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Merge `count` parts from `place` on. Return the answer [1, COLUMNS]."""
     column = tl.arange(0, COLUMNS)[None, :]
     one = tl.arange(0, 1)
     acc = tl.zeros([1, COLUMNS], tl.float32)
@@ -199,7 +200,9 @@ def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.
 
 @triton.jit
 def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
-    """Return the row that has this tile. Tiles of row r begin at `query_start_loc[r] // QUERIES + r`."""
+    """Return the row of the batch that a tile of tokens belongs to. Tiles of row r begin at `query_start_loc[r] // QUERIES +
+    r`.
+    """
     low = 0
     high = num_rows
     while high - low > 1:
@@ -247,7 +250,8 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Attend with `QUERIES` queries of a row and all heads of a KV head to their context, or to this program's part of it.
+    """Compute attention of `QUERIES` queries of a row, for the query heads of one KV head, over this program's part of the
+    context.
 
     `leaves_decodes`: skip rows with one query. With `SPLIT_TILES`, a program takes the whole context, cut as in decodes.
     """

@@ -1,4 +1,4 @@
-"""Unpacks rows to floats, for embeddings and large products."""
+"""Converts rows of quantised matrices to floats, for embeddings and large products."""
 # ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def look_up(
 
 
 def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
-    """Write matrix[first_row : first_row + n] to `out` [n, num_cols]. Raises ValueError unless `first_row` begins a tile."""
+    """Write matrix[first_row : first_row + n] as floats to `out` [n, num_cols]. Raises ValueError unless `first_row` begins a
+    tile.
+    """
     if first_row % TILE_ROWS:
         raise ValueError(f"row {first_row} is not the first of a tile of {TILE_ROWS}")
     offsets = matrix.offsets

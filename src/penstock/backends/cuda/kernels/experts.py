@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, sorting and products.
 
-A pair is a token and one of its experts; its number is `token * num_chosen + rank`. The host does not know the choice, so grids
-allow for any.
+A pair is a token and one of its experts; its index is `token * num_chosen + rank`. The host does not know which experts are
+chosen, so grids allow for any.
 """
 # ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
@@ -64,7 +64,7 @@ def route(
 
 
 def sort_by_expert(order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor) -> None:
-    """Write the pairs' numbers to `order`, sorted by expert, then number, and the first index of each expert to `starts`.
+    """Sort pairs by expert. Writes their indices to `order`, and each expert's first place in `order` to `starts`.
 
     order int32 [pairs], starts int32 [num_experts + 1].
     """
@@ -82,9 +82,10 @@ def multiply(
     *,
     is_fixed: bool,
 ) -> None:
-    """Multiply each pair's row of x by the expert's rows of the matrix (+ bias). out [pairs, rows of an expert]
+    """Multiply each pair's row of x by the matrix of its expert (+ bias). out [pairs, rows of an expert]
 
-    x has a row per token or per pair; bias [num_rows]. `is_fixed`: the bits of a row do not depend on other rows.
+    `matrix` has the rows of all experts. x has a row per token or per pair; bias [num_rows]. `is_fixed`: the bits of a row do
+    not depend on other rows.
     """
     num_pairs, num_experts = len(order), len(starts) - 1
     each = matrix.num_rows // num_experts
@@ -112,7 +113,9 @@ def multiply(
 
 
 def sum_shares(out: torch.Tensor, y: torch.Tensor, shares: torch.Tensor) -> None:
-    """Write the sum of y * share over a token's pairs, in order, to out [tokens, width]. y [pairs, width]"""
+    """Add the results of each token's experts: write the sum of y * share over its pairs to out [tokens, width]. y [pairs,
+    width]
+    """
     _sum_kernel[(len(out), triton.cdiv(out.shape[1], SUMMED_COLS))](
         out, y, shares, out.stride(0), y.stride(0), out.shape[1], NUM_CHOSEN=len(y) // len(out), BLOCK=SUMMED_COLS, num_warps=4
     )

@@ -34,14 +34,14 @@ class Cut:
 
 
 def cut(matrix: Matrix) -> Cut:
-    """Return how to split the columns. Only the matrix decides."""
+    """Return into how many splits `multiply_splits` cuts the matrix's columns."""
     num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
 
 
 def num_partials(matrix: Matrix, max_tokens: int) -> int:
-    """Return how many numbers `multiply_splits` needs for up to `max_tokens`."""
+    """Return how many float32 numbers `multiply_splits` writes for up to `max_tokens`."""
     num_splits = cut(matrix).num_splits
     return num_splits * min(max_tokens, MAX_PARALLEL_TOKENS) * matrix.num_rows if num_splits > 1 else 0
 
@@ -68,7 +68,7 @@ def multiply(
 
 
 def multiply_splits(partials: torch.Tensor, x: torch.Tensor, matrix: Matrix, *, is_fixed: bool = False) -> Splits:
-    """Write the splits' sums to `partials`, float32, of at least `num_partials` numbers."""
+    """Write partial sums of x @ matrix.T, one per split of the columns, to `partials`, float32. `splits` adds them."""
     _launch(partials, x, matrix, None, None, is_parallel=True, is_fixed=is_fixed)
     return Splits(partials, cut(matrix).num_splits, len(x), matrix.num_rows)
 
@@ -172,7 +172,7 @@ def add_steps(
     BLOCK_ROWS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Add steps [begin, end) to acc [rows, tokens], without row scales.
+    """Add the product of the columns in steps [begin, end) to acc [rows, tokens], without row scales.
 
     `value_ptrs`: the rows' first columns, [rows, 1] or, for tiles, [rows, QUARTER_COLS].
     """

@@ -40,7 +40,7 @@ def shrink(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """Write x[order[place]] A^T over a split's columns to hidden[split, site, place].
+    """Write x[order[place]] A^T, the first half of adapters' changes, to hidden[split, site, place].
 
     x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages: the flat KV cache
     in the type of factors; `layout`: `AdapterFormat.layout`. hidden: flat float32 [splits, sites, places, ranks].
@@ -81,7 +81,7 @@ def look_up(
     max_rank: int,
     layout: Mapping[str, int],
 ) -> None:
-    """Write scale * A[:, token_ids[order[place]]] to hidden[place]. Otherwise like `shrink` with one split and one site."""
+    """Like `shrink` for an embedding: write scale * A[:, token_ids[order[place]]] to hidden[place]. One split and one site."""
     _look_up_factors_kernel[(len(groups), _rank_tiles(max_rank))](
         hidden,
         token_ids,
@@ -109,7 +109,7 @@ def expand(
     num_splits: int,
     layout: Mapping[str, int],
 ) -> None:
-    """Add (sum of hidden's splits) B^T to out[order[place]] for all sites.
+    """Add the second half, (sum of hidden's splits) B^T, to out[order[place]] for all sites.
 
     out [rows, cols]; tiles int32 [tiles, TILE_WORDS]; other arguments as in `shrink`.
     """
@@ -132,7 +132,6 @@ def expand(
 
 
 def _rank_tiles(max_rank: int) -> int:
-    """Return the number of tiles over the rank: at least 1, because grids can't be empty."""
     return max(1, triton.cdiv(max_rank, RANK_TILE.value))
 
 

@@ -51,7 +51,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
 
 
 def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Write each row of x divided by max(its Euclidean length, 1e-12) to `out`; x, out [rows, width]."""
+    """Scale each row of x to length 1: divide it by max(its Euclidean length, 1e-12). x, out [rows, width]."""
     num_rows, width = x.shape
     if num_rows:
         _unit_rows_kernel[(num_rows,)](
@@ -60,7 +60,7 @@ def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _num_warps(width: int) -> int:
-    """Return the warps of a program. Only the width decides, because warps decide the order of summation."""
+    """Return the number of warps per program. Only the width decides, because warps decide the order of summation."""
     return min(16, max(1, triton.next_power_of_2(width) // 512))
 
 

@@ -1,4 +1,4 @@
-"""Device functions that build numbers from stored words by moving bits, several times as fast as conversions."""
+"""Device functions that turn packed quantised weights into floats by moving bits, several times as fast as conversions."""
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def words_of(scales: torch.Tensor) -> torch.Tensor:
 def _masked(
     words, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """Return numbers of DTYPE with the bits (words >> SHIFT & MASK) ^ MAGIC. words int16"""
+    """Return floats of DTYPE with the bits (words >> SHIFT & MASK) ^ MAGIC. words int16"""
     if IS_INTERPRETED:
         return ((words >> SHIFT & MASK) ^ MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
     else:
@@ -33,7 +33,6 @@ def _masked(
 
 @triton.constexpr_function
 def _masking(shift: int, mask: int, magic: int) -> str:
-    """Return PTX for `_masked` on two words in a register. The mask drops bits that come from the upper word."""
     both = 0x10001
     look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
     return f"""{{
@@ -47,7 +46,7 @@ def _masking(shift: int, mask: int, magic: int) -> str:
 def _numbers(
     words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """Return the integers in bits BITS * WHICH and up, exact: their bits become the low bits of a number above 128 or 1024."""
+    """Return the WHICH-th integer of BITS bits in each word, as exact floats: its bits become the low bits of 128 or 1024."""
     SHIFT: tl.constexpr = BITS * WHICH
     if DTYPE == tl.float32:
         unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
@@ -66,7 +65,9 @@ def _numbers(
 
 @triton.jit
 def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Move the bits of fp8 numbers in byte WHICH to their places in DTYPE. Exponents keep the fp8 bias. words int16"""
+    """Move the bits of the fp8 number in byte WHICH of each word to their places in DTYPE. Exponents keep the fp8 bias. words
+    int16
+    """
     if IS_INTERPRETED:
         code = words.to(tl.int32) >> 8 * WHICH
         return ((code & 0x7F) << (7 if DTYPE == tl.float16 else 4) | (code & 0x80) << 8).to(tl.int16).to(DTYPE, bitcast=True)
@@ -84,7 +85,7 @@ def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED
 
 @triton.constexpr_function
 def float8_widening(which: int, is_half: bool) -> str:
-    """Return PTX for `_float8_bits` on two words in a register."""
+    """Return assembly (PTX) for `_float8_bits`, for two words in a register."""
     both = 0x10001
     up = (7 if is_half else 4) - 8 * which
     select = (0xF0 & 0xCC) | 0xAA  # (a & b) | c
@@ -100,7 +101,7 @@ def float8_widening(which: int, is_half: bool) -> str:
 
 @triton.jit
 def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Return the fp8 (e4m3) numbers in byte WHICH, exact. The GPU's own instruction needs capability 8.9 and gives float16."""
+    """Return the fp8 (e4m3) number in byte WHICH of each word, exact. The GPU's own instruction needs capability 8.9."""
     if DTYPE == tl.float32:
         return float8_as_float(words.to(tl.int32) >> 8 * WHICH)
     elif DTYPE == tl.float16:
@@ -111,7 +112,7 @@ def _float8(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.
 
 @triton.jit
 def float8_as_float(codes):
-    """Return the fp8 (e4m3) numbers in the lowest bytes of int32 codes, as exact float32."""
+    """Return the fp8 (e4m3) number in the lowest byte of each int32 code, as exact float32."""
     return ((codes & 0x7F) << 20 | (codes & 0x80) << 24).to(tl.float32, bitcast=True) * EXPONENTS_APART
 
 
@@ -146,7 +147,7 @@ def quarter_weights(
     DTYPE: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Return the weights of a quarter of a step's columns, without row scales. [rows, QUARTER_COLS]"""
+    """Return the quantised weights of a quarter of STEP_COLS columns as floats, without row scales. [rows, QUARTER_COLS]"""
     if IS_FLOAT:
         numbers = _float8(words, WHICH, DTYPE, IS_INTERPRETED)
     else:
@@ -172,8 +173,8 @@ def _scaled(
 ):
     """Return numbers * scale (+ offset), [rows, QUARTER_COLS].
 
-    Weights are scaled instead of sums, so that scales load early. In bf16 a scale is split in two parts, because
-    rounding it would shift all numbers of a group.
+    Scaling weights, and not their sums later, lets scales load early. In bf16 a scale is split in two parts, because rounding
+    it would shift all numbers of a group.
     """
     scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
     if DTYPE == tl.bfloat16:

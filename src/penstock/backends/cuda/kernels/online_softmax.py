@@ -47,7 +47,7 @@ def walk(
     IS_INT8: tl.constexpr,
     HAS_FULL: tl.constexpr,
 ):
-    """Add tiles [begin, end) of a row's positions to the sums of M queries.
+    """Add the positions in tiles [begin, end) of a row's context to the sums of M queries.
 
     q [M, COLUMNS], position [M] (-1: no query); `table_ptr`: the row's block table. Queries see positions up to their own,
     within the window. Positions from `num_positions` on are not read. With `HAS_FULL`, tiles before `full_end` need no mask.
@@ -74,7 +74,7 @@ def walk(
 
 @triton.jit
 def merge(acc, top, total, part, part_top, part_total, factor):
-    """Merge the sums of two sets of positions. acc, part [M, COLUMNS]; top, total, part_top, part_total [M]"""
+    """Return the sum over two sets of positions, given the sum over each. acc, part [M, COLUMNS]; others [M]"""
     new_top = tl.maximum(top, part_top)
     base = _base(new_top, factor)
     kept = tl.math.exp2(tl.fma(top, factor, -base))
@@ -85,7 +85,9 @@ def merge(acc, top, total, part, part_top, part_total, factor):
 
 @triton.jit
 def normalised(acc, top, total, sinks_ptr, head, is_head, factor, HAS_SINKS: tl.constexpr):
-    """Return acc / total, or 0 if nothing was summed. A sink, an exponent of two, adds to the total. head, is_head [M]"""
+    """Return the attention, acc / total, or 0 if nothing was summed. A sink, an exponent of two, adds to the total. head,
+    is_head [M]
+    """
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
         base = tl.maximum(top * factor, sink)
@@ -161,13 +163,12 @@ def _walk_tiles(
 
 @triton.jit
 def _base(top, factor):
-    """Return the number to subtract from exponents: 0 before any score, because -inf minus -inf is NaN."""
+    """Return the exponent to subtract from others: 0 before any score, because -inf minus -inf is NaN."""
     return tl.where(top == float("-inf"), 0.0, top) * factor
 
 
 @triton.jit
 def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Return the tile's block id, or block ids [TILE]. Missing blocks become the null block."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + tile * TILE // BLOCK_SIZE, mask=tile < end, other=0)
     else:

@@ -1,4 +1,4 @@
-"""Lists the pages of a step's rows for FlashInfer, from block tables on the device."""
+"""Lists the KV cache blocks of a step's rows in FlashInfer's form, from block tables on the device."""
 
 # ruff: noqa: ANN001, ANN201, N803  # kernels: Triton reads their text, and names constants in capitals
 
@@ -28,5 +28,5 @@ def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl
 
 
 def page_indices(out: torch.Tensor, block_tables: torch.Tensor, indptr: torch.Tensor, num_rows: int) -> None:
-    """Write row r's first block ids to out[indptr[r] : indptr[r + 1]]. All int32; block_tables [R, max_blocks]"""
+    """Write the block ids of row r's context to out[indptr[r] : indptr[r + 1]]. All int32; block_tables [R, max_blocks]"""
     page_indices_kernel[(num_rows,)](out, block_tables, indptr, block_tables.stride(0), PAGES=PAGES_AT_ONCE, num_warps=4)

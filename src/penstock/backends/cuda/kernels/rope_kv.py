@@ -34,9 +34,10 @@ def rope_table(
     growth: float = 0.0,
     growth_len: int = 1,
 ) -> torch.Tensor:
-    """Return cosines, then sines, of all angles, times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
+    """Return the table for rotating: cosines, then sines, of all angles, times `attention_factor`.
 
-    Angles are computed in float64, because they grow with the position. Includes `growth` of `program.Rope`.
+    float32 [num_positions, 2 * len(inv_freq)]. Angles are computed in float64, because they grow with the position. Includes
+    `growth` of `program.Rope`.
     """
     positions = np.arange(num_positions, dtype=np.float64)
     angles = np.outer(positions, np.array(inv_freq, np.float64))
@@ -161,7 +162,7 @@ def _rope_kernel(
 
 @triton.jit
 def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Rotate heads of a token in place. `table_ptr` points to the position's row. head, is_head [N]"""
+    """Rotate N heads of a token in place. `table_ptr` points to the position's cosines and sines. head, is_head [N]"""
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     cos = tl.load(table_ptr + pair, mask=is_pair, other=0.0)[None, :]
@@ -232,7 +233,6 @@ def _write_kernel(
 
 @triton.jit
 def _rotated(x, x_ptr, column, table_ptr, HALF: tl.constexpr):
-    """Return one rotated head. x [COLUMNS] float32, as loaded from `x_ptr`"""
     is_first, turns = column < HALF, column < 2 * HALF
     partner = tl.where(is_first, column + HALF, column - HALF)
     other = tl.load(x_ptr + partner, mask=turns, other=0.0).to(tl.float32)
@@ -252,7 +252,7 @@ def _store_int8(
     COLUMNS: tl.constexpr,
     COLUMNS_PER_SCALE: tl.constexpr,
 ):
-    """Store x as int8. A scale is the next bf16 above largest / 127, and NaN if its group has inf or NaN."""
+    """Store x as int8 with a scale per group: the next bf16 above largest / 127, or NaN if the group has inf or NaN."""
     groups: tl.constexpr = COLUMNS // COLUMNS_PER_SCALE
     parts = tl.reshape(x, [groups, COLUMNS_PER_SCALE])
     is_sound = tl.max(tl.where(tl.abs(parts) < float("inf"), 0, 1), 1) == 0

@@ -21,7 +21,7 @@ PARAM_WORDS = tl.constexpr(16)
 
 @triton.jit
 def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load ids and logits from `start` on: -inf for NaN and past the end."""
+    """Load token ids and logits from `start` on: -inf for NaN and past the end."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(row + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
     return ids, tl.where(x == x, x, float("-inf"))
@@ -29,7 +29,7 @@ def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(x):
-    """Return int32 keys in the order of the logits. 0 and -0 have one key."""
+    """Return int32 keys that sort like the logits. 0 and -0 have one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -62,7 +62,7 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return the number (`COUNTS`) or weight of tokens above each of N int32 keys. float64 [N]"""
+    """Return how many tokens have a key above each of N keys or, unless `COUNTS`, their summed weight. float64 [N]"""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -79,7 +79,9 @@ def _threshold(
     row, low, high, wanted, largest, inverse_temperature,
     COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return the least key above `low` such that tokens above it count or weigh less than `wanted`, and their sum."""
+    """Return the least key above `low` such that tokens above it count (or weigh) less than `wanted`, and their count (or
+    weight).
+    """
     above = tl.zeros((), tl.float64)
     while high > low + 1:
         keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
@@ -122,7 +124,7 @@ def _top_p(
     row, top_p, threshold, num_equal, largest, inverse_temperature,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the same as `_top_k` for the fewest kept tokens that together have a share of top_p."""
+    """Return the threshold of top_p, as `_top_k` does: for the fewest most likely tokens whose weights are a share of top_p."""
     above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
     if num_equal > 0:
         num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
@@ -139,7 +141,9 @@ def _top_p(
 
 @triton.jit
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
-    """Return the weights of kept tokens, 0 for others. `num_seen` tokens with the threshold's key came before."""
+    """Return the weights of tokens that the filters keep, else 0. Earlier blocks had `num_seen` tokens with the threshold's
+    key.
+    """
     keys = _keys(x)
     weights = _weights(x, largest, inverse_temperature)
     is_kept = (keys >= threshold) & (weights >= min_p)
@@ -196,7 +200,7 @@ def restrict(
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set disallowed tokens to -inf: step 2 of `types/sampling.py`, without bans."""
+    """Set the logits of tokens that a grammar's mask forbids to -inf: step 2 of `types/sampling.py`, without bans."""
     place = tl.program_id(0)
     row = logits + tl.load(samples + place).to(tl.int64) * row_stride
     line = bits + tl.load(lines + place).to(tl.int64) * ((VOCAB_SIZE + 31) // 32)
@@ -221,7 +225,7 @@ def choose(
     BLOCK: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
 ):
-    """Choose a token: steps 5 and 6 of `types/sampling.py`."""
+    """Sample a token from its row's logits: steps 5 and 6 of `types/sampling.py`."""
     sample = tl.program_id(0)
     slot = tl.load(sample_slots + sample).to(tl.int64)
     position = tl.load(sample_positions + sample)
@@ -262,7 +266,10 @@ def logprobs(
     MAX_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute log-probabilities: step 1 of `types/sampling.py`, though after choosing. Skips failed rows."""
+    """Compute log-probabilities of sampled and most likely tokens: step 1 of `types/sampling.py`, though after choosing.
+
+    Skips failed rows.
+    """
     line = tl.program_id(0)
     sample = tl.load(samples + line).to(tl.int64)
     row = logits + sample * row_stride
@@ -290,7 +297,6 @@ def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK
 
 @triton.jit
 def _tell_top(row, norm, num_top, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the most likely tokens, best first; the lowest id wins ties."""
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     place = tl.full((), 1, tl.int32)
     while place <= num_top:

@@ -17,7 +17,7 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """A product as partial sums, before they are added."""
+    """A matrix product as partial sums, which still must be added."""
 
     partials: torch.Tensor
     """float32 [num_splits, num_tokens, num_rows], flat."""
@@ -107,7 +107,7 @@ def finish(
 
 @triton.jit
 def _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the splits. The loop is unrolled, so that loads do not wait for each other."""
+    """Return the sum of the splits. The loop is unrolled, so that loads do not wait for each other."""
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)

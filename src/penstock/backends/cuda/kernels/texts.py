@@ -76,7 +76,7 @@ def text_attention(
 
 
 def mean_rows(out: torch.Tensor, x: torch.Tensor, step: StepTensors) -> None:
-    """Write the mean of each sampling row's tokens to out [num_samples, width]. x [num_tokens or more, width]"""
+    """Write the mean of x over each sampling row's tokens to out [num_samples, width]. x [num_tokens or more, width]"""
     width = x.shape[1]
     _mean_rows_kernel[(step.num_samples, triton.cdiv(width, MEAN_COLUMNS))](
         out,
