@@ -1,4 +1,4 @@
-"""A call that asks for admission, the estimates that decide it, and the reason of a refusal."""
+"""A call that asks to be admitted, the estimates that decide it, and a refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A call that asks for admission, before its prompt is tokenised."""
+    """A client's call that asks to be admitted, before its prompt is tokenised."""
 
     num_requests: int = 1
     num_chars: int = 0
@@ -42,7 +42,7 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class DoorView:
-    """A call and the estimates that decide its admission. Treat as frozen."""
+    """A call and all estimates that decide whether it is admitted. Treat as frozen."""
 
     ask: Ask
     now_ns: int

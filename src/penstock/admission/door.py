@@ -1,7 +1,7 @@
 """Admission control: accepts or refuses a call before any costly work, by estimates (`estimates`) and checks.
 
-The expected time to first token is the call's own prompt plus the longest of three waits that overlap: for the requests ahead,
-for their prompts, for the adapter.
+The expected time to first token is that of the call's own prompt plus the longest of three waits that overlap: for earlier
+requests to end, for their prompts, for the adapter.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Place:
 
 
 class Admission:
-    """Admission control of one engine. It is also an observer, called on the engine's thread."""
+    """Admission control of one engine. Also an observer, called on the engine's thread."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Admission:
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
     ) -> None:
-        """`reads_priority`: requests are queued by priority. `tenants`: usage counted by an earlier engine of the same model.
-        `max_adapters`: adapters that can run at once."""
+        """`reads_priority`: the scheduler serves requests by priority. `tenants`: usage counted by an earlier engine of the
+        same model. `max_adapters`: adapters that can run at once."""
         self.limits = limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
@@ -105,10 +105,9 @@ class Admission:
     # For the event loop.
 
     def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
-        """Admit a call, and keep places for its requests until `leave`. Raises `Rejected`.
+        """Admit a call, and keep places in the queue for its requests until `leave`. Raises `Rejected`.
 
-        The queue needs room for only one of its requests. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no
-        requests.
+        Room for one of its requests is enough. `refuses_with`: DRAINING or UNAVAILABLE if the engine takes no requests.
         """
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
@@ -140,7 +139,8 @@ class Admission:
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count some of the call's requests as admitted. The caller reports text lengths to `lengths.on_prompt`."""
+        """Count some of an admitted call's requests before they are submitted. The caller reports text lengths to
+        `lengths.on_prompt`."""
         view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
@@ -163,13 +163,13 @@ class Admission:
             self._tenants.release(place.account, place.view)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that ended without the engine reporting it. Idempotent."""
+        """Stop counting requests that ended without a report from the engine. Idempotent."""
         for request_id in request_ids:
             self._backlog.on_finish(request_id)
             self._tenants.forget(request_id)
 
     def max_len(self, adapter: AdapterRef | None) -> int:
-        """Return how many prompt and output tokens a request may have beside its adapter."""
+        """Return how many tokens (prompt and output) a request can have, since its adapter takes blocks too."""
         if adapter is None:
             return self._max_model_len
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
@@ -256,7 +256,7 @@ class Admission:
         return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:
-        """Return the expected time until a call that comes now starts, behind `num_kept` others, plus one step."""
+        """Return the expected time until a call that comes now starts, plus one step. `num_kept` returning calls go first."""
         num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
         if self._reads_priority:
             num_before, num_tokens_before = self._backlog.ahead_of(ask.priority)
@@ -277,7 +277,6 @@ class Admission:
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
-        """Return the expected time between two requests' ends, from measurements and the usual length of answers."""
         num_running = max(1, load.num_running)
         forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
         return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
@@ -287,7 +286,7 @@ class Admission:
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
-        """Return the predicted blocks of running requests, and of waiting ones for which rows are free."""
+        """Return how many blocks running requests, and waiting ones with a free batch row, are predicted to need."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
@@ -319,7 +318,7 @@ class Admission:
         return Rejected(reason, refusal.detail, retry_after_s=min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
 
     def _promised_wait_ns(self, refusal: Refusal, view: DoorView, promise: Promise | None) -> int:
-        """Return the wait that the call was promised before, or promise a new one."""
+        """Return the wait (`Retry-After`) that this refused call was promised before, or promise a new one."""
         if promise is not None and promise.due_ns > view.now_ns:
             return promise.due_ns - view.now_ns
         seconds = DEFAULT_RETRY_AFTER_S if refusal.wait_ns is None else refusal.wait_ns / 1e9
@@ -373,10 +372,10 @@ def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
 
 
 def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
-    """Refuse a call if its first token is expected later than the target.
+    """Refuse a call if its first token is expected later than its target.
 
-    `margin` is the worst recent error of that expectation. Half of the allowed time is for waiting, however long the prompt
-    takes.
+    `margin` is the worst recent ratio of real to expected time. Half of the allowed time is for waiting, however long the
+    prompt takes.
     """
     target_ns = view.target_ttft_ns
     if target_ns is None or view.is_idle or view.starts_at_once:
@@ -393,9 +392,10 @@ def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
 
 
 def check_kv_headroom(view: DoorView, headroom: float) -> Refusal | None:
-    """Refuse a call if less than `headroom`, a share in (0, 1), of the KV blocks would stay free at predicted lengths.
+    """Refuse a call if less than `headroom`, a share in (0, 1), of the KV blocks would stay free at predicted answer lengths.
 
-    Only a call with a target is refused. Freed blocks are kept for its return: otherwise small calls would keep taking them.
+    Only a call with a latency target is refused. Freed blocks are kept for its return: otherwise small calls would keep taking
+    them.
     """
     num_excess = view.num_blocks_demanded - (1 - (headroom / 2 if view.is_expected else headroom)) * view.num_blocks_total
     if view.target_ttft_ns is None or view.is_idle or num_excess <= 0:

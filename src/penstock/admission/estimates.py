@@ -1,4 +1,4 @@
-"""Estimates for admission: durations of steps, lengths of answers, admitted requests, and returns of refused calls.
+"""Estimates for admission: durations of steps, lengths of answers, requests not ended, and returns of refused calls.
 
 Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; `Lengths`
 and `Backlog` have both.
@@ -54,7 +54,7 @@ class Pace:
         return int(self._step_ns)
 
     def prefill_ns(self, num_tokens: float) -> int:
-        """Return the expected time to compute prompt tokens beside the recent decodes."""
+        """Return the expected time to compute `num_tokens` prompt tokens while decodes run as recently."""
         return int(num_tokens * self._prefill_ns / self._prefill_tokens) if self._prefill_tokens else 0
 
     def on_step(self, stats: StepStats) -> None:
@@ -91,7 +91,7 @@ class Lengths:
         self._cached_share = _Mean(0.0, 1.0)
 
     def on_prompt(self, num_chars: int, num_tokens: int) -> None:
-        """Learn from a text of `num_chars` characters that became `num_tokens` tokens with its template."""
+        """Learn how many tokens a text has: `num_chars` characters became `num_tokens` tokens, with the chat template."""
         if num_chars:
             self._tokens_per_char.add(num_tokens, num_chars)
 
@@ -103,18 +103,18 @@ class Lengths:
         return round(num_chars * self._tokens_per_char.value)
 
     def new_tokens(self, min_tokens: int, max_tokens: int | None) -> int:
-        """Return the predicted length of an answer within its limits."""
+        """Return the predicted length of an answer, between the request's limits."""
         predicted = max(min_tokens, round(self._output_tokens.value))
         return predicted if max_tokens is None else min(predicted, max_tokens)
 
     @property
     def computed_share(self) -> float:
-        """Share of prompt tokens not found in the prefix cache."""
+        """Share of prompt tokens that were not found in the prefix cache."""
         return 1.0 - self._cached_share.value
 
 
 class Margin:
-    """The worst recent error of the expected time to first token: real / expected, from 1 to `MAX_FACTOR`."""
+    """The worst recent ratio of real to expected time to first token, from 1 to `MAX_FACTOR`."""
 
     def __init__(self) -> None:
         self.factor = FIRST_FACTOR
@@ -143,12 +143,12 @@ class DrainMeter:
         self._refused_until_ns = 0
 
     def rate(self, now_ns: int) -> float:
-        """Return the requests per second that ended while others waited; 0 if none waited within the window."""
+        """Return requests per second that ended while others waited; 0 if none waited within the window."""
         num_ended, busy_s = self._totals(now_ns)
         return num_ended / busy_s if busy_s >= 1 else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
-        """Return the mean time between two requests' ends while others wait, or None.
+        """Return the mean time between two ends of requests while others wait, or None.
 
         `forecast_ns` is an estimate from other measurements, or 0. It counts like `weight` observed ends.
         """
@@ -158,7 +158,7 @@ class DrainMeter:
         return int((busy_s * 1e9 + weight * forecast_ns) / (num_ended + weight))
 
     def _totals(self, now_ns: int) -> tuple[int, float]:
-        """Return (requests that ended, busy seconds) within the window that ends at `now_ns`."""
+        """Return (requests that ended, busy seconds) within the window before `now_ns`."""
         oldest = now_ns // _BUCKET_NS - self._window_s
         recent = [bucket for second, bucket in list(self._buckets.items()) if second > oldest]
         return sum([num_ended for num_ended, _ in recent]), sum([busy_ns for _, busy_ns in recent]) / 1e9
@@ -203,7 +203,7 @@ class Entry:
 
 
 class Backlog:
-    """Sums over admitted requests that have not ended.
+    """Admitted requests that have not ended, with sums of their prompt tokens and blocks.
 
     `enter` runs on the event loop, the rest on the engine thread. So each sum is the difference of two counters with one writer
     each.
@@ -219,7 +219,7 @@ class Backlog:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a first token. A partly computed prompt counts in full."""
+        """Prompt tokens of requests that have no first token yet. A partly computed prompt counts in full."""
         return max(0, self._prefill_added - self._prefill_taken)
 
     @property
@@ -227,17 +227,17 @@ class Backlog:
         return max(0, self._blocks_added - self._blocks_taken)
 
     def ahead_of(self, priority: int) -> tuple[int, int]:
-        """Return (requests, prompt tokens) without a first token that are served before this priority. O(requests)."""
+        """Return (requests, prompt tokens) to compute before a new request of this priority. O(requests)."""
         ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 
     def adapter_blocks(self, num_requests: int) -> dict[int, int]:
-        """Return adapter -> its KV blocks, for the first `num_requests` unfinished requests."""
+        """Return adapter number -> its KV blocks, for the first `num_requests` unfinished requests."""
         first = list(self._entries.values())[:num_requests]
         return {entry.adapter: entry.num_adapter_blocks for entry in first if entry.adapter != BASE}
 
     def enter(self, request_id: str, entry: Entry) -> None:
-        """Add a request. Call before it is submitted, since it may end at once."""
+        """Add a request. Call this before the request is submitted, since it may end at once."""
         self._prefill_added += entry.num_prefill_tokens
         self._blocks_added += entry.num_blocks
         self._entries[request_id] = entry
@@ -271,16 +271,16 @@ class Promise:
     is_over: bool = False
 
     def __lt__(self, other: Promise) -> bool:
-        """Order by expiry. Due times have another order, since longer waits have a longer grace."""
+        """Order promises by the time when they expire."""
         return self.expires_ns < other.expires_ns
 
 
 class Promises:
-    """Refused calls, and the times at which they should return (`Retry-After`). Runs on the event loop.
+    """Promises to refused calls: each gets a time at which to return (`Retry-After`), and a place then. Runs on the event loop.
 
-    Each refused call gets its own time, after the previous one's. Its place is kept for `GRACE_NS` plus a tenth of its wait. A
-    returning call is recognised by its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum,
-    Traffic Management 4.1, 1999).
+    Each call's time comes after the previous one's. The place is kept for `GRACE_NS` plus a tenth of the wait. A returning call
+    is recognised by its claim, derived from the body. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic
+    Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class Promises:
         *,
         num_blocks: int = 0,
     ) -> int:
-        """Keep a place for a refused call. Return the nanoseconds after which it should return."""
+        """Promise a refused call a place. Return the nanoseconds after which it should return."""
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
@@ -316,7 +316,7 @@ class Promises:
         return due_ns - now_ns
 
     def find(self, claim: bytes | None, *, is_retry: bool, now_ns: int) -> Promise | None:
-        """Return the promise made to this call before, or None. One that is not due yet needs a declared retry."""
+        """Return the promise made to this call before, or None. Before its time, only a declared retry finds it."""
         self._advance(now_ns)
         promises = self._by_claim.get(claim) if claim is not None else None
         if not promises:
@@ -324,11 +324,11 @@ class Promises:
         return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
 
     def settle(self, promise: Promise) -> None:
-        """End a promise, since the client returned."""
+        """End a promise, since its call returned."""
         self._end(promise, came_back=True)
 
     def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
-        """Keep the place for another return: the client came in time, and its blocks are not free yet."""
+        """Promise another return to a call that came in time but finds too few free blocks."""
         self._end(promise, came_back=True)
         renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
         heappush(self._due, renewed)
@@ -336,13 +336,13 @@ class Promises:
             self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
 
     def num_blocks_due(self, now_ns: int) -> int:
-        """Return the KV blocks kept now, weighted by the share of calls that return."""
+        """Return the KV blocks kept for calls due now, weighted by the share of calls that return."""
         self._advance(now_ns)
         kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
         return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
 
     def num_due(self, now_ns: int) -> int:
-        """Return the places kept now, weighted by the share of calls that return."""
+        """Return the places kept for calls due now, weighted by the share of calls that return."""
         self._advance(now_ns)
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
 

@@ -57,7 +57,7 @@ class Tenants:
         return self._too_many(account, view) or self._too_often(account) or self._too_fast(account, view)
 
     def hold(self, view: DoorView) -> Account:
-        """Count a call's requests together until `release`, after which each counts by itself (`enter`)."""
+        """Charge a call's requests to its tenant together, until `release`. After that each counts by itself (`enter`)."""
         account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
         account.level_requests -= 1
         self._move(account, view, 1)
@@ -77,7 +77,7 @@ class Tenants:
         self.entered[request_id] = account, num_tokens
 
     def on_finish(self, request_id: str, num_tokens: int, duration_ns: int) -> None:
-        """Settle an ended request of `num_tokens` prompt and output tokens. Unknown ids are ignored."""
+        """Charge an ended request's real tokens (prompt and output) instead of the predicted ones."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             account, num_predicted = entered
@@ -86,7 +86,7 @@ class Tenants:
             self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
-        """Settle a request with an unknown end as if it had used its predicted tokens."""
+        """Stop counting a request that ended without a report. Its predicted tokens stay charged."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             entered[0].num_left += 1
@@ -126,7 +126,7 @@ class Tenants:
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 
     def _account(self, tenant: str, now_ns: int, limits: TenantLimits | None) -> Account:
-        """Return the tenant's account, refilled. `limits` of None leaves its limits unchanged."""
+        """Return the tenant's account, with its buckets refilled. `limits` of None changes no limits."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._open(tenant, now_ns, limits or self._default)
@@ -156,7 +156,7 @@ class Tenants:
         return self._accounts.setdefault(tenant, fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Forget one of the oldest accounts that is idle with full buckets. Return whether one was found."""
+        """Remove an account that is idle with full buckets, if one of the oldest is."""
         for tenant, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits

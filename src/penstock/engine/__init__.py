@@ -1,2 +1,2 @@
-"""The engine: its state (`core`), one turn with an executor (`stepper`), the thread that does turns (`thread`), and their
-ports."""
+"""The engine: the requests' state (`core`), the steps (`stepper`), the thread that runs them (`thread`), and interfaces for
+other packages (`ports`)."""

@@ -1,6 +1,6 @@
-"""The lock on the core, called the books. The engine thread releases it inside the executor.
+"""The lock on the engine core, called the books. The engine thread releases it while the executor computes.
 
-Meanwhile another thread may read more of the core than its snapshot.
+Meanwhile another thread may read more of the core than its published snapshot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Abandoned(Exception):
 
 
 class Books:
-    """The lock on the core. The engine thread enters it for each turn."""
+    """The lock on the engine core. The engine thread holds it except while the executor computes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Books:
         self._lock.release()
 
     def take_back(self) -> None:
-        """Take the lock again. Raises `Abandoned` if the engine's requests have been ended meanwhile."""
+        """Take the lock again after an executor call. Raises `Abandoned` if `abandon` ended the requests meanwhile."""
         self.__enter__()
         self._inside_since_ns = None
         if self._is_abandoned:
@@ -65,7 +65,8 @@ class Books:
         return 0 if since_ns is None else self._clock.now_ns() - since_ns
 
     def read(self, look: Callable[[], T]) -> T:
-        """Call `look` with the core locked. Raises TimeoutError. Never call this from a sink or an observer."""
+        """Return what `look` returns, called with the core locked. Raises TimeoutError. Never call this from a sink or an
+        observer."""
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
             raise TimeoutError("other readers keep the books of the engine")
         try:
@@ -83,8 +84,10 @@ class Books:
 
     @contextmanager
     def abandon(self) -> Iterator[bool]:
-        """Take the lock from an engine thread that hangs in the executor: there `Abandoned` is raised, if ever. Yields False if
-        the thread has just come out."""
+        """Lock the core although the engine thread hangs in the executor. Yields False if that thread has just returned.
+
+        The engine thread gets `Abandoned` if it ever returns.
+        """
         since_ns = self._inside_since_ns
         if since_ns is None:
             yield False

@@ -1,4 +1,4 @@
-"""The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
+"""The only way between the event loop and the engine thread: requests go in, chunks come out, one wake-up per step.
 
 An `EventWaker` wakes the event loop without releasing the GIL. Otherwise the loop would handle a step's tokens before the
 engine thread starts the next step.
@@ -29,7 +29,7 @@ _MERGE_ABOVE_CHUNKS = 64
 
 
 class EnginePort(Protocol):
-    """The engine as the bridge needs it. Its methods are thread-safe and never block."""
+    """The methods of the engine that the bridge calls. They are thread-safe and never block."""
 
     def submit(self, *requests: Request) -> None: ...
 
@@ -38,14 +38,14 @@ class EnginePort(Protocol):
 
 class ChunkReader(Protocol):
     def put(self, chunk: OutputChunk) -> None:
-        """Take a chunk. `flush` is called after the last chunk of a batch."""
+        """Take a chunk of output. `flush` is called after the last chunk of a batch."""
         ...
 
     def flush(self) -> None: ...
 
 
 class _Hop:
-    """The wake-up of one event loop by the engine's thread. `is_due` while one is pending."""
+    """Wakes one event loop from the engine thread. `is_due` while a wake-up is pending."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
         self.is_due = False
@@ -58,7 +58,7 @@ class _Hop:
 
 
 class Bridge:
-    """Passes requests to the engine, and chunks to their readers, usually streams. For one event loop at a time."""
+    """Passes requests from one event loop at a time to the engine, and chunks of output to the requests' readers."""
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
@@ -150,7 +150,8 @@ class Bridge:
 
 
 class Stream:
-    """The chunks of one call's requests, in the engine's order. Leaving the context aborts requests that have not ended."""
+    """The output chunks of one call's requests, in the engine's order. Leaving the `with` block aborts requests that have not
+    ended."""
 
     def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
         self._bridge = bridge
@@ -180,7 +181,7 @@ class Stream:
         return chunks if len(chunks) <= 1 else merge_chunks(chunks)
 
     def put(self, chunk: OutputChunk) -> None:
-        """Take a chunk from the bridge, on the event loop; `flush` follows."""
+        """Take a chunk from the bridge, on the event loop. `flush` follows."""
         self._chunks.append(chunk)
         if len(self._chunks) > self._merge_above:
             self._chunks = merge_chunks(self._chunks)
@@ -215,7 +216,7 @@ class Stream:
 
 
 def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
-    """Return one chunk per request, with texts and tokens joined and the rest from its last chunk."""
+    """Return one chunk per request, with texts and tokens joined and all other fields from its last chunk."""
     grouped: dict[str, list[OutputChunk]] = {}
     for chunk in chunks:
         grouped.setdefault(chunk.request_id, []).append(chunk)
@@ -242,7 +243,7 @@ def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 class EventWaker:
-    """Wakes the loop through an `eventfd`, written with ctypes' `PyDLL`, which keeps the GIL."""
+    """Wakes the event loop through an `eventfd`. It is written with ctypes' `PyDLL`, which keeps the GIL."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
         """Raises AttributeError, ImportError, NotImplementedError or OSError if the platform lacks `eventfd`."""
@@ -258,14 +259,13 @@ class EventWaker:
         loop.add_reader(self._event, self._on_event)
 
     def close(self) -> None:
-        """Stop waking the loop, after a last call of the function. Thread-safe."""
+        """Stop waking the event loop, after one last call of the function. Thread-safe."""
         try:
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed, and has forgotten it
             self._function = tuple
 
     def _end(self) -> None:
-        """Call the function a last time, since the wake-up for an engine's last chunks may be pending."""
         self._loop.remove_reader(self._event)
         function, self._function = self._function, tuple
         function()

@@ -1,7 +1,7 @@
-"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops or waits.
+"""The engine core: owns every request from its `Add` command to its finish event. Called by the stepper; never loops or waits.
 
-Every request that was added ends in exactly one event with a `finish_reason`. Its blocks are freed then, or once no step in
-flight has a row of it.
+Every added request ends in exactly one event with a `finish_reason`. Its blocks are freed then, or once no step in flight
+computes it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class EngineCore:
         return events
 
     def begin(self, now_ns: int) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute, or the step in flight has to be finished first."""
+        """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be finished
+        first."""
         turns = self.following.turns
         plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
         news = self.scheduler.news
@@ -119,14 +120,14 @@ class EngineCore:
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
-        """Return (source, destination) blocks that the executor must copy before the next plan, whether there is a plan now
-        or not."""
+        """Return (source, destination) pairs of blocks that the executor must copy before the next plan, even if no plan
+        follows now."""
         return self.scheduler.kv.take_block_copies()
 
     def finish(
         self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
     ) -> list[TokenEvent]:
-        """Commit a step. Return one event for each row that sampled or failed, in the order of the plan.
+        """Take over the result of a step. Return one event for each row that sampled or failed, in the order of the plan.
 
         `clock` measures how long grammars take. `read_end` looks for a stop string in the last text of an answer that reached
         its length limit.
@@ -156,14 +157,15 @@ class EngineCore:
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Give grammars the sampled tokens, and append forced ones. Return the nanoseconds it took."""
+        """Give sampled tokens to the grammars, and append forced ones. Return the nanoseconds it took."""
         scheduler, following = self.scheduler, self.following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return 0 if clock is None else clock.now_ns() - began_ns
 
     def settle_grammars(self, *, is_beside: bool) -> None:
-        """Choose the requests that sit out the next step. Call this after each `finish`. `is_beside`: a step is in flight."""
+        """Choose requests with slow grammar masks to sit out the next step. Call this after each `finish`. `is_beside`: a step
+        is in flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
         self.following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
@@ -313,7 +315,7 @@ class EngineCore:
 
 
 class Following:
-    """The grammar matchers of requests, by request id."""
+    """The grammar matchers of requests: they make masks of allowed tokens, and follow the sampled ones."""
 
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
@@ -345,7 +347,8 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
-        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished."""
+        """Return request id -> mask of allowed tokens, for sampling requests with a grammar. All steps before must be
+        finished."""
         masks = dict[str, bytes]()
         self.turns.forgive([row.request_id for row in plan.rows])
         began_ns = _busy_ns(clock)
@@ -370,7 +373,7 @@ class Following:
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
     ) -> None:
-        """Give matchers the sampled tokens. A new request that sits out gets its tokens later.
+        """Give sampled tokens to the matchers. A new request that sits out the next step gets its tokens later.
 
         `force` appends tokens that the grammar forces. It returns the event that replaces the sampled one.
         """
@@ -389,13 +392,13 @@ class Following:
             began_ns = ended_ns
 
     def take_failed(self) -> list[tuple[str, str, str]]:
-        """Take (request id, cause in words, cause as a `RejectReason` or "") of failed matchers."""
+        """Return, once each, the failed matchers: (request id, cause in words, cause as a `RejectReason` or "")."""
         failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
         self._failed.clear()
         return failed
 
     def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
-        """Give tokens to a matcher. Return the forced tokens that follow, which the matcher has taken too."""
+        """Give tokens to a request's matcher. Return the forced tokens that follow, which the matcher has accepted too."""
         matcher, forced = self._matchers[request_id], list[int]()
         try:
             matcher.accept(token_ids)
@@ -433,13 +436,12 @@ def _busy_ns(clock: Clock | None) -> int:
 
 
 def _last_event(request: Request, now_ns: int, detail: str = "", reject_reason: str = "") -> TokenEvent:
-    """Return the event of a request that has ended without another token."""
     cached, reason, stop_reason = request.num_cached_tokens, request.finish_reason, request.stop_reason
     return TokenEvent(request.request_id, (), now_ns, (), reason, stop_reason, cached, detail, reject_reason)
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
-    """Return the request's next deadline and its reason, or None. As the request progresses, the deadline only moves later."""
+    """Return the request's next deadline and the reject reason if it is missed, or None. The deadline only moves later."""
     if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
         return None
     limits = [

@@ -1,4 +1,5 @@
-"""Ends an answer at a line: before one that is indented too little, or when time is over. Called by the output stage."""
+"""Ends a code completion at a line: before one that is indented too little, or when time is over. Called by the output
+stage."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class Lines:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text. Return (text that is safe to show, whether a line ends the answer)."""
+        """Take the next piece of an answer's text. Return (text that is safe to show, whether the answer ends here)."""
         self._has_line |= "\n" in text
         if not self._min_indent:
             return text, False
@@ -36,5 +37,5 @@ class Lines:
         return held
 
     def is_late(self, elapsed_ns: int) -> bool:
-        """Return whether time is over `elapsed_ns` after the first token, and the answer has a whole line."""
+        """Return whether the answer has a whole line, and its time limit is over `elapsed_ns` after the first token."""
         return self._has_line and self._max_ns is not None and elapsed_ns > self._max_ns

@@ -1,8 +1,7 @@
-"""Chooses which requests with slow grammar masks sit out the next step. Used by `Following` in the core.
+"""Chooses which requests with slow grammar masks sit out the next step. Used by `Following`.
 
-Slow masks are made in turn until a tenth of the time is spent. Tenants with slow masks have equal parts of that tenth. Other
-rows with slow masks sit out, and keep their place and blocks. A mask may take longer than the time left: later steps then make
-fewer.
+Slow masks get a tenth of the time, split equally between tenants, and are made in turn. A request that sits out keeps its
+blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _QUICK_SHARE = 2
 
 @dataclass(slots=True)
 class _Row:
-    """A request that has sampled. Times are in nanoseconds."""
+    """A request with a grammar that has sampled. Times are in nanoseconds."""
 
     request_id: str
     tenant: str
@@ -58,11 +57,12 @@ class MaskTurns:
             self.sitting_out_alone.add(request_id)
 
     def is_put_off(self, request_id: str) -> bool:
-        """Return whether to give the matcher its token later, since the request may be cancelled before."""
+        """Return whether the grammar should take the request's token later, since the request sits out and may be cancelled
+        before."""
         return request_id in self.sitting_out and not self._rows[request_id].took_ns
 
     def note(self, request_id: str, took_ns: int, *, is_mask: bool) -> None:
-        """Note the time of a mask, or of taking in tokens, for a request that has joined."""
+        """Record the time to make a request's mask, or for its grammar to take tokens. `join` comes first."""
         row = self._rows[request_id]
         row.accept_ns += took_ns
         if is_mask:
@@ -70,7 +70,7 @@ class MaskTurns:
             row.accept_ns = 0
 
     def leave(self, request_id: str) -> None:
-        """Note that a request has ended. Its masks stay charged to its tenant."""
+        """Forget a request that ended. The time of its masks stays charged to its tenant."""
         if (row := self._rows.pop(request_id, None)) is not None and row.accept_ns:
             self.made.append((row, row.accept_ns))
         self.sitting_out.discard(request_id)
@@ -84,8 +84,10 @@ class MaskTurns:
             self._left_ns = {tenant: left_ns + owed_ns for tenant, left_ns in self._left_ns.items()}
 
     def settle(self, now_ns: int, step_ns: int, num_rows: int, running: Container[str], *, is_beside: bool) -> None:
-        """Charge the masks of a step, and choose who sits out the next one. `is_beside`: a device computes meanwhile,
-        and hides a third of a step."""
+        """Charge the masks of a step, and choose the requests that sit out the next one.
+
+        `is_beside`: a device computes meanwhile, and hides a third of a step.
+        """
         spent_ns = self._charge(step_ns // (_QUICK_SHARE * num_rows), step_ns // 3 if is_beside else 0)
         passed_ns, self._settled_ns = now_ns - self._settled_ns, now_ns
         slow = sorted([row for row in self._rows.values() if row.is_slow], key=lambda row: row.due_ns)

@@ -37,15 +37,15 @@ class OutputStage:
         """Stop strings -> their automaton, shared by the choices of a call."""
 
     def add(self, request: Request) -> None:
-        """Expect events of a request. Raises ValueError if its id is in flight."""
+        """Expect events of a request. Raises ValueError if a request with its id is in flight."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already in flight")
         self._requests[request.request_id] = request
 
     def push(self, events: Sequence[TokenEvent]) -> Output:
-        """Return the chunks of one step's events.
+        """Return the chunks of one step's events, and commands for the core.
 
-        A stop string, a line limit or undecodable tokens end a request here. The core learns of it by a `Stop`.
+        A stop string, a line limit or undecodable tokens end a request here. The core then gets a `Stop`.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -80,7 +80,7 @@ class OutputStage:
         return output
 
     def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
-        """Return the finish reason and the stop reason of an answer from its last event. Push the event later."""
+        """Return the (finish reason, stop reason) of an answer from its last event, before `push` gets the event."""
         assert event.finish_reason is not None, "it is the last"
         request = self._requests.get(event.request_id)
         if request is None:
@@ -96,7 +96,7 @@ class OutputStage:
         return stream.last.finish_reason, stream.last.stop_reason
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
-        """End every request in flight with ERROR, without the core."""
+        """End every request in flight with ERROR, when the core has failed."""
         requests, self._requests = self._requests, {}
         streams, self._streams = self._streams, {}
         return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
@@ -158,7 +158,7 @@ class _Stream:
             observer.on_itl(self._num_gaps, self._num_late)
 
     def go_on(self, event: TokenEvent, gaps_ns: list[int]) -> OutputChunk:
-        """Return the chunk of an event in the middle of an answer (`is_under_way`)."""
+        """Return the chunk of an event that neither begins nor ends an answer (`is_under_way`)."""
         assert self._last_token_ns is not None, "under way"
         assert self._detokenizer is not None, "under way"
         token_ids, at_ns = event.token_ids, event.at_ns
@@ -174,7 +174,7 @@ class _Stream:
         )
 
     def push(self, event: TokenEvent) -> OutputChunk:
-        """Return the chunk of one event, with a finish reason if the event, or its text, ends the request."""
+        """Return the chunk of one event. It has a finish reason if the event or its text ends the request."""
         is_first = self._detokenizer is None
         if is_first:
             self._open()
@@ -233,7 +233,7 @@ class _Stream:
         chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
 
     def _read(self, event: TokenEvent) -> tuple[str, int, _End]:
-        """Return (new text, how many of the event's tokens count, how the text ended the request)."""
+        """Return (new text, number of the event's tokens that count, how the text ended the request)."""
         if self._stops is not None or self._lines is not None:
             return self._read_watched(event)
         assert self._detokenizer is not None
@@ -263,7 +263,7 @@ class _Stream:
         return text, len(event.token_ids), None
 
     def _search(self, text: str) -> tuple[str, _End]:
-        """Return (text that is safe to show, how it ended the request)."""
+        """Look for a stop string or a last line. Return (text that is safe to show, how the answer ended)."""
         sampling, stop, is_cut = self._request.sampling, None, False
         if self._stops is not None:
             # As in vLLM: a stop string counts if a token after the first `min_tokens` completes it.

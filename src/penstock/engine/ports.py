@@ -1,4 +1,4 @@
-"""The interfaces that the engine needs and others implement, and groups of observers."""
+"""The interfaces that the engine needs and other packages implement (executor, block store, detokenizer, observers)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Ready = Callable[[], None]
 class BlockMover(Protocol):
     """Copies the content of an executor's blocks to the host's memory and back. Raises `ExecutorFailure`.
 
-    Copies here and by `Executor.copy_blocks` take effect in the order of the calls, before steps submitted later. No row of a
-    step in flight may have their blocks.
+    These copies and those of `Executor.copy_blocks` take effect in the order of the calls, before steps submitted later. No
+    step in flight may use the blocks.
     """
 
     @property
@@ -35,7 +35,7 @@ class BlockMover(Protocol):
         ...
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Put contents from `read_blocks` into blocks that no row holds."""
+        """Write contents that `read_blocks` returned into blocks that no request holds."""
         ...
 
 
@@ -56,27 +56,27 @@ class Executor(BlockMover, Protocol):
     def capacity(self) -> Capacity: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks (source, destination), in order, before the next submitted step."""
+        """Copy whole KV blocks, given as (source, destination), in order, before the next submitted step."""
         ...
 
     @property
     def max_adapter_rank(self) -> int:
-        """Greatest rank of an adapter. 0: rows with an adapter are refused."""
+        """Greatest rank of an adapter. 0: requests with an adapter are refused."""
         ...
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Copy an adapter into blocks, one for each page. No row may have these blocks until the adapter is dropped.
+        """Copy an adapter into blocks, one for each page. Nothing else may use these blocks until the adapter is dropped.
 
         Rows admitted from now on may name it. Raises `ExecutorFailure`, and ValueError if it is placed already.
         """
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter. The next step releases rows that use it. An adapter that is not placed is ignored."""
+        """Forget a placed adapter; others are ignored. The next step releases rows that use it."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Start a step: releases, then admits, then rows, which may be computed in any order.
+        """Start a step: release ended requests, admit new ones, then compute the rows, in any order.
 
         Raises `ExecutorFailure` if the device failed, and AssertionError or ValueError for a plan that breaks the contract
         (unknown request, more rows than capacity, a token outside the vocabulary).
@@ -95,23 +95,23 @@ class Executor(BlockMover, Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step, without the GIL. Raises `ExecutorFailure`."""
+        """Wait for a step without the GIL, and return its result. Raises `ExecutorFailure`."""
         ...
 
     def close(self) -> None:
-        """Free threads and memory. Idempotent. Steps in flight, after a failure, are lost."""
+        """Free threads and memory. Idempotent. Steps still in flight after a failure are lost."""
         ...
 
 
 class BlockStore(Protocol):
-    """Storage for contents of blocks outside the executor, in numbered slots. For one thread at a time. Raises `OSError`."""
+    """Storage for contents of KV blocks outside the executor, in numbered slots. For one thread at a time. Raises `OSError`."""
 
     @property
     def num_slots(self) -> int: ...
 
     @property
     def outlives_process(self) -> bool:
-        """True if the next process can use the contents."""
+        """True if the contents stay for the server's next process."""
         ...
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
@@ -127,14 +127,14 @@ class BlockStore(Protocol):
         ...
 
     def emptied(self) -> BlockStore:
-        """Return an empty store with the same memory, and close this one."""
+        """Return a new, empty store with the same memory, and close this one."""
         ...
 
     def close(self) -> None: ...
 
 
 class Detokenizer(Protocol):
-    """Text of one request's output, token by token. Never emits part of a character."""
+    """Turns one request's output tokens into text, as they come. Never emits part of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete. Incomplete UTF-8 is held back."""
@@ -181,29 +181,31 @@ class Observer(Protocol):
 
 
 class RequestJournal(Observer, Protocol):
-    """Records what becomes of each request. A step is reported before the requests that ended in it."""
+    """Records what happens to each request. A step is reported before the requests that ended in it."""
 
     def on_queued(self, request: Request, now_ns: int) -> None: ...
 
     def on_news(self, news: PlanNews) -> None:
-        """Record admissions, preemptions, requests set aside, and a new reason to wait."""
+        """Record admissions, preemptions, requests set aside, and a new reason why the queue waits."""
         ...
 
 
 class TokenObserver(Protocol):
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        """Record requests with their first token, and for every other request with new tokens the time since its last one."""
+        """Record a step's tokens: the requests with their first token, and for every other request the time since its last
+        token."""
         ...
 
     def on_itl(self, num_gaps: int, num_late: int) -> None:
-        """Record the end of a request with a target for inter-token latency, and how many of its gaps exceeded the target."""
+        """Record the end of a request with a target for inter-token latency: how many gaps it had, and how many exceeded the
+        target."""
         ...
 
 
 class TurnObserver(Protocol):
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
         """Record the time of a step outside the executor, by part: `schedule`, `commit`, `grammar` (masks) and `output` (text
-        and the sink)."""
+        and its delivery)."""
         ...
 
 

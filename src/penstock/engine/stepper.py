@@ -1,7 +1,7 @@
 """Plans steps with a core, computes them with an executor, and owns the steps in flight.
 
-A turn begins a step if possible. It finishes the oldest step if the executor takes no more, or if none began.
-docs/architecture.md, "The step", shows the order of a turn.
+A turn begins a step if possible. It also finishes the oldest step if the executor takes no more, or if no step began.
+docs/architecture.md, "The step", shows the order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepInFlight:
 
 
 class Stepper:
-    """The steps in flight, the oldest first, and the turns that begin and finish them. For one thread."""
+    """The steps in flight, oldest first, and the turns that begin and finish them. For one thread."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Stepper:
     ) -> None:
         """Raises ValueError for an executor whose depth is neither 1 nor 2.
 
-        `poll_aborts` returns the aborts that came while a step ran. `collect` replaces the executor's in drivers with a virtual
-        clock.
+        `poll_aborts` returns the aborts that came while a step ran. `collect` replaces `executor.collect` in simulations with a
+        virtual clock.
         """
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
@@ -81,7 +81,7 @@ class Stepper:
 
     @property
     def ready_ns(self) -> int | None:
-        """When the oldest step in flight will be done, for drivers with a virtual clock."""
+        """Time at which the oldest step in flight will be done, for simulations with a virtual clock."""
         ticket = self._flights[0].ticket if self._flights else None
         return None if ticket is None else ticket.ready_ns
 
@@ -91,16 +91,16 @@ class Stepper:
         return [flight.plan for flight in (*finishing, *self._flights)]
 
     def turn(self, commands: Sequence[Command] = ()) -> tuple[StepPlan | None, StepPlan | None]:
-        """Begin a step, finish a step, or both. Return the plan that was begun and the one that was finished."""
+        """Begin a step, finish a step, or both. Return (the plan that was begun, the plan that was finished), each or None."""
         begun = self.begin(commands)
         return begun, self.finish() if self.must_finish(begun) else None
 
     def must_finish(self, begun: StepPlan | None) -> bool:
-        """Return whether a turn that began this step, or none, must also finish the oldest one."""
+        """Return whether a turn must also finish the oldest step. `begun`: the step that the turn began, or None."""
         return bool(self._flights) and (begun is None or len(self._flights) == self._depth)
 
     def begin(self, commands: Sequence[Command] = ()) -> StepPlan | None:
-        """Do the first half of a turn. Return the plan that was submitted, or None."""
+        """Begin the next step: apply commands, plan, and submit. Return the submitted plan, or None."""
         try:
             return self._begin(commands)
         finally:
@@ -143,7 +143,7 @@ class Stepper:
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 
     def finish(self) -> StepPlan:
-        """Do the second half of a turn: wait for the oldest step in flight, and take over what it computed."""
+        """Wait for the oldest step in flight, and give its result to the core. Return its plan."""
         core, clock = self._core, self._clock
         flight = self._finishing = self._flights.popleft()
         assert flight.ticket is not None, "it was submitted"
@@ -170,7 +170,7 @@ class Stepper:
         return flight.plan
 
     def tell_untold(self) -> None:
-        """Report the events that wait. Also called after a turn that failed."""
+        """Report events held back until the next step began. Also called after a turn that failed."""
         (events, now_ns), self._untold = self._untold, ([], 0)
         if events:
             began_ns = self._clock.now_ns()
@@ -181,7 +181,7 @@ class Stepper:
         self._tell = _tell_nobody
 
     def forget(self) -> None:
-        """Drop the steps in flight: the executor failed, and nobody will collect them."""
+        """Drop the steps in flight without their results, after the executor failed."""
         self._flights.clear()
         self._finishing = None
 

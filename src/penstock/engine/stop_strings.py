@@ -1,7 +1,7 @@
 """Finds stop strings in text that arrives in pieces. Called by the output stage.
 
-The stop string that is complete first wins; among several, the longest. The search is an Aho-Corasick automaton (CACM 18(6),
-1975).
+The first stop string to be complete wins; if several end at once, the longest. The search is an Aho-Corasick automaton (CACM
+18(6), 1975).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Node:
 
 
 class StopTree:
-    """The automaton of some stop strings, shared by requests with the same ones.
+    """The search automaton of a set of stop strings, shared by requests with the same set.
 
     Building takes time and memory linear in the total length of the strings. Callers must limit that length.
     """
@@ -41,7 +41,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
-        """Take the next piece of text. Return (text that is safe to show, the stop string that matched or None)."""
+        """Take the next piece of an answer's text. Return (text that is safe to show, the stop string that matched or None)."""
         node, root = self._node, self._tree.root
         for idx, char in enumerate(text):
             while (child := node.children.get(char)) is None and node.fail is not None:
@@ -79,7 +79,7 @@ def _build(stops: Iterable[str]) -> _Node:
 
 
 def _link(root: _Node) -> None:
-    """Set `fail`, `stop` and `num_held`, nearest to the root first: each needs those of shorter strings."""
+    """Set `fail`, `stop` and `num_held` of the automaton's nodes. Nodes of shorter strings come first."""
     queue: deque[_Node] = deque([root])
     while queue:
         node = queue.popleft()

@@ -1,7 +1,7 @@
-"""Keeps an engine running: replaces one that failed or hangs.
+"""Keeps an engine running: replaces an engine that failed or hangs.
 
-An engine is never repaired: KV that was being written when a step failed can't be trusted. After more than MAX_RESTARTS
-within WINDOW_S the state is FAILED.
+An engine is never repaired: KV that was being written when a step failed can't be trusted. After more than MAX_RESTARTS within
+WINDOW_S the state is FAILED.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Supervisor:
         """`make_engine` takes a callback `on_failed`, and returns an engine that is not started.
 
         `step_timeout_s`: a step that takes longer counts as hung. None: no limit. `first_delay_s`: the wait before the second
-        attempt within the window; the first is made at once.
+        restart within the window; the first is immediate.
         """
         self._make_engine = make_engine
         self._clock = clock
@@ -63,7 +63,7 @@ class Supervisor:
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
-        """As `Engine.submit`. Without an engine a request ends in one REJECTED chunk."""
+        """Submit requests as `Engine.submit` does. Without an engine each request ends in one REJECTED chunk."""
         self._engine.submit(*requests)
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
@@ -82,14 +82,14 @@ class Supervisor:
         return self._engine.held()
 
     def drain(self) -> None:
-        """As `Engine.drain`. An engine that fails from now on is not replaced."""
+        """Drain as `Engine.drain` does. An engine that fails from now on is not replaced."""
         with self._lock:
             self._is_closing = True
             self._engine.drain()
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Engine.close`. Requests in a step that never ends are ended. Idempotent."""
+        """Close as `Engine.close` does. Requests in a step that never ends are ended too. Idempotent."""
         self.drain()
         ended_cleanly = self._engine.close(timeout_s)
         if not ended_cleanly:
@@ -114,14 +114,13 @@ class Supervisor:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
     def _free(self, engine: Engine) -> None:
-        """Close an engine to free its memory. The fault that broke a step may break this too."""
         try:
             engine.close(0.0)
         except Exception:
             _logger.exception("the executor of the engine that failed could not be closed; its memory may be lost")
 
     def _restart(self, reason: str) -> bool:
-        """Replace the engine. Return False if no other will be made."""
+        """Replace the failed engine. Return False after the last attempt."""
         while not self._is_closing and self._may_restart():
             if self._news.wait(self._delay_s()):  # closing
                 self._news.clear()

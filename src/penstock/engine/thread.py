@@ -1,4 +1,4 @@
-"""The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out of the sink.
+"""The engine: one thread that drives a core and an executor. Requests come from any thread; chunks of output go to the sink.
 
 Every request that `submit` took ends in exactly one chunk with a `finish_reason`, even if the executor or the core breaks.
 """
@@ -50,7 +50,7 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """The engine's thread, with methods for other threads."""
+    """The engine's thread, and thread-safe methods to submit, abort, drain and inspect."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Engine:
         on_failed: Callable[[], None] | None = None,
         make_transfers: Callable[[BlockMover, Callable[[], None]], Transfers | None] = lambda *_: None,
     ) -> None:
-        """`observer` is the core's, for requests that end before they reach the core. Raises ValueError for a depth that is
-        neither 1 nor 2.
+        """`observer` gets requests that end before they reach the core. Raises ValueError for an executor depth that is neither
+        1 nor 2.
 
         After `idle_check_s` without work the core verifies its invariants once; None: never. `on_failed` is called by the
         engine thread once its requests have ended.
@@ -119,8 +119,8 @@ class Engine:
         self._move_to(EngineState.READY)
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests for the same step. Never blocks. When draining, failed or stopped, each request ends in one REJECTED
-        chunk.
+        """Queue requests for the same step. Never blocks. If the engine is draining, failed or stopped, each request ends in
+        one REJECTED chunk.
 
         Raises `Rejected` (INVALID), and queues none, if a request with the same id is in flight.
         """
@@ -129,12 +129,12 @@ class Engine:
             self._refuse(requests)
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
-        """End a request with ABORT, within a step. Unknown and ended ids are ignored."""
+        """End a request with ABORT, within a step. Ids of unknown and ended requests are ignored."""
         self._inbox.put(Abort(request_id, detail))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make a drain wait until the `with` block ends, since an admitted call has more requests."""
+        """Make a drain wait until the `with` block ends, for an admitted call that will submit more requests."""
         with self._state_lock:
             self._num_holds += 1
         try:
@@ -201,19 +201,21 @@ class Engine:
         return is_abandoned
 
     def load(self) -> EngineLoad:
-        """Return how busy the engine is, with requests that the core has not seen yet. Never waits."""
+        """Return how busy the engine is. Requests that the core has not seen yet count. Never waits."""
         load = self._core.snapshot
         num_in_flight, num_prompt_tokens = self._outbox.counts()
         num_waiting = max(0, num_in_flight - load.num_running)
         return load._replace(num_waiting=num_waiting, num_prompt_tokens=num_prompt_tokens)
 
     def pool_map(self) -> PoolMap:
-        """Return every block with its state and owner. O(blocks). May wait, so not for an event loop. Raises TimeoutError."""
+        """Return every KV block with its state and owner. O(blocks). May wait, so not for an event loop. Raises
+        TimeoutError."""
         scheduler = self._core.scheduler
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Return the share of held KV positions without a token. After a timeout, return the last known share. O(requests)."""
+        """Return the share of positions in held KV blocks without a token. After a timeout, return the last known share.
+        O(requests)."""
         scheduler = self._core.scheduler
         with suppress(TimeoutError):
             self._last_waste = self._books.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
@@ -222,7 +224,7 @@ class Engine:
     # For the engine thread, or for a driver that has no thread.
 
     def turn(self) -> bool:
-        """Do one turn. Return False if there was no step to begin and none to finish."""
+        """Apply commands, then begin or finish a step. Return False if there was none to begin or finish."""
         commands = self._inbox.poll()
         for request in _added(commands):
             self._output.add(request)
@@ -263,7 +265,6 @@ class Engine:
             self._is_verified = True
 
     def _tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """Turn events into text, end requests at stop strings, and deliver the chunks."""
         output = self._output.push(events)
         ended: Sequence[TokenEvent] = ()
         try:
@@ -352,7 +353,7 @@ class Inbox:
         self._is_nudged = False
 
     def put(self, *commands: Command) -> bool:
-        """Append commands and wake the engine; never blocks. Return False, and keep none, if the inbox is closed."""
+        """Append commands and wake the engine; never blocks. Return False, and append none, if the inbox is closed."""
         num_aborts = sum([isinstance(command, Abort) for command in commands])
         with self._changed:
             if self._is_closed:
@@ -363,7 +364,7 @@ class Inbox:
         return True
 
     def nudge(self) -> None:
-        """Wake the engine from its sleep or, if it is awake, from the next one."""
+        """Wake the engine thread. If it is awake, its next sleep is skipped."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
@@ -375,7 +376,7 @@ class Inbox:
             return self._take_all()
 
     def poll_aborts(self) -> list[Command]:
-        """Return only the aborts, and only of requests that were handed out before."""
+        """Take only the aborts out of the queue. An abort whose `Add` is still queued stays."""
         if not self._num_aborts:
             return []
         with self._changed:
@@ -390,7 +391,7 @@ class Inbox:
         return aborts
 
     def wait(self, until_ns: int | None) -> None:
-        """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no
+        """Sleep until there is a command or a `nudge`, the inbox is closed, or the clock reaches `until_ns` (None: no
         limit)."""
         timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
         with self._changed:
@@ -413,7 +414,7 @@ class Inbox:
 
 
 class Outbox:
-    """The requests in flight, from `submit` to their finish chunk, and the sink of their chunks. For any thread."""
+    """The requests in flight, from `submit` to their finish chunk, and the delivery of their chunks. Thread-safe."""
 
     def __init__(self, sink: OutputSink, observer: Observer) -> None:
         self._sink = sink
@@ -424,7 +425,7 @@ class Outbox:
         self._cut_short_ids: frozenset[str] = frozenset()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Note that requests are in flight. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
+        """Count requests as in flight. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
         coming: dict[str, int] = {}
         with self._lock:
             for request in requests:
@@ -442,7 +443,7 @@ class Outbox:
             return len(self._prompt_lens), self._num_prompt_tokens
 
     def cut_short(self) -> list[str]:
-        """Return the ids of all requests in flight. If aborted, they end with DRAINING as the reject reason."""
+        """Return the ids of all requests in flight, to be aborted. They then end with DRAINING as the reject reason."""
         with self._lock:
             request_ids = list(self._prompt_lens)
             self._cut_short_ids |= frozenset(request_ids)
@@ -460,7 +461,7 @@ class Outbox:
             self._sink(chunks)
 
     def refuse(self, requests: Sequence[Request], reason: RejectReason, now_ns: int) -> None:
-        """End requests that the engine no longer takes."""
+        """End requests as REJECTED, since the engine takes no more."""
         chunks: list[OutputChunk] = []
         for request in requests:
             progress.end(request, FinishReason.REJECTED)

@@ -1,7 +1,7 @@
-"""Transfers: carries contents of blocks between the executor and the store of the tier below, on the engine's thread.
+"""Carries contents of KV blocks between the executor and the store of the tier below, on the engine's thread.
 
-It moves only free blocks, which no row of a step in flight has. When staging memory is full, spills are dropped and loads cut
-short, so no step waits for the store.
+Only free blocks are moved, which no step in flight uses. When staging memory is full, spills are dropped and loads cut short,
+so no step waits for the store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FailureReason(StrEnum):
-    """Why a block did not get to the store or back, as shown in metrics."""
+    """Why a block's content did not get to the store or back, as shown in metrics."""
 
     FULL = "full"
     IO = "io"
@@ -64,7 +64,7 @@ class _Move:
 
 
 class WorkerThread:
-    """A `Worker` with a daemon thread: a store that hangs must not keep the process alive."""
+    """Runs reads and writes of the store in a daemon thread: a store that hangs must not keep the process alive."""
 
     def __init__(self) -> None:
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
@@ -77,7 +77,7 @@ class WorkerThread:
         self._jobs.put((int(not is_urgent), next(self._numbers), job))
 
     def close(self, timeout_s: float) -> bool:
-        """Run what was given, then end. Return False if that took longer. Idempotent."""
+        """Run all given jobs, then end the thread. Return False if that takes longer. Idempotent."""
         self._jobs.put((2, next(self._numbers), None))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -88,7 +88,7 @@ class WorkerThread:
 
 
 class Transfers:
-    """Moves between the blocks of one executor and one store."""
+    """Copies block contents between one executor and one store, in the background."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Transfers:
         worker: Worker | None = None,
         num_staged_blocks: int | None = None,
     ) -> None:
-        """`wake` is called by the worker when a move has ended. Raises ValueError if the manager has no tier, or
-        MemoryError."""
+        """`wake` is called by the worker when a copy has ended. Raises MemoryError, and ValueError if the manager has no
+        tier."""
         if kv.tier is None or kv.swapping is None:
             raise ValueError("transfers need a manager with a tier")
         self._tier, self._swapping, self._index = kv.tier, kv.swapping, kv.prefix.index
@@ -126,7 +126,7 @@ class Transfers:
 
     @property
     def num_moving_blocks(self) -> int:
-        """Blocks on their way to the store or back."""
+        """Number of blocks being copied to the store or back."""
         return len(self._buffers) - len(self._free)
 
     # For the engine thread.
@@ -141,13 +141,14 @@ class Transfers:
             self._free += [move.buffer for move in moves]
 
     def depart(self) -> None:
-        """Begin the ordered spills and loads. Call this before a step or a copy can write to the spilled blocks."""
+        """Begin the spills and loads that the tier ordered. Call this before a step or a copy can overwrite the spilled
+        blocks."""
         self._spill(self._tier.take_spills())
         for loads in self._tier.take_loads():
             self._load(loads)
 
     def keep(self, timeout_s: float) -> None:
-        """Spill the contents of free blocks, the last used first, for at most `timeout_s`.
+        """Save the contents of free blocks, last used first, for the next process, for at most `timeout_s`.
 
         Does nothing if the store does not outlive the process.
         """
@@ -174,7 +175,7 @@ class Transfers:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finish the moves to the store, and end the thread. Idempotent."""
+        """Finish the writes to the store, and end the thread. Idempotent."""
         if self._thread is not None and not self._thread.close(timeout_s):
             _logger.error("the store of the KV tier does not answer; what was on its way to it is lost")
 
@@ -205,7 +206,7 @@ class Transfers:
             self._start(partial(self._run, moves, self._read), True)
 
     def _record(self, move: _Move) -> bool:
-        """Record the end of a move. Return whether it loaded usable content."""
+        """Record the end of one spill or load. Return whether it loaded usable content."""
         is_useful = False
         order, is_sound = move.order, move.failure is None
         if isinstance(order, Spill):
@@ -226,7 +227,7 @@ class Transfers:
         return is_useful
 
     def _place(self, moves: Sequence[_Move]) -> None:
-        """Put the loaded blocks of one request into the pool, after the spills that make room for them."""
+        """Put the loaded blocks of one request into the pool, after the spills that make room."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
         placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())

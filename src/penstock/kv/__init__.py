@@ -1,1 +1,1 @@
-"""Which request owns which KV block. Integers only: no tensors, no clock, no I/O."""
+"""Bookkeeping of KV memory: which request owns which block. Integers only: no tensors, no clock, no I/O."""

@@ -1,6 +1,6 @@
-"""Adapters in the KV pool, paged like KV. Part of `KVManager`.
+"""LoRA adapters in the KV pool, in pages of one block. Part of `KVManager`.
 
-An adapter of a running request is pinned: its blocks are held. Later they lie in the free list, and taking one block evicts the
+The blocks of an adapter in use are held (the adapter is pinned). Later they lie in the free list, and taking one evicts the
 whole adapter. Before a step the executor drops adapters, then copies blocks, then places adapters.
 """
 
@@ -52,11 +52,11 @@ class AdapterPages:
         return 0 if packed is None else packed.num_pages
 
     def num_missing(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Return the number of available blocks that `pin` would take."""
+        """Return how many available blocks `pin` would take."""
         return 0 if self.is_pinned(number) else self.num_blocks(number, packed)
 
     def pin(self, number: int, packed: PackedAdapter | None = None) -> None:
-        """Count a block table that uses the adapter. Allocate blocks and order a placement if the adapter is not in the pool.
+        """Hold the adapter for one more request. If the adapter is not in the pool, allocate blocks and order a placement.
 
         Raises ValueError if `packed` is needed and missing, or too few blocks are available.
         """
@@ -79,7 +79,7 @@ class AdapterPages:
         self._count()
 
     def unpin(self, number: int, group: Hashable) -> None:
-        """Count one block table less. After the last one the adapter's blocks are cached in `group`."""
+        """Hold the adapter for one request less. After the last request its blocks are cached in `group`."""
         resident = self.residents[number]
         resident.num_pins -= 1
         if not resident.num_pins:
@@ -90,12 +90,12 @@ class AdapterPages:
         self._count()
 
     def num_freed(self, pins: Mapping[int, int]) -> int:
-        """Return how many blocks become available if each adapter loses that many pins."""
+        """Return how many blocks become available if each adapter (by number) loses that many pins."""
         residents = self.residents
         return sum(len(residents[number].block_ids) for number, count in pins.items() if residents[number].num_pins == count)
 
     def evict(self, block_ids: Iterable[int]) -> None:
-        """Forget the adapters in these blocks, which were allocated for something else."""
+        """Forget adapters whose blocks were allocated for something else."""
         number_of, taken = self._number_of, set(block_ids)
         for number in dict.fromkeys(number_of[block_id] for block_id in sorted(taken & number_of.keys())):
             for block_id in self.residents.pop(number).block_ids:
@@ -118,17 +118,17 @@ class AdapterPages:
         return bool(self._drops or self._placements)
 
     def take_drops(self) -> Sequence[int]:
-        """Return, once each, the adapters to drop before blocks are copied."""
+        """Return, once each, numbers of adapters to drop before blocks are copied."""
         drops, self._drops = self._drops, []
         return drops
 
     def take_placements(self) -> Sequence[AdapterPlacement]:
-        """Return, once each, the adapters to place after blocks are copied."""
+        """Return, once each, adapters to place in the executor after blocks are copied."""
         placements, self._placements = self._placements, []
         return placements
 
     def check(self, pins: Counter[int]) -> None:
-        """Raise AssertionError if an invariant is broken; `pins`: number -> tables that use it."""
+        """Raise AssertionError if an invariant is broken. `pins`: adapter number -> requests that use it."""
         pool = self._pool
         assert BASE not in pins, "a table has the base as its adapter"
         found = {number: resident.num_pins for number, resident in self.residents.items() if resident.num_pins}

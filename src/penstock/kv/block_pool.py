@@ -1,8 +1,8 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the list, others the head. A group has a list of its own. When the ungrouped list
-is empty, the eviction policy names the group that loses its oldest block. Reused blocks and blocks of conversations rest: they
-count as freed `rest_ns` later.
+A freed block with content joins the tail of the list, others the head. When the ungrouped list is empty, the eviction policy
+names the group that loses its oldest block. Reused blocks and blocks of conversations rest: they count as freed `rest_ns`
+later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Group:
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids [0, num_blocks); block 0 is the null block."""
+    """A pool of KV blocks with ids [0, num_blocks). Block 0 is the null block."""
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
         if num_blocks < 2:
@@ -64,11 +64,11 @@ class BlockPool:
         return bool(self._is_kept[block_id])
 
     def snapshot(self) -> tuple[list[int], bytes]:
-        """Return copies of (references, 1 if kept) by block id."""
+        """Return copies of (reference counts, 1 for each block with cached content), by block id."""
         return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:
-        """Yield the free list, next to be re-used first, then the groups' lists. For checks."""
+        """Yield ids of free blocks: first those without a group, next to be re-used first. For checks."""
         for group in (self._ungrouped, *self._groups.values()):
             yield from self._blocks_of(group)
 
@@ -87,7 +87,7 @@ class BlockPool:
         return self._group_of.get(block_id)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference: from the head of the list, then from the groups.
+        """Take `count` blocks, each with one reference: from the head of the free list, then from the groups.
 
         Raises ValueError, and takes nothing, if fewer are available.
         """
@@ -111,7 +111,7 @@ class BlockPool:
         return taken
 
     def hold(self, block_id: int, *, rests: bool = False) -> None:
-        """Add a reference, taking the block out of the free list if it is there. `rests` as in `release`."""
+        """Add a reference to a block, and take it out of the free list if it is there. `rests` as in `release`."""
         if block_id == NULL_BLOCK_ID:
             raise ValueError("the null block can't be held")
         if self._ref_counts[block_id] == 0:
@@ -121,9 +121,9 @@ class BlockPool:
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
-        """Drop a reference. After the last one the block joins the free list, in `group` and with its content if `keep`.
+        """Drop a reference to a block. After the last one it joins the free list of `group`. `keep`: its content stays cached.
 
-        `rests`: the block rests while cached, until its content is lost. Raises ValueError if the block has no reference.
+        `rests`: the block counts as freed later, until its content is lost. Raises ValueError if the block has no reference.
         """
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
@@ -162,7 +162,7 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take a cached block without a group or, if none is left, one of the group that the policy chooses."""
+        """Take the oldest cached block without a group or, if none is left, of the group that the policy chooses."""
         num_ungrouped = self.num_cached - len(self._group_of)
         if num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
@@ -190,7 +190,7 @@ class BlockPool:
         return plain if self._freed_ns[plain] <= self._freed_ns[resting] + rest_ns else resting
 
     def _join(self, name: Hashable, block_id: int) -> int:
-        """Count a block as cached in a group. Return the end of the list to append it to."""
+        """Count a block as cached in a group. Return the end of the free list to append it to."""
         self._freed_ns[block_id] = self.now_ns
         group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:

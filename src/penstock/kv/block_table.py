@@ -21,7 +21,7 @@ TOKEN_BYTES = 4
 
 
 def root_hash(salt: bytes, adapter: AdapterRef | None = None) -> bytes:
-    """Return the parent hash of a request's first block."""
+    """Return the hash before a request's first block, from its salt and adapter."""
     assert adapter is None or adapter.fingerprint, "an adapter is read before anything is computed with it"
     key = b"" if adapter is None else adapter.fingerprint
     return blake2b(salt, digest_size=HASH_BYTES, key=key, person=b"penstock-kv").digest()
@@ -36,7 +36,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 
 def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tuple[list[bytes], list[bytes]]:
-    """Return (hashes, packed tokens) of the full blocks of `token_ids`, which continue the prefix `parent`."""
+    """Return (hashes, packed tokens) of the full blocks of `token_ids`, which follow the block with hash `parent`."""
     data, block_bytes = pack(token_ids), block_size * TOKEN_BYTES
     contents = [data[start : start + block_bytes] for start in range(0, len(data) - block_bytes + 1, block_bytes)]
     hashes: list[bytes] = []
@@ -76,7 +76,7 @@ class BlockTable:
         return self.block_ids[self.num_released :]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
-        """Return how many leading blocks no layer reads once `num_computed_tokens` are computed."""
+        """Return how many first blocks no layer reads any more (sliding window) after `num_computed_tokens`."""
         return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:
@@ -98,7 +98,7 @@ def token_at(request: Request, position: int) -> int:
 
 
 def token_slice(request: Request, start: int, stop: int) -> Sequence[int]:
-    """Return the tokens at positions [start, stop) of prompt and output."""
+    """Return the request's tokens at positions [start, stop), counted through prompt and output."""
     num_prompt = request.num_prompt_tokens
     if stop <= num_prompt:
         return request.prompt_token_ids[start:stop]

@@ -17,14 +17,14 @@ REST_NS = 10_000_000_000
 
 
 class EvictionPolicy(Protocol):
-    """Chooses the group that loses a block; the pool takes that group's oldest."""
+    """Groups cached blocks, and chooses the group that loses its oldest block."""
 
     rest_ns: int = REST_NS
     """Resting blocks (`block_pool.py`) count as used this much later than they were."""
 
     @abstractmethod
     def group_of(self, request: Request) -> Hashable:
-        """Return the group that caches the request's blocks once freed. None: the ungrouped list."""
+        """Return the group to cache the request's blocks in once freed. None: no group."""
         ...
 
     def resized(self, group: Hashable, num_blocks: int) -> None:
@@ -33,7 +33,7 @@ class EvictionPolicy(Protocol):
 
     @abstractmethod
     def choose(self) -> Hashable:
-        """Return the group that loses a block. It must have one."""
+        """Return the group that loses a block. It must have at least one."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The KV manager: every request's block table. Only the scheduler calls it.
 
-Full blocks are published in the prefix index when their step is committed, so a failed step leaves no entry. A request writes
-only to blocks that it does not share. After a fork, or a hit that ends inside a block, it gets a copy first.
+Full blocks are added to the prefix cache when their step is committed, so a failed step leaves no entry. A request writes only
+to blocks that it does not share. After a fork, or a cache hit that ends inside a block, it gets a copy first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KVManager:
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. With a tier, content is hashed even if requests share nothing."""
+        """`num_blocks` includes the null block. With a tier, blocks are hashed even if `enable_prefix_caching` is False."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
@@ -57,7 +57,7 @@ class KVManager:
 
     @property
     def load_ns_per_token(self) -> float | None:
-        """Time to load a token of a full block from the tier. 0: not measured yet. None: no working tier."""
+        """Time to load a token's KV from the tier. 0: not measured yet. None: no working tier."""
         tier = self.tier
         return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
@@ -78,7 +78,7 @@ class KVManager:
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
-        """Return how many blocks outside `kept` are freed if all these requests are suspended. O(blocks)."""
+        """Return how many blocks outside `kept` become free if all these requests are preempted. O(blocks)."""
         holds: Counter[int] = Counter()
         for request_id in request_ids:
             if request_id in self.tables:
@@ -105,7 +105,8 @@ class KVManager:
     def allocate(
         self, request: Request, hit: PrefixHit, num_tokens: int, packed: PackedAdapter | None = None
     ) -> tuple[int, ...]:
-        """Give a request its table for positions [0, num_tokens): the hit's blocks, then fresh ones. Also pins its adapter.
+        """Give a request its block table for positions [0, num_tokens): the cached blocks of `hit`, then fresh ones. Also pins
+        its adapter.
 
         Raises ValueError, and changes nothing, if too few blocks are available.
         """
@@ -144,7 +145,7 @@ class KVManager:
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
 
-        Replaces shared blocks there by copies. The row must then be sent in full.
+        Replaces shared blocks there by copies. The row must then be sent to the executor in full.
         """
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
@@ -162,7 +163,7 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable by prefix lookups."""
+        """Add the request's full computed blocks to the prefix cache."""
         table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
@@ -176,7 +177,7 @@ class KVManager:
             self.prefix.lead(table, request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no layer reads any more, after `publish`."""
+        """Release a request's blocks that no layer reads any more. Call this after `publish`."""
         table = self.tables[request.request_id]
         first, end = table.num_released, table.num_unread(request.num_computed_tokens, self.block_size)
         if end > first:
@@ -186,7 +187,7 @@ class KVManager:
             table.num_released = end
 
     def publish_tail(self, request: Request) -> None:
-        """Make the computed part of the last block findable, so that others may copy it."""
+        """Add the computed part of the last block to the prefix cache, so that others can copy it."""
         if not self.prefix.shares_parts:
             return
         table = self.tables[request.request_id]
@@ -222,11 +223,11 @@ class KVManager:
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must call `extend`
 
     def look_again(self, request_id: str) -> None:
-        """Require a call of `extend` before the request's next write."""
+        """Require a call of `extend` before the request writes again."""
         self.num_slots[request_id] = 0
 
     def suspend(self, request_id: str) -> None:
-        """Release the blocks of a preempted request. Its hashes stay for when it resumes."""
+        """Release the blocks of a preempted request. The hashes stay, to find cached blocks when it resumes."""
         table = self.tables.get(request_id)
         if table is None:
             return
@@ -242,7 +243,7 @@ class KVManager:
             self._end(table)
 
     def fence(self, request_id: str, step_id: int) -> None:
-        """Like `free`, but keep the blocks until `lift_fence(step_id)`: a step in flight may still use them."""
+        """Free a request's blocks, but only at `lift_fence(step_id)`, since that step in flight may still use them."""
         if (table := self._forget(request_id)) is not None:
             if self.swapping is not None and not self.prefix.is_shared:  # a later request with this id must not find them
                 self.swapping.forget(table.hashes)
@@ -255,7 +256,7 @@ class KVManager:
             self._end(table)
 
     def _forget(self, request_id: str) -> BlockTable | None:
-        """Forget the request. Return its table with the blocks still held, or None."""
+        """Remove the request. Return its block table, whose blocks are still held, or None."""
         table = self.tables.pop(request_id, None)
         if table is None:
             return None
@@ -271,7 +272,6 @@ class KVManager:
         self._give_back(table.held[::-1], table.group, rests=table.rests)
 
     def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
-        """Release blocks in the order in which they are to be evicted."""
         published = self.prefix.index.block_ids
         for block_id in block_ids:
             self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
@@ -304,7 +304,7 @@ class KVManager:
 
     @property
     def fenced(self) -> list[tuple[str, BlockTable]]:
-        """(request id, table) of requests that ended with a row in flight. An id may appear twice."""
+        """(request id, block table) of ended requests that a step in flight may use. An id may appear twice."""
         return [entry for entries in list(self._fences.values()) for entry in entries]
 
     def _table(self, request: Request) -> BlockTable:
@@ -327,7 +327,7 @@ class KVManager:
         return taken
 
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
-        """Take blocks, the first as a copy of `source`, which stays cached if other blocks suffice."""
+        """Take blocks, the first as a copy of block `source`, which stays cached if possible."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:

@@ -28,7 +28,7 @@ class BlockState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks with the same state and owner."""
+    """A run of neighbouring blocks with the same state and owner."""
 
     state: BlockState
     num_blocks: int
@@ -84,7 +84,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """Return the share of positions without a token in held blocks. Tokens of the running step count as present.
+    """Return the share of positions in held blocks that have no token. Tokens of the running step count as present.
     O(requests)."""
     size = manager.block_size
     filled: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended.
+"""The prefix cache: which block has the KV of which prefix, which request computes a prefix now, and why a lookup ended.
 
 A block is found by the hash of its prefix. Since a hit may end inside a block, each block is also listed under its parent's
 hash and its own first token. A request may wait for a block that a running request is computing ("coming").
@@ -63,7 +63,7 @@ class PrefixCache:
     def __init__(
         self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
     ) -> None:
-        """`is_shared`: requests find each other's prefixes. Otherwise each finds only its own, loaded back from a tier. With
+        """`is_shared`: requests find each other's prefixes; else each finds only its own, loaded back from a tier. With
         `has_state` (see `Capacity`), no hit ends inside a block."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
@@ -83,7 +83,7 @@ class PrefixCache:
     # Hits.
 
     def lookup(self, request: Request, table: BlockTable) -> PrefixHit:
-        """Return the longest hit, at least one token short of the request. Extends the table's hashes."""
+        """Return the longest cached prefix, at least one token shorter than the request. Adds missing hashes to the table."""
         block_size = self._block_size
         num_blocks = (request.num_tokens - 1) // block_size
         table.hash_blocks(request, num_blocks, block_size)
@@ -99,8 +99,8 @@ class PrefixCache:
         return PrefixHit(tuple(found), num_tokens, num_free, tail_id)
 
     def find(self, table: BlockTable, num_blocks: int) -> list[int]:
-        """Return the blocks of the longest usable prefix of at most `num_blocks`, with null blocks before the window.
-        O(num_blocks)."""
+        """Return the blocks of the longest cached prefix of at most `num_blocks` blocks. Blocks before the sliding window are
+        null blocks. O(num_blocks)."""
         hashes = table.hashes[:num_blocks]
         if not table.window:
             return self.index.lookup(hashes)
@@ -116,7 +116,7 @@ class PrefixCache:
         return [NULL_BLOCK_ID] * first + found[::-1]
 
     def _find_tail(self, request: Request, table: BlockTable, num_found: int) -> tuple[int, int]:
-        """Return (block, tokens) to copy after `num_found` whole blocks, or (0, 0)."""
+        """Return (block, number of tokens) to copy after `num_found` whole blocks, or (0, 0)."""
         start = num_found * self._block_size
         stop = min(start + self._block_size, request.num_tokens - 1)
         if start < stop:
@@ -128,17 +128,16 @@ class PrefixCache:
     # Turns of conversations.
 
     def note_answer(self, request: Request, table: BlockTable, first: int, end: int) -> None:
-        """Record where the request's answer begins, for the published blocks [first, end) that reach it."""
+        """Record where the request's answer begins, for those of its blocks [first, end) that reach the answer."""
         begins = request.num_prompt_tokens
         first = max(first, (begins - MARK_TOKENS - 1) // self._block_size)
         for block_id in table.block_ids[first:end]:
             self._answers[block_id] = begins
 
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a request is a turn of a conversation: it continues one, or will probably be continued.
+        """Return whether a request belongs to a conversation, so that its blocks should be kept longer.
 
-        It continues one if its hit reaches the answer to a shorter prompt. It will probably be continued if it names a
-        conversation without a longer prompt.
+        It does if its hit reaches the answer to a shorter prompt, or if it names a conversation without a longer prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -148,19 +147,19 @@ class PrefixCache:
         return answer is not None and answer < num_prompt
 
     def _end_of(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return (block, position) of the first token that differs from the cache, even where no hit may end inside a block."""
+        """Return (block, position) where the request's tokens first differ from cached ones, even inside a block."""
         if self.shares_parts or not self.is_shared:
             return hit.tail_block_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens
         tail_id, num_tail = self._find_tail(request, self._tables[request.request_id], len(hit.block_ids))
         return tail_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens + num_tail
 
     def _answer_before(self, block_id: int, position: int) -> int | None:
-        """Return where the answer that contains the position began, or None."""
+        """Return where the answer in this block begins, if that is before `position`, else None."""
         begins = self._answers.get(block_id)
         return begins if begins is not None and position >= begins - MARK_TOKENS else None
 
     def num_common_blocks(self, one: Request, other: Request) -> int:
-        """Return how many whole blocks two requests share, as far as both are hashed. O(log blocks)."""
+        """Return how many whole blocks at the beginning of two requests are equal. O(log blocks)."""
         own, others = self._tables[one.request_id].hashes, self._tables[other.request_id].hashes
         # Hashes are chained: if two are equal, so are all before them.
         return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
@@ -168,7 +167,7 @@ class PrefixCache:
     # Why a hit ends.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
-        """Return why a lookup found no more. Call once per request, before `allocate`."""
+        """Return why a lookup found no longer prefix. Call once per request, before `allocate`."""
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
@@ -194,7 +193,7 @@ class PrefixCache:
         return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
 
     def _begin(self, request: Request) -> bool:
-        """Record the request's first block. Return whether its tenant last sent the same tokens with another root."""
+        """Record the request's first block. Return whether its tenant last sent these tokens with another salt or adapter."""
         if request.num_prompt_tokens < self._block_size:
             return False
         # As bytes: a sixth of the memory of a tuple of numbers.
@@ -213,7 +212,7 @@ class PrefixCache:
     # Blocks that are coming.
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """Return the block that `request` needs next, if a running request computes it now or in its next step.
+        """Return the next block that `request` needs, if a running request computes it now or in its next step.
 
         The block must be whole, or hold the rest of the prompt if hits may end inside a block.
         """
@@ -240,8 +239,7 @@ class PrefixCache:
         return self.leaders.get(awaited.key) is awaited.leader
 
     def lead(self, table: BlockTable, request: Request) -> None:
-        """Record the block that a prefill computes next, for others to wait for. The first request recorded for a block
-        stays."""
+        """Record the block that a running prefill computes next, for others to wait for. The first request recorded stays."""
         if not self.is_shared:
             return
         key, start = b"", table.num_full * self._block_size
@@ -260,7 +258,7 @@ class PrefixCache:
 
 
 class PrefixIndex:
-    """Finds blocks by hash, or by parent and content. One block per hash. Blocks may be held or free."""
+    """Finds blocks, held or free, by hash or by parent and content. One block per hash."""
 
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
@@ -310,7 +308,7 @@ class PrefixIndex:
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
-        """Return (block, common tokens) of the child of `parent` with the longest common beginning, or (0, 0)."""
+        """Return (block, number of equal tokens) of the block after `parent` that begins most like `content`, or (0, 0)."""
         best_id = best_tokens = 0
         children = self._children.get(parent + content[:TOKEN_BYTES], ())
         for block_id in (children,) if isinstance(children, int) else children:
@@ -320,9 +318,9 @@ class PrefixIndex:
         return best_id, best_tokens
 
     def publish(self, block_ids: Iterable[int], parent: bytes, hashes: Iterable[bytes], contents: Iterable[bytes]) -> None:
-        """Make full blocks findable. `parent` is the first block's. A block with a known hash is skipped.
+        """Add full blocks, which follow the block with hash `parent`. A block with a known hash is skipped.
 
-        Raises ValueError if a block is published under another hash.
+        Raises ValueError if a block was added under another hash.
         """
         for block_id, block_hash, content in zip(block_ids, hashes, contents, strict=True):
             known = self._contents.get(block_id)
@@ -335,12 +333,12 @@ class PrefixIndex:
             parent = block_hash
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable by its hash alone."""
+        """Add a full block, to be found by its hash only."""
         self._block_ids[block_hash] = block_id
         self._contents[block_id] = block_hash
 
     def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
-        """Make a partly filled block findable, unless another begins with the same tokens."""
+        """Add a partly filled block, unless another begins with the same tokens."""
         if self.lookup_child(parent, content)[1] * TOKEN_BYTES == len(content):
             return
         if block_id in self._contents:
@@ -348,7 +346,7 @@ class PrefixIndex:
         self._put(block_id, TAIL, parent, content)
 
     def forget(self, block_ids: Iterable[int]) -> list[bytes]:
-        """Unpublish blocks whose content is about to be lost. Return the lost hashes."""
+        """Remove blocks whose content is about to be lost. Return their hashes."""
         forgotten: list[bytes] = []
         for block_id in block_ids:
             if block_id in self._contents:
@@ -373,7 +371,6 @@ class PrefixIndex:
             del children[0]
 
     def _drop(self, block_id: int) -> bytes | None:
-        """Forget a block. Return the hash under which it was found, or None."""
         content = self._contents.pop(block_id)
         if len(content) > START:
             self._forget_child(block_id, content[HASH_BYTES:START], content[HASH_BYTES:KEY_END])
@@ -419,7 +416,7 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 class Recent(OrderedDict[_Key, _Value]):
-    """A map of the last `num_kept` keys that were written with `put`."""
+    """A map with only the last `num_kept` keys written with `put`."""
 
     def __init__(self, num_kept: int) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """The tier below the pool: block contents in a file or in host memory. The engine's `Transfers` moves the bytes.
 
-Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier has more of the first
-waiting request's prefix, that is loaded, verified, and placed into free blocks like any cached prefix. No plan depends on
-content that has not arrived.
+Before a block is re-used, its content is spilled to a slot under its hash. If the tier has more of the first waiting request's
+prefix, that is loaded, verified, and placed into free blocks like any cached prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LOAD_TIMEOUT_NS = 2_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Content on its way from a block to a slot. It must be copied before the block is written again."""
+    """An ordered copy of a block's content to a slot. It must be done before the block is written again."""
 
     block_id: int
     slot: int
@@ -47,11 +46,11 @@ class _Wait:
 
 
 class Tier:
-    """Slots, and moves between them and the pool. The engine takes ordered moves (`take_spills`, `take_loads`) and reports
-    their ends."""
+    """Slots for block contents, and orders to copy contents to and from the pool. The engine takes the orders and reports their
+    ends."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
-        """`entries`: (slot, hash) of content from an earlier process, oldest first."""
+        """`entries`: (slot, hash) of contents from an earlier process, oldest first."""
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
         self.is_open = True
@@ -91,7 +90,7 @@ class Tier:
         compute_ns_per_block: float,
         now_ns: int,
     ) -> bool:
-        """Return whether the request should wait for blocks of its prefix. Begins a load if that pays.
+        """Return whether the request should wait for blocks of its prefix. Orders a load if that is faster than computing.
 
         `chain`: hashes of the request's blocks after the first `num_hit_blocks`, which the pool has.
         """
@@ -118,7 +117,7 @@ class Tier:
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
-        """Return the loadable hashes at the chain's beginning, and whether the one after them is being moved now."""
+        """Return the loadable hashes at the beginning of `chain`, and whether the next one is being moved now."""
         found: list[bytes] = []
         for block_hash in chain:
             if block_hash in index:
@@ -152,16 +151,16 @@ class Tier:
         return spills
 
     def take_loads(self) -> list[list[Load]]:
-        """Return the ordered loads, once each: a list per request."""
+        """Return the ordered loads, once each, as one list per request."""
         loads, self._loads = self._loads, []
         return loads
 
     def spilled(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """Report the end of a spill."""
+        """Note that a spill ended. `is_sound`: it succeeded."""
         self.slots.end(block_hash, is_sound=is_sound)
 
     def postpone(self, loads: Sequence[Load]) -> None:
-        """Report loads that can't begin now. Their requests may order them again."""
+        """Cancel loads that can't begin now. Their requests may order them again."""
         for load in loads:
             self.slots.end(load.block_hash, is_sound=True)
             wait = self._waits.get(load.request_id)
@@ -169,7 +168,7 @@ class Tier:
                 self._waits[load.request_id] = _Wait(-1, wait.until_ns)
 
     def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> bool:
-        """Report the end of one block's load. Return whether the content may be used."""
+        """Note that a block's load ended. Return whether the content may be used."""
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
@@ -177,7 +176,7 @@ class Tier:
         return self.slots.state(block_hash) is not None
 
     def close(self) -> None:
-        """Stop using the tier until it is opened. Moves under way may still end."""
+        """Stop using the tier until it is opened. Copies under way may still end."""
         self.is_open = self._may_probe = False
         self._waits.clear()
 
@@ -203,9 +202,9 @@ class Swapping:
         self._tables, self._eviction, self._take, self._block_size = tables, eviction, take, block_size
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
-        """Return whether a request should wait for the tier to bring more of its prefix.
+        """Return whether a request should wait for the tier to load more of its prefix.
 
-        Begins to load at most `max_blocks` if loading is faster than computing (0: unknown).
+        Orders a load of at most `max_blocks` if that is faster than computing (`compute_ns_per_token` 0: unknown).
         """
         num_hit_blocks = len(hit.block_ids)
         waits = self._tier.fetch(
@@ -223,7 +222,7 @@ class Swapping:
         return waits
 
     def _touch(self, block_ids: Sequence[int]) -> None:
-        """Mark the free blocks among these as just used, so that later ones are evicted first."""
+        """Mark the free blocks among these as just used; later ones are evicted first."""
         pool = self._pool
         for block_id in reversed(block_ids):
             if pool.ref_count(block_id) == 0:
@@ -232,10 +231,10 @@ class Swapping:
                 pool.release(block_id, keep=True, group=group)
 
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
-        """Allocate blocks for content that arrived for one request, and publish it. Return (load, block id).
+        """Allocate blocks for contents that arrived for one request, and publish them. Return (load, block id) pairs.
 
-        The caller must write the content before anything else, after the spills that made room. Content that is already in the
-        pool, or finds no free block, is skipped. The last blocks are released first, so that they are evicted first.
+        The caller must write the contents before anything else, after the spills that made room. Content that is already in the
+        pool, or finds no free block, is skipped.
         """
         if not loads:
             return []
@@ -256,7 +255,7 @@ class Swapping:
         return placed
 
     def content_to_keep(self) -> list[int]:
-        """Return free blocks whose content the tier lacks, last used first within a group. Empty if requests share nothing."""
+        """Return free blocks whose content the tier lacks, last used first within a group. Empty without prefix caching."""
         if not self._prefix.is_shared:
             return []
         pool, slots = self._pool, self._tier.slots
@@ -275,7 +274,7 @@ class Swapping:
         return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Forget private content, in the pool and below, after its request has ended."""
+        """Remove an ended request's contents from pool and tier, since no other request may use them."""
         pool, index = self._pool, self._index
         for block_hash in hashes:
             self._tier.slots.forget(block_hash)
@@ -293,7 +292,7 @@ class SlotState(IntEnum):
 
 
 class SlotIndex:
-    """Slots [0, num_slots), each free or with the content of one hash."""
+    """The tier's slots [0, num_slots): each is free or has the content of one hash."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -315,7 +314,7 @@ class SlotIndex:
         return self._busy.get(block_hash)
 
     def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
-        """Take over slots from an earlier process, least recently used first. If two slots have one hash, the later wins."""
+        """Record contents from an earlier process, least recently used first. If two slots have one hash, the later wins."""
         for slot, block_hash in entries:
             if block_hash in self._slots:
                 self.forget(block_hash)
@@ -325,7 +324,7 @@ class SlotIndex:
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def begin_write(self, block_hash: bytes) -> int | None:
-        """Return a slot for new content, or None if it is already here or all slots are busy."""
+        """Return a slot for new content. Return None if the content is already in a slot, or all slots are busy."""
         if block_hash in self._slots:
             self.touch(block_hash)
             return None
@@ -346,7 +345,7 @@ class SlotIndex:
         return self._slots[block_hash]
 
     def end(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """End a write or read; damaged content is forgotten."""
+        """Note that a slot's write or read ended. Damaged content is forgotten."""
         del self._busy[block_hash]
         if is_sound and block_hash not in self._doomed:
             self._present[block_hash] = None

@@ -19,7 +19,7 @@ from penstock.types.stats import AdapterStats, EngineLoad, RequestStats, StepSta
 
 
 class Histogram:
-    """Observations of one quantity, in the unit of its bounds."""
+    """Counts of observed values in buckets, in the unit of its bounds."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -34,7 +34,7 @@ class Histogram:
         self._sum += value
 
     def snapshot(self, unit: float = 1.0) -> tuple[list[tuple[str, float]], float]:
-        """Return ([(upper edge as Prometheus writes it, observations at or below it)], sum), both divided by `unit`."""
+        """Return [(upper edge as Prometheus writes it, values at or below it)] and the values' sum, both divided by `unit`."""
         edges = [*(repr(float(bound / unit)) for bound in self._bounds), "+Inf"]
         buckets: list[tuple[str, float]] = []
         num_below = 0
@@ -64,7 +64,7 @@ SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
-    """Whether a model is loaded, and totals of its loads and unloads. From its deployment."""
+    """Whether a model is loaded, and totals of its loads and unloads."""
 
     state: str
     states: tuple[str, ...]
@@ -90,7 +90,7 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        """`model` is the value of the label `model` of every series."""
+        """`model` is the value of every metric's label `model`."""
         self.model = model
         self.lock = threading.Lock()
         self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
@@ -154,13 +154,13 @@ class Metrics:
         signals: Callable[[], SustainedLoad],
         waste: Callable[[], float] = float,
     ) -> None:
-        """Set the sources of the gauges: the current load, the recent load, and the share of KV memory wasted."""
+        """Set the functions that gauges are read from: current load, recent load, and wasted share of KV memory."""
         self.read_load = load
         self.read_signals = signals
         self.read_waste = waste
 
     def disconnect(self) -> None:
-        """Set the gauges to 0 and keep the counts, after the model was unloaded. Drops all references to the model."""
+        """Set the gauges to 0, and drop all references to the model, since it was unloaded. Counts are kept."""
         with self.lock:
             self.settle()
         self.connect(load=EngineLoad, signals=SustainedLoad)
@@ -172,7 +172,7 @@ class Metrics:
             self.model_wait_ns.observe(wait_ns)
 
     def count_grammar_wait(self, wait_ns: int) -> None:
-        """Count the time a call waited for its grammar, successful or not. Thread-safe."""
+        """Count the time a call waited for its grammar to be compiled, successfully or not. Thread-safe."""
         with self.lock:
             self.grammar_wait_ns.observe(wait_ns)
 
@@ -205,7 +205,7 @@ class Metrics:
         self._note(self._count_finish, stats)
 
     def settle(self) -> None:
-        """Count all queued reports. Call with the lock held, before reading numbers."""
+        """Count all queued reports. Call this with the lock held, before reading numbers."""
         noted = self._noted
         while noted:
             count, arguments = noted.popleft()
@@ -294,6 +294,6 @@ class Metrics:
 
 
 def _is_our_doing(stats: RequestStats) -> bool:
-    """Return whether a request without a token ended because of the server: it failed or timed out."""
+    """Return whether a request got no token because of the server: it failed or timed out."""
     has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
     return has_timed_out or stats.finish_reason is FinishReason.ERROR

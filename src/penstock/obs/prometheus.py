@@ -25,14 +25,14 @@ _SECOND_NS = 1e9
 
 
 def expose(*models: Metrics) -> bytes:
-    """Return all series of the models in the format `CONTENT_TYPE`. Each model's series are consistent. Thread-safe."""
+    """Return all metrics of the models in the format `CONTENT_TYPE`. Each model's numbers are consistent. Thread-safe."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Together([_Snapshot(metrics) for metrics in models]))
     return generate_latest(registry)
 
 
 class _Together(Collector):
-    """Merges the families of several models by name."""
+    """Merges the metrics of several models that have the same name."""
 
     def __init__(self, snapshots: Sequence[_Snapshot]) -> None:
         self._families: dict[str, Metric] = {}
@@ -46,7 +46,7 @@ class _Together(Collector):
 
 
 class _Snapshot:
-    """Copies the numbers of one model under its lock. Text is written after the lock is released."""
+    """Copies one model's numbers under its lock. Text is made after the lock is released."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
@@ -159,7 +159,7 @@ class _Snapshot:
         yield self._counter(f"{name}_failures", "Failed transfers of KV blocks, by reason.", failures, "reason")
 
     def _adapters(self, pool: AdapterCounts, beside: AdapterStats | None) -> Iterator[Metric]:
-        """Yield the adapters' metrics, if the model has any. Adapter names are no labels: clients can make any number of
+        """Yield the adapters' metrics, if the model has any. Adapter names are not labels: clients can make any number of
         them."""
         if beside is None:
             return
@@ -220,7 +220,6 @@ class _Snapshot:
         return self._fill(CounterMetricFamily(_PREFIX + name, text, labels=["model", *filter(None, [label])]), value)
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]) -> Metric:
-        """Add samples: one number, or a number for each value of the second label."""
         if isinstance(value, Mapping):
             for key, number in value.items():
                 family.add_metric([self._model, key], number)

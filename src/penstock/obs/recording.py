@@ -1,8 +1,7 @@
-"""Writes recordings: requests, plans and timings of a server, without texts or tokens (docs/recording.md).
+"""Writes recordings of a server's requests, plans and timings, without texts or tokens (docs/recording.md).
 
-The engine thread only appends to a bounded queue. A thread here writes the file, and counts reports that did not fit. Each line
-is one JSON object; instants are nanoseconds since the start. Prompts are lists of block ids, numbered in the order in which
-contents were first seen: equal ids mean equal tokens after equal prefixes.
+The engine thread only appends to a bounded queue. A thread here writes the file, and counts reports that did not fit. Prompts
+are lists of block ids: equal ids mean equal tokens after equal prefixes.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 class PrefixIds:
-    """Numbers block contents: the same prefix under the same salt and adapter gets the same numbers."""
+    """Numbers block contents for the recording: the same prefix with the same salt and adapter gets the same numbers."""
 
     def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
         self._block_size = block_size
@@ -71,12 +70,12 @@ class PrefixIds:
         self._num_ids = 0
 
     def root(self, salt: bytes, adapter: bytes = b"") -> int:
-        """Return the parent of first blocks under a salt and an adapter. The file does not contain root ids."""
+        """Return the parent id of first blocks with this salt and adapter. It does not appear in the file."""
         key = (NOBODY, b"%d %b%b" % (len(salt), salt, adapter))
         return self._known(key) or self._put(key)
 
     def chain(self, parent: int, token_ids: Sequence[int]) -> tuple[list[int | list[int]], int]:
-        """Return the blocks of `token_ids`, which continue `parent`, and the id of the last full block.
+        """Return the recorded blocks of `token_ids`, and the id of the last full one. `parent`: id of the block before them.
 
         A block is an id, or a list [id, other, n] if its content is new and begins with the same n tokens as block `other`. A
         last block that is not full has an id too.
@@ -124,13 +123,12 @@ class PrefixIds:
         return best
 
     def _note_alike(self, parent: int, content: bytes, number: int) -> None:
-        """List new content for comparisons, replacing contents that it begins with."""
+        """Remember new content, so that later blocks that begin alike are found."""
         alike = self._young_alike.setdefault((parent, content[:TOKEN_BYTES]), [])
         alike[:] = [*(one for one in alike if not content.startswith(one[1])), (number, content)][-MAX_ALIKE:]
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of packed tokens that both begin with."""
     num_bytes = min(len(one), len(other))
     difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
     if not difference:
@@ -139,7 +137,7 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 class Recorder:
-    """A `RequestJournal` and `TurnObserver` of the engine that writes to a file."""
+    """Records a server to a file: a `RequestJournal` and `TurnObserver` of the engine."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class Recorder:
         has_tenant_names: bool = False,
         max_told_rows: int = MAX_TOLD_ROWS,
     ) -> None:
-        """Open the file and start the thread. `about` describes model, machine and settings in the header, as JSON.
+        """Open the file and start the thread. `about` describes model, machine and settings, for the file's first line.
 
         `max_bytes` limits all parts together. Raises ConfigError or OSError if the file can't be written.
         """
@@ -191,7 +189,7 @@ class Recorder:
         self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        """Do nothing: the rows of a step show its news."""
+        """Do nothing: admissions and preemptions show in the rows of a step."""
 
     def on_step(self, stats: StepStats) -> None:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
@@ -203,7 +201,7 @@ class Recorder:
         self._tell(1, _Writer.turn, parts_ns)
 
     def on_engine(self) -> None:
-        """Record that the engine was restarted, without requests, and counts its steps from 0."""
+        """Record that the engine was restarted: it has no requests, and counts its steps from 0."""
         self._tell(1, _Writer.restart)
 
     def _tell(self, num_rows: int, *told: object) -> None:
@@ -253,7 +251,7 @@ class Recorder:
 
 
 class _Writer:
-    """Turns reports into lines."""
+    """Turns reports into lines of the recording."""
 
     def __init__(
         self,
@@ -413,9 +411,8 @@ class _Writer:
             self._say(one)
 
     def _rows(self, stats: StepStats) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-        """Return the numbers of leading rows that continue a decode, and (number, query_len, context_len, samples) of the
-        others.
-        """
+        """Return the request numbers of the first rows, which only continue a decode, and (request number, query_len,
+        context_len, samples) of all other rows."""
         goes_on: list[int] = []
         others: list[tuple[int, int, int, int]] = []
         next_context, void = self._next_context, stats.void
@@ -432,7 +429,6 @@ class _Writer:
         return goes_on, others
 
     def _number(self, name: str, *, is_void: bool) -> int:
-        """Return the number of a row's request. `is_void`: the request ended before the step did."""
         if isinstance(name, PaddingId):
             return NOBODY
         if is_void:
@@ -441,7 +437,6 @@ class _Writer:
         return self._new_number(name) if number is None else number  # its arrival was lost
 
     def _refused(self, stats: RequestStats) -> int:
-        """Write a request that was never queued."""
         self._num_requests += 1
         line: dict[str, object] = {
             "kind": "request",
@@ -482,9 +477,9 @@ class _Writer:
             self._num_bytes = 0
 
     def turn_over_if_full(self) -> None:
-        """Begin another part if the next line may not fit. Each part can be read without the earlier ones.
+        """Begin another file if the next line may not fit. Each file can be read without the earlier ones.
 
-        A part repeats at most as many bytes as it adds, even if that makes it larger than its limit.
+        A new file repeats at most as many bytes as it adds, even if that makes it larger than its limit.
         """
         if self._pending is not None or self._parts.has_room(self._num_bytes + LINE_BYTES):
             return
@@ -506,7 +501,7 @@ class _Writer:
 
 
 class _Parts:
-    """FILE, which is being written, and FILE.1 and so on, the full parts before it. Used by one thread."""
+    """The files of a recording: FILE, which is being written, and FILE.1 and so on, the full parts before it."""
 
     def __init__(self, path: Path, part_bytes: int) -> None:
         """Raises OSError, or ConfigError for a file that is not a recording or belongs to another server."""
@@ -528,7 +523,7 @@ class _Parts:
         self.size_bytes += len(data)
 
     def turn_over(self) -> None:
-        """Rename the parts, dropping the oldest, and open a new one. Raises OSError or ConfigError."""
+        """Rename the files, dropping the oldest, and open a new one. Raises OSError or ConfigError."""
         self.close()
         check_path(self._path)
         self._fd = self._open()
@@ -556,7 +551,7 @@ class _Parts:
 
 
 def part_path(path: Path, idx: int) -> Path:
-    """Return the file of the part begun `idx` parts ago: FILE itself for 0."""
+    """Return the path of the part begun `idx` parts ago, such as FILE.1. For 0 it is FILE."""
     return path.with_name(f"{path.name}.{idx}") if idx else path
 
 
@@ -572,7 +567,7 @@ def check_path(path: Path) -> None:
 
 
 def _check_part(path: Path) -> None:
-    """Raise ConfigError unless the path is free or an old recording, which a power loss may have cut off in its first line."""
+    """Raise ConfigError unless the path is free or an old recording. A power loss may have cut off its first line."""
     if not os.path.lexists(path):
         return
     remedy = "Name another file with --record, or move this one away."

@@ -1,4 +1,4 @@
-"""The sustained load, for autoscalers. Reported by the engine thread and admission, read by `/load` and `/metrics`.
+"""The server's recent load, for autoscalers. Reported by the engine thread and admission, read by `/load` and `/metrics`.
 
 Values are means over the last `WINDOW_S` seconds. The load in servers is
 
@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 
 class Replicas:
-    """The number of servers that the load needs, steadied over time.
+    """The number of servers that the load needs, smoothed over time.
 
     It rises to the least number that any of the last `UP_S` seconds needed, and falls to the most that any of the last `DOWN_S`
     seconds needed. Windows and tolerance are those of Kubernetes' HorizontalPodAutoscaler (KEP-853).
@@ -37,7 +37,7 @@ class Replicas:
         """(first second, servers needed from then on), ascending, for the last `DOWN_S`."""
 
     def add(self, second: int, load: float) -> None:
-        """Add the load of a second, in servers. Seconds ascend. Seconds left out were like the one before."""
+        """Add the load of one second, in servers. Seconds ascend; omitted ones were like the one before."""
         asked = max(1, math.ceil(load - TOLERANCE))
         if not self._asked or self._asked[-1][1] != asked:
             self._asked.append((second, asked))
@@ -72,7 +72,7 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedLoad:
-    """Means over the last `WINDOW_S` seconds, or since the start."""
+    """Means of the load over the last `WINDOW_S` seconds, or since the start."""
 
     queue_depth: float = 0.0
     """Waiting requests."""
@@ -91,7 +91,7 @@ class SustainedLoad:
 
 @dataclass(slots=True)
 class _Second:
-    """Integrals of the state over the observed part of one second."""
+    """Sums of load times duration, over the observed part of one second."""
 
     epoch: int = -1
     num_ns: int = 0
@@ -102,7 +102,7 @@ class _Second:
 
 
 class Signals:
-    """An `Observer` of the engine. Thread-safe."""
+    """Measures the recent load. A thread-safe `Observer` of the engine."""
 
     def __init__(self, num_rows: int, drain_rate: Callable[[int], float]) -> None:
         """`num_rows` is the most requests that run at once. `drain_rate` returns requests per second at an instant."""
@@ -127,7 +127,7 @@ class Signals:
                 self._used = 1.0
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Note when the last request leaves: no step follows that would report it."""
+        """Set the load to 0 when the last request ends: no step follows that would report it."""
         with self._lock:
             if stats.finish_reason is not FinishReason.REJECTED:
                 self._num_there = max(0, self._num_there - 1)
@@ -136,7 +136,7 @@ class Signals:
                 self._set(0, 0, 0, 1)
 
     def on_call(self, now_ns: int) -> None:
-        """Count a call. Callers leave out retries at the time that `Retry-After` gave."""
+        """Count a client's call. Callers leave out retries at the time that `Retry-After` gave."""
         with self._lock:
             self._advance(now_ns)
             self._second(now_ns // _SECOND_NS).num_calls += 1
@@ -165,7 +165,7 @@ class Signals:
         self._free = 1.0 - held
 
     def _advance(self, now_ns: int) -> None:
-        """Add the time since the last report, in which the state did not change, up to the longest window."""
+        """Add the time since the last report, in which the load did not change, up to the longest window."""
         if self._at_ns is None:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)
@@ -195,7 +195,8 @@ class Signals:
         return self._seconds[idx]
 
     def _means(self, epoch: int, num_seconds: int) -> tuple[float, float, float, float]:
-        """Return (queue depth, utilisation, free share of the blocks, calls per second) of the seconds up to `epoch`."""
+        """Return mean (queue depth, utilisation, free share of the blocks, calls per second) of the last `num_seconds` up to
+        `epoch`."""
         seconds = [second for second in self._seconds if epoch - num_seconds < second.epoch <= epoch]
         num_ns = sum(second.num_ns for second in seconds)
         if not num_ns:

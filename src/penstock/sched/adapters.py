@@ -1,7 +1,7 @@
 """Adapters of waiting requests: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-A request lets others pass while its adapter is loaded into memory. It is refused if the adapter can't be loaded, takes longer
-than `LOAD_TIMEOUT_NS`, or does not fit. A plan reads an adapter's state once.
+While a request's adapter is loaded, later requests may pass it. A request is refused if its adapter can't be loaded, takes
+longer than `LOAD_TIMEOUT_NS`, or does not fit. A plan reads an adapter's state once.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Adapters:
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
 
     def packed(self, ref: AdapterRef) -> PackedAdapter | None:
-        """Return the adapter's content, unless it is in the pool or not loaded."""
+        """Return the adapter's content if it is loaded and not in the KV pool, else None."""
         if self._source is None or ref.number in self._kv.adapters.residents:
             return None
         return self._look(ref.number).packed
 
     def is_awaited(self, request: Request, ref: AdapterRef, packed: PackedAdapter | None) -> bool:
-        """Return whether the request waits for its adapter to be loaded. Asks for the adapter if it is not loaded."""
+        """Return whether the request must wait for its adapter. Starts an urgent load if the adapter is not loaded."""
         num_blocks = self._kv.adapters.num_blocks(ref.number, packed)
         if num_blocks:
             return num_blocks + self._running.final_blocks_alone(request) > self._kv.num_total_blocks
@@ -85,12 +85,12 @@ class Adapters:
         return AwaitedAdapter(ref, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
 
     def is_full(self, ref: AdapterRef) -> bool:
-        """Return whether a request with this adapter would exceed the maximum number of running adapters."""
+        """Return whether a request with this adapter would exceed the limit of running adapters."""
         adapters = self._kv.adapters
         return adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
 
     def are_late(self, now_ns: int) -> bool:
-        """Return whether rows and blocks are no longer kept for waiting requests."""
+        """Return whether loads take so long that rows and blocks are no longer kept for waiting requests."""
         first = next(self._waiting.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 

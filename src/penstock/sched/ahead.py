@@ -1,4 +1,4 @@
-"""Planning the next step while one is in flight: as if that one had been committed as planned.
+"""Plans the next step while one is in flight, as if the step in flight had been committed as planned.
 
 A step that might preempt is never planned ahead.
 """
@@ -14,7 +14,7 @@ from penstock.types.request import Request
 
 
 class Ahead:
-    """Counts the tokens of the step in flight as computed, between `begin` and `end`."""
+    """Counts the tokens of the step in flight as computed, while the next step is planned."""
 
     def __init__(self, kv: KVManager, policies: Policies, running: Running, groups: Groups) -> None:
         self._kv = kv
@@ -26,7 +26,7 @@ class Ahead:
         """(request with a row in flight, its number of tokens)"""
 
     def begin(self) -> bool:
-        """Count the tokens. Return False, changing nothing, if the next step can't be planned ahead. O(running)."""
+        """Count the tokens as computed. Return False, changing nothing, if the next step can't be planned ahead. O(running)."""
         if not self._is_possible or self._groups.by_id:
             return False
         self._assumed, ending = progress.assume(self._running)

@@ -1,4 +1,4 @@
-"""A step in the making, filled by the scheduler and its planners (`running.py`, `joining.py`, `padding.py`)."""
+"""The draft of a step: the scheduler and its planners (`running.py`, `joining.py`, `padding.py`) add rows to it."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class StepDraft:
 
     @property
     def has_tokens(self) -> bool:
-        """True if tokens are left, even if kept for long prefills."""
+        """True if tokens are left in the step's budget, even if kept for long prefills."""
         return self.counts.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
         return num_behind > self.limits.long_prefill_tokens and not self.takes_whole_texts
 
     def chunk(self, num_behind: int) -> int:
-        """Return how many tokens a prefill may compute in this step; 0: it has to wait."""
+        """Return how many of a prefill's `num_behind` missing tokens to compute in this step; 0: it has to wait."""
         counts, limits, room = self.counts, self.limits, self.tokens_left
         if self.takes_whole_texts:
             return num_behind if num_behind <= room or not counts.num_tokens else 0
@@ -80,7 +80,7 @@ class StepDraft:
         return min(num_behind, room)
 
     def chunk_of(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens of a request to compute, also limited by `num_scored_left`."""
+        """Return how many tokens of a request to compute in this step, also limited by `num_scored_left`."""
         query_len = self.chunk(request.num_tokens - num_computed_tokens)
         scored = request.positions_to_score(num_computed_tokens, query_len)
         if len(scored) > self.num_scored_left:
@@ -104,7 +104,7 @@ class StepDraft:
         )
 
     def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = (), *, is_prefill: bool) -> None:
-        """Plan the request's next tokens. `is_prefill` includes the last piece of a prompt."""
+        """Add a row for the request's next tokens. `is_prefill` includes the last piece of a prompt."""
         context_len = request.num_computed_tokens
         row = RowPlan(
             request.request_id, context_len, query_len, new_block_ids, int(context_len + query_len == request.num_tokens)
@@ -125,7 +125,7 @@ class StepDraft:
             counts.num_recomputed_tokens += sign * max(0, num_recomputed)
 
     def take_back(self, request: Request) -> None:
-        """Remove a victim's row and admission. Call this before the request's progress changes. O(rows)."""
+        """Remove a preempted request's row and admission. Call this before the request's progress changes. O(rows)."""
         self.admits.pop(request.request_id, None)
         counts = self.counts
         for idx, row in enumerate(self.rows):
@@ -141,7 +141,7 @@ class StepDraft:
                 return
 
     def group_by_adapter(self, running: Mapping[str, Request]) -> None:
-        """Put decodes of one adapter side by side, so that its weights are read once. O(rows)."""
+        """Put decode rows of one adapter side by side, so that its weights are read once. O(rows)."""
         numbers = {
             row.request_id: request.adapter.number
             for row in self.rows

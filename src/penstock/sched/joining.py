@@ -1,7 +1,7 @@
-"""Joining: decides which waiting requests run from this step on, and whether running ones are paused for them.
+"""Decides which waiting requests run from this step on, and whether running ones are paused for them.
 
-A request stands aside while a running prefill (its leader) computes its next block, or while its adapter is loaded. Others may
-pass.
+A request stands aside, so that others may pass, while a running prefill (its leader) computes a block that both share, or while
+its adapter is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Joining:
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
-        """Return whether the first waiting request must pause a running one, so that no step may be planned ahead.
+        """Return whether the first waiting request must preempt a running one, so that no step may be planned ahead.
         O(running)."""
         if not self._order.is_preemptive or not len(self._waiting):
             return False
@@ -83,7 +83,7 @@ class Joining:
         return not self._has_room_for(candidate, draft) and bool(self._whom_to_pause(candidate, draft))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
-        """Ask the gate how many requests may join. If it calls a batch, only the called requests join."""
+        """Ask the gate policy how many requests may join. If it calls a batch, only requests of that batch join."""
         if not self._waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
@@ -120,7 +120,7 @@ class Joining:
         return ranked
 
     def keep_tokens(self, draft: StepDraft, request: Request) -> None:
-        """Reserve the long prefills' share of tokens, if `request` passes one that it does not outrank."""
+        """Reserve a share of the step's tokens for long prefills, if `request` passes one that it does not outrank."""
         draft.num_kept_tokens = 0
         if draft.late and request not in draft.late:
             assert draft.limits.long_prefill_share is not None, "else none is late"
@@ -128,7 +128,8 @@ class Joining:
                 draft.num_kept_tokens = draft.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, before: Request | None = None) -> None:
-        """Admit requests that need no gate, and as many others as it allows. With `before`, only those that go before it."""
+        """Admit requests that need no permission of the gate, and as many others as it allows. With `before`, only requests
+        that go before it."""
         counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
@@ -187,7 +188,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def admit_texts(self, draft: StepDraft) -> None:
-        """Admit texts while the step has tokens. A text ends with its step."""
+        """Admit input texts (embedded or scored whole in one step) while the step has tokens."""
         counts, pool = draft.counts, self._kv.pool
         while draft.has_tokens and not self._is_full(draft):
             fresh = self._fresh(draft)
@@ -205,7 +206,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
-        """Return what the first request that still waits lacks."""
+        """Return why the first request that still waits could not join."""
         if not len(self._waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
@@ -238,7 +239,7 @@ class Joining:
         return self._kv.prefix.is_coming(awaited)
 
     def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
-        """Let others pass until `awaited` is ready. Return False if no row can be kept: then nobody passes."""
+        """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request."""
         if self._is_full(draft):
             return False
         num_blocks, reason = self._kv.num_blocks_for(request.num_tokens), WaitReason.ADAPTER
@@ -283,7 +284,6 @@ class Joining:
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
-        """Return the first preempted request that `request` does not outrank, or None."""
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
@@ -307,7 +307,6 @@ class Joining:
         return False
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft) -> bool:
-        """Return whether the request waits for the tier to load more of its prefix into spare blocks."""
         swapping = self._kv.swapping
         if swapping is None or not request.is_scored:
             return False
@@ -323,7 +322,7 @@ class Joining:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
-        """Return the requests that the first waiting one may pause, or none if all of them free too little."""
+        """Return the running requests that the candidate may preempt, or none if all of them free too little."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other
@@ -339,7 +338,7 @@ class Joining:
         return lower if is_enough else ()
 
     def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
-        """Preempt a running request for the first waiting one. Return False if none may be preempted now."""
+        """Preempt one running request for the candidate. Return False if none may be preempted now."""
         lower = self._whom_to_pause(candidate, draft)
         # During a load nothing is paused: the load needs free blocks now, and the waiting request needs none.
         if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):

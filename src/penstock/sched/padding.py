@@ -1,6 +1,6 @@
-"""The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle.
+"""Padding of a static batch: rows whose results are dropped, as in systems that compute a batch as a rectangle.
 
-Each run of padding is a request of its own to the executor, with a `PaddingId` and null blocks.
+Each run of padding tokens is a request of its own to the executor, with a `PaddingId` and null blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PaddingRow:
 
 
 class Padding:
-    """Rows of padding while a batch runs. Otherwise `is_active` is False, and nothing need be called."""
+    """Adds padding rows to a static batch. While no batch runs, `is_active` is False, and nothing need be called."""
 
     def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
         self.is_active = False
@@ -61,7 +61,7 @@ class Padding:
         self.is_active = False
 
     def begin(self, draft: StepDraft) -> None:
-        """Begin a step: rows of ended requests get their tokens first."""
+        """Begin a step: rows of ended requests get their padding tokens first."""
         for row in self._done:
             self._forget(row)
         self._done.clear()
@@ -69,7 +69,7 @@ class Padding:
         draft.counts.num_padding_tokens += len(self._tails)
 
     def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
-        """Plan the padding before a prompt. Return False if the step has no token left for the prompt itself."""
+        """Plan the padding in front of a prompt. Return False if the step has no token left for the prompt itself."""
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
@@ -82,7 +82,7 @@ class Padding:
         return draft.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """Note that a request of the batch ended. Padding takes its row, unless it was a text."""
+        """Note that a request of the batch ended. Padding takes its row, unless the request was a text to embed or score."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)
@@ -91,7 +91,7 @@ class Padding:
             self._tails[row.request_id] = row
 
     def add_tails(self, draft: StepDraft) -> None:
-        """Plan a token for each ended request's row. `begin` has already counted them."""
+        """Plan one padding token for each row whose request ended. `begin` has already counted them."""
         for row in list(self._tails.values()):
             if row.context_len + 1 >= self._capacity.max_model_len:
                 row = self._shorten(row)
@@ -113,7 +113,7 @@ class Padding:
         return PaddingRow(PaddingId(f"padding {next(self._numbers)} of {owner}"), owner, context_len, num_tokens)
 
     def _shorten(self, row: PaddingRow) -> PaddingRow:
-        """Restart a tail that has reached the longest length at half of it."""
+        """Replace a padding row of maximum length by one of half that length."""
         self._forget(self._tails.pop(row.request_id))
         context_len = (self._capacity.max_model_len - 1) // 2
         shorter = self._new_row(row.owner, context_len, context_len + 1)

@@ -1,4 +1,4 @@
-"""How far each request has come: the only code that writes a request's progress (fields: `types/request.py`).
+"""How far each request has been computed: the only code that writes these fields of a request (`types/request.py`).
 
     WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
 
@@ -39,7 +39,8 @@ def plan(request: Request, query_len: int) -> None:
 
 
 def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> None:
-    """Add a row's log-probabilities of the prompt, which survive a preemption. Raises ValueError for a wrong number of them."""
+    """Add the log-probabilities of prompt tokens that a row computed. They survive a preemption. Raises ValueError for a wrong
+    number of them."""
     num_expected = len(request.positions_to_score(row.context_len, row.query_len))
     if len(entries) != num_expected:
         raise ValueError(f"{request.request_id!r} got log-probabilities of {len(entries)} prompt tokens, not of {num_expected}")
@@ -70,7 +71,7 @@ def fork(child: Request, num_tokens: int) -> None:
 
 
 def fold(request: Request) -> None:
-    """Mark a request of a preempted beam search as waiting, without KV."""
+    """Set a beam's request back to waiting, without KV: its search was preempted."""
     request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
 
 
@@ -90,7 +91,7 @@ def replace_output(request: Request, token_ids: Sequence[int]) -> None:
 def plan_decodes(
     requests: Iterable[Request], num_slots: Mapping[str, int], rows: list[RowPlan], extend: Callable[[Request], None]
 ) -> tuple[list[Request], int]:
-    """Plan a row for each request that is one token behind. Return the others, and the number of rows added.
+    """Plan a row for each request that lacks only its newest token. Return the other requests, and the number of rows added.
 
     `num_slots`: positions that each request may write without a new block. `extend` plans the rows of all others.
     """
@@ -141,7 +142,7 @@ def advance(
 ) -> list[Advance]:
     """Count the tokens of a computed step, append those that were sampled, and report them to `outcome`.
 
-    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample. Returns, in
+    `is_last`: no other step is in flight. `apart`: ids of requests that do not take the executor's sample (beams). Returns, in
     order, the rows of prefills, rows that filled a block, rows whose requests end, and rows of `apart` that sample. Raises
     KeyError or ValueError if a sampling row lacks its token or states.
     """
@@ -186,7 +187,8 @@ def advance(
 
 
 def append_forced(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
-    """Append forced tokens, which have no KV yet. Return those kept, and why the request ends with the last one, if it does."""
+    """Append tokens that a grammar forces, which have no KV yet. Return (tokens kept, finish reason or None, stop token or
+    None)."""
     request.forced_from = request.num_tokens
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
@@ -198,7 +200,6 @@ def append_forced(request: Request, token_ids: Sequence[int]) -> tuple[tuple[int
 
 
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-    """Return why a request ends with its newest token, and the stop token if that is the reason."""
     sampling = request.sampling
     if token_id in sampling.stop_token_ids and (
         len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # the grammar left nothing else
@@ -211,9 +212,9 @@ def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, in
 
 
 def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
-    """Count tokens in flight as computed and their samples as present.
+    """Count tokens in flight as computed and their samples as present, until `unassume`.
 
-    Returns (request, its tokens in flight), and the requests that reach their limits.
+    Returns pairs (request, its tokens in flight), and the requests that reach their limits.
     """
     assumed: list[tuple[Request, int]] = []
     ending: list[Request] = []

@@ -1,7 +1,7 @@
 """The waiting queue, in the order of service: preempted requests, those called to a batch, then all others in buckets.
 
-Every operation is O(log n) or better, amortised. The requests of one account share a lane, so that one key changes when the
-account grows.
+Every operation is O(log n) or better, amortised. A tenant's requests share a lane, so that one key changes when its tokens are
+counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_TO_SWEEP = 64
 
 
 class KeyedHeap(Generic[T]):
-    """A heap by key, equals in order of arrival. Items can be discarded in O(1)."""
+    """A priority queue of items with keys; equal keys in order of arrival. Discarding an item is O(1)."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[OrderKey, int, T]] = []
@@ -38,13 +38,13 @@ class KeyedHeap(Generic[T]):
         return len(self._entries) - len(self._dead)
 
     def push(self, key: OrderKey, item: T) -> int:
-        """Add an item. Return the number with which it can be discarded."""
+        """Add an item. Return its number, for `discard`."""
         number = next(self._numbers)
         heappush(self._entries, (key, number, item))
         return number
 
     def peek(self) -> tuple[OrderKey, int, T] | None:
-        """Return (key, number, item) of the smallest, or None."""
+        """Return (key, number, item) with the smallest key, or None."""
         while self._entries and self._entries[0][1] in self._dead:
             self._dead.remove(heappop(self._entries)[1])
         return self._entries[0] if self._entries else None
@@ -86,7 +86,7 @@ class Lanes:
         self._put(request, now_ns)
 
     def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
-        """Move a request to another queue without `Order.unqueued` and `queued`. Return False if it is not here."""
+        """Move a request to another queue without `Order.unqueued` and `queued`. Return False if it is not in this one."""
         if not self._take(request):
             return False
         other._put(request, now_ns)
@@ -130,7 +130,7 @@ class Lanes:
         return PolicyError("order", self._order, f"answered {key} in {method}, and must answer {wanted}")
 
     def discard(self, request: Request) -> bool:
-        """Take a request out. Return False if it is not here."""
+        """Remove a request. Return False if it is not in this queue."""
         if not self._take(request):
             return False
         self._order.unqueued(request)
@@ -149,7 +149,7 @@ class Lanes:
 
 
 class Bucket(Lanes):
-    """Requests that wait for the gate and may join together."""
+    """Waiting requests that the gate may let join together."""
 
     def __init__(self, index: int, order: Order) -> None:
         super().__init__(order)
@@ -206,7 +206,7 @@ class WaitingQueue:
 
     @property
     def num_joining(self) -> int:
-        """Requests that join without asking the gate."""
+        """Number of requests that join without asking the gate."""
         return len(self._preempted) + len(self._called) + self.num_held_back + len(self._aside)
 
     @property
@@ -215,7 +215,7 @@ class WaitingQueue:
 
     @property
     def aside(self) -> Collection[Follower]:
-        """Requests that wait for a prefix or an adapter, in the order of their turns."""
+        """Requests set aside until a prefix or an adapter is ready, in the order of service."""
         return self._aside.values()
 
     @property
@@ -225,7 +225,7 @@ class WaitingQueue:
                 yield follower, follower.awaited
 
     def views(self) -> tuple[BucketView, ...]:
-        """Return the buckets with waiting requests, ascending."""
+        """Return the buckets with waiting requests, in ascending order."""
         if not self.num_fresh:
             return ()
         return tuple([bucket.view() for bucket in self._buckets.values() if bucket])
@@ -240,11 +240,11 @@ class WaitingQueue:
         self.num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
-        """Queue a preempted request by the key that it had on arrival. Among equals the last pushed is first."""
+        """Queue a preempted request by the key that it had on arrival. Among equal keys the last pushed is first."""
         insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
-        """Let up to `count` requests of a bucket join, in the order of service."""
+        """Let up to `count` requests of a bucket join, in the order of service. Return them."""
         called: list[Request] = []
         while len(called) < count and (request := self.peek(now_ns, index)) is not None:
             self.remove(request)
@@ -253,7 +253,7 @@ class WaitingQueue:
         return called
 
     def hold_back(self, request: Request, now_ns: int) -> None:
-        """Set a long prefill aside while enough others run. Others pass it."""
+        """Set a request with a long prompt aside while enough others run. Later requests pass it."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.hand_over(request, self._held, now_ns):
             self.num_fresh -= 1
@@ -276,7 +276,7 @@ class WaitingQueue:
         self._aside[follower.request.request_id] = follower
 
     def call_back(self, followers: Sequence[Follower]) -> None:
-        """Queue requests that stood aside again, before all that passed them."""
+        """Queue requests that were set aside again, before all requests that passed them."""
         for follower in reversed(followers):
             request = follower.request
             del self._aside[request.request_id]

@@ -1,4 +1,4 @@
-"""The running requests: their rows in a step, their blocks, how far they can grow, and what the executor must still forget."""
+"""The running requests: their rows in a step, their blocks, how far they can grow, and which rows the executor must release."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Running:
     # who runs
 
     def join(self, request: Request, *, is_fork: bool = False) -> None:
-        """Let the request run. `is_fork`: no plan has admitted it to the executor."""
+        """Add a request to the running ones. `is_fork`: the executor does not know it yet."""
         self.requests[request.request_id] = request
         self._num_final_blocks += self._final_blocks(request)
         if is_fork:
@@ -70,7 +70,8 @@ class Running:
             self._releases.append(request.request_id)
 
     def may_lose(self) -> Sequence[Request]:
-        """Return the requests that may be preempted to extend a running one: all but the most senior, unless it is alone."""
+        """Return the requests that may be preempted so that a running one can grow: all but the most senior, unless it is
+        alone."""
         running = list(self)
         if len(running) > 1:
             reads_priority = self._order.reads_priority
@@ -80,7 +81,7 @@ class Running:
         return running
 
     def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Eviction:
-        """Return which candidate to preempt for the next `query_len` tokens of `request`, and how."""
+        """Return which candidate to preempt, and how, so that `request` can compute its next `query_len` tokens."""
         kv = self._kv
         num_fresh = kv.num_blocks_for(request.num_computed_tokens + query_len) - len(kv.block_table(request.request_id))
         view = VictimView(
@@ -100,7 +101,7 @@ class Running:
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
     def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
-        """Take a running request's row and blocks, including what this step planned for it, and let it wait again."""
+        """Take a request's batch row and blocks, and let it wait again. Undoes what this step planned for it."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
         is_swap = eviction.method is PreemptMethod.SWAP
@@ -119,7 +120,7 @@ class Running:
     # what the executor knows
 
     def tell_again(self, request: Request) -> None:
-        """Send a running request in full with its next row: the executor's copy is out of date."""
+        """Send a running request in full with its next row, since the executor's copy of it is out of date."""
         if request.request_id not in self._untold:
             self._untold.add(request.request_id)
             self._releases.append(request.request_id)
@@ -131,7 +132,7 @@ class Running:
         self._releases.append(request_id)
 
     def take_releases(self, admitted: Iterable[str]) -> tuple[str, ...]:
-        """Return the rows to forget before a plan that admits these requests."""
+        """Return, once each, ids of requests whose rows the executor frees before the plan that admits `admitted`."""
         releases, self._releases = tuple(self._releases), []
         self._untold.difference_update(admitted)
         return releases
@@ -139,7 +140,8 @@ class Running:
     # memory
 
     def missing_blocks(self, request: Request) -> int:
-        """Return the blocks that a running request lacks for its tokens; with a window, at most what it can hold then."""
+        """Return how many blocks a running request still needs for its tokens. A sliding window limits what it holds at
+        once."""
         num_blocks_for = self._kv.num_blocks_for
         num_planned = request.num_computed_tokens + request.num_inflight_tokens
         num_left = num_blocks_for(request.num_tokens) - num_blocks_for(num_planned)
@@ -154,11 +156,10 @@ class Running:
         return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """Return the most blocks that a request holds until its limit. The last token is never computed."""
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def final_blocks_alone(self, request: Request) -> int:
-        """Return the most blocks that a request holds with all its beams, which share the prompt's full blocks."""
+        """Return the most blocks that a request with all its beams ever holds. Beams share the prompt's full blocks."""
         num_blocks = self._final_blocks(request)
         if request.sampling.beams is None:
             return num_blocks
@@ -166,7 +167,7 @@ class Running:
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
-        """Return whether the candidate could join if the requests in `without` had left."""
+        """Return whether there are blocks to admit the candidate if the requests in `without` were preempted."""
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number
@@ -253,14 +254,15 @@ class Running:
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
-    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back."""
+    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back
+    before."""
     if request.sampling.beams is not None:
         return -(-num_positions // capacity.block_size)
     return capacity.most_blocks(num_positions)
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
-    """Return the blocks that a preempted request must find, whatever the reserve says.
+    """Return the free blocks that a preempted request needs to resume, whatever the reserve says.
 
     The room to grow doubles with each preemption, so that work is not lost over and over.
     """
@@ -272,7 +274,8 @@ def blocks_to_resume(view: AdmissionView) -> int:
 
 
 def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
-    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit. O(n log n)."""
+    """Return the most tokens by which requests together grow at one time, if each gets one a step up to its limit. O(n log
+    n)."""
     ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
     num_left, num_freed, peak = len(ends), 0, 0
     for num_steps, num_tokens in ends:
@@ -283,7 +286,7 @@ def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
 
 
 class Extending:
-    """Plans the rows of running requests: decodes first, then prefills as far as the step's tokens last."""
+    """Plans rows for running requests: decodes first, then prefills while the step has tokens left."""
 
     def __init__(self, kv: KVManager, running: Running) -> None:
         self._kv = kv
@@ -292,7 +295,7 @@ class Extending:
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
         """Plan a row for every running request that decodes, in order of admission. Return the others.
 
-        Requests that sit out get no row, except to compute their prompts.
+        Requests that sit out the step get no row, except to compute their prompts.
         """
         counts, running = draft.counts, tuple(self._running)
         counts.sat_out = ()
@@ -317,7 +320,7 @@ class Extending:
     def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
         """Plan rows for decodes with forced tokens. Return the prefills.
 
-        All forced tokens together get half of what is left, so that prompts go on.
+        All forced tokens together get half of the tokens left, so that prompts advance.
         """
         jumping = [request for request in behind if request.is_jumping]
         num_spare = (draft.tokens_left - len(jumping)) // 2
@@ -336,7 +339,7 @@ class Extending:
         draft.long_prefills = list(draft.late)
 
     def prefill(self, draft: StepDraft, request: Request) -> None:
-        """Plan a row for a prefill if tokens are left, unless it resumed in this step."""
+        """Plan a row for a prompt if tokens are left, unless its request resumed in this step."""
         if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
             return
         if query_len := draft.chunk_of(request, request.num_computed_tokens):
@@ -345,7 +348,7 @@ class Extending:
             draft.num_promised_blocks += self._running.missing_blocks(request)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
-        """Plan a row for a running request, preempting others or the request itself until there are blocks."""
+        """Plan a row for a running request. Preempt others, or else itself, until there are blocks."""
         if request.status is not RequestStatus.RUNNING or not request.num_behind:
             return  # preempted in this step, or a beam that waits for others
         running, context_len = self._running, request.num_computed_tokens

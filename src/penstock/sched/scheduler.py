@@ -41,7 +41,7 @@ MAX_BIASES_RETOLD = 1024
 
 @dataclass(slots=True)
 class Flight:
-    """A step between its plan and its commit."""
+    """A step that was planned and is not yet committed."""
 
     step_id: int
     counts: StepCounts
@@ -61,7 +61,7 @@ class Scheduler:
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` returns how long a step should take, since other models want the machine. 0: no limit."""
+        """`most_step_ns` returns how long a step should take at most while other models wait for the machine. 0: no limit."""
         if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
             raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
         self.capacity = capacity
@@ -107,13 +107,13 @@ class Scheduler:
         self._last_commit_ns = 0
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """Return when to schedule again if nothing happens: the gate's time, or the end of a wait for an adapter."""
+        """Return when to schedule again if nothing else happens: the gate's time, or the end of a wait for an adapter."""
         gate_ns = self._joining.wakeup_ns
         adapter_ns = self.adapters.wakeup_ns(now_ns) if self._waiting.aside else None
         return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
-        """Stop recording why prefix hits ended: nothing reads it."""
+        """Stop recording why lookups in the prefix cache ended: nobody reads it."""
         self._joining.tells_stops = False
 
     @property
@@ -187,7 +187,7 @@ class Scheduler:
         self.kv.fence(request.request_id, self._flights[-1].step_id)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
-        """Return waiting requests to refuse: their adapters can't be loaded or don't fit beside them."""
+        """Return waiting requests to refuse, with the reasons: their adapters can't be loaded or don't fit beside them."""
         return self.adapters.refused(now_ns) if self._waiting.aside else ()
 
     # schedule
@@ -195,7 +195,8 @@ class Scheduler:
     def schedule(
         self, now_ns: int, sitting_out: Collection[str] = (), sitting_out_alone: Collection[str] = ()
     ) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute, or the step in flight must be committed first.
+        """Return the plan of the next step. Return None if there is nothing to compute, or a step in flight must be committed
+        first.
 
         Requests in `sitting_out` get no row if others have one. Those in `sitting_out_alone` get one only if no request has.
         """
@@ -261,7 +262,7 @@ class Scheduler:
         return limits
 
     def _share_out(self, draft: StepDraft, prefills: list[Request]) -> None:
-        """Give the tokens that decodes left to running prefills and waiting requests.
+        """Give the tokens that decodes left over to running prefills and waiting requests.
 
         Requests that join leave running prefills the blocks for all their tokens, so no step both admits and preempts.
         """
@@ -306,7 +307,7 @@ class Scheduler:
     # commit
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
-        """Take over what a step computed. Rows of ended requests are void.
+        """Take over the result of a step. Rows of requests that ended meanwhile are ignored.
 
         Raises KeyError or ValueError if a sampling row lacks its tokens, or if the step is not the oldest in flight.
         """
@@ -349,7 +350,7 @@ class Scheduler:
         return outcome
 
     def max_forced(self, request_id: str) -> int:
-        """Return how many tokens a grammar may force after the last sampled one; 0: they are sampled one by one."""
+        """Return how many tokens a grammar may append at once after the sampled one; 0: none."""
         request = self._running.requests[request_id]
         sampling = request.sampling
         if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_BIASES_RETOLD:
@@ -357,7 +358,7 @@ class Scheduler:
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
-        """Append forced tokens as if they had been sampled with those of `event`. Return the event with them."""
+        """Append tokens that a grammar forces, as if sampled with those of `event`. Return the event with them."""
         request = self._running.requests[event.request_id]
         forced, reason, stop_reason = progress.append_forced(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced)
@@ -383,7 +384,7 @@ class Scheduler:
             outcome.ended.append(request)
 
     def _publish(self, request: Request, row: RowPlan) -> None:
-        """Publish the blocks that a row filled, and release those that its request no longer reads."""
+        """Add the blocks that a row filled to the prefix cache, and release those no longer read."""
         is_prefill = row.query_len > 1 or not row.samples
         may_fill_block = not request.num_computed_tokens % self.capacity.block_size
         if is_prefill or may_fill_block:
@@ -422,7 +423,7 @@ class Scheduler:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
 
     def abandon_flights(self) -> None:
-        """Drop the steps in flight: nothing is committed or scheduled any more."""
+        """Drop the steps in flight, since the engine failed."""
         while self._flights:
             self.kv.lift_fence(self._flights.popleft().step_id)
 
@@ -447,7 +448,7 @@ def max_total_tokens(request: Request, capacity: Capacity) -> int:
 
 
 def refusal(request: Request, capacity: Capacity) -> Rejected | None:
-    """Return why the request can't be served even alone, or None."""
+    """Return why the request can't be served even if it runs alone, or None."""
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")

@@ -1,4 +1,4 @@
-"""Explains why a request took as long as it did, in numbers and in sentences, from the notes on its life.
+"""Explains why a request took as long as it did, in numbers and in sentences, from what the journal recorded.
 
 arrival               queued           began               first token                       end
    | model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
@@ -30,7 +30,7 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseTold:
-    """A preemption."""
+    """One preemption of a request, to be shown."""
 
     began_ns: int
     """Time from the request's arrival."""
@@ -47,7 +47,7 @@ class PauseTold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One request at an instant. Times are integer nanoseconds."""
+    """How one request's time was spent, as of an instant. Times are integer nanoseconds."""
 
     request_id: str
     """Id of the request, or of its call if it stands for all requests of that."""
@@ -105,7 +105,7 @@ class Explanation:
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
-    """Explain a request as of `now`. `decodes` has the totals of all its decode steps."""
+    """Explain a request as of `now`. `decodes` has the totals of all steps in which it decoded."""
     end = life.left or now
     began_ns = life.began.at_ns if life.began else end.at_ns
     first_token_ns = life.end.first_token_ns if life.end else life.first_token_ns
@@ -161,13 +161,13 @@ def explain_intake(request: Request, now_ns: int) -> Explanation:
 
 
 def explain_arrival(life: Life, now_ns: int, waits_for: str) -> Explanation:
-    """Explain a request that is on its way to the queue."""
+    """Explain a request that has not reached the scheduler's queue."""
     told = explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
     return replace(told, waits_for=waits_for)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
-    """Split the time from arrival to the first step into disjoint parts that leave no gap."""
+    """Split the time from arrival to the first step by what the request waited for."""
     queued_ns = until.at_ns if life.queued is None else life.queued.at_ns
     intake_ns = queued_ns - life.arrival_ns - life.model_wait_ns - life.grammar_wait_ns
     before = {MODEL: life.model_wait_ns, GRAMMAR: life.grammar_wait_ns, INTAKE: intake_ns}
@@ -263,7 +263,7 @@ def _sentences(told: Explanation) -> Iterator[str]:
 
 
 def waits(reason: str) -> str:
-    """Return a reason as a phrase, such as `for memory`."""
+    """Return a reason to wait as a phrase, such as `for memory`."""
     return _WAITS.get(reason, f"for {reason}")
 
 
@@ -278,7 +278,6 @@ def _parts(parts_ns: Mapping[str, int]) -> str:
 
 
 def _line(told: Explanation) -> str:
-    """Return a sentence about the requests ahead in the queue, or an empty text."""
     if told.queue_ns < 1_000_000 or not (told.num_before or told.num_passed_by):
         return ""
     before = f"{told.num_before} waited already when it came" if told.num_before else ""
@@ -349,7 +348,7 @@ def _is_notable(told: Explanation, gap: Gap) -> bool:
 
 
 def gap_cause(gap: Gap) -> str:
-    """Return what the server did in a gap between two tokens."""
+    """Return as text what the server did in a gap between two tokens."""
     step = gap.step
     if gap.is_preemption:
         return "it was preempted"

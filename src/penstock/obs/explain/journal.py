@@ -1,10 +1,8 @@
 """Remembers what happened to requests in flight and to the last that ended. The engine thread reports, the HTTP thread reads.
 
-Reports are queued, and worked through in batches or when the journal is read. The engine thread never waits for a reader:
-during a read it leaves the work to the reader.
+Reports are queued, and processed in batches or when the journal is read. The engine thread never waits for a reader.
 
-A list of 2,048 texts is one call with as many requests. The journal watches one of them at a time, the last that was queued, so
-that a list is cheap and pushes no other request out.
+Of a call with many texts only the last queued request is watched, so that the call pushes no other request out.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ MAX_NOTED = 64
 
 
 class Journal:
-    """A `RequestJournal` of the engine. Reading is thread-safe."""
+    """A `RequestJournal` of the engine, from which requests are explained. Reading is thread-safe."""
 
     def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
-        """`max_ended` requests are remembered after their end. `speaks_for_calls`: the requests of a call (`parent_id`) are
+        """`max_ended` requests are remembered after their end. `speaks_for_calls`: requests of a call (`parent_id`) are
         explained as one, under the call's id."""
         self.speaks_for_calls = speaks_for_calls
         """Set before the engine starts."""
@@ -88,7 +86,6 @@ class Journal:
             self._coming[call_id] = request, now_ns
 
     def _watch(self) -> None:
-        """Start to watch the requests that stand for their calls."""
         for call_id, (request, now_ns) in self._coming.items():
             self._watched.add(call_id)
             self._calls[request.request_id] = call_id
@@ -135,7 +132,7 @@ class Journal:
         return next(iter(self.explain_all((request_id,), read_clock)), None)
 
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Return the explanations of all remembered requests among these, as of one instant."""
+        """Return the explanations of those requests that are remembered, all as of one instant."""
         with self._lock:
             self._settle()
             now_ns = read_clock()
@@ -154,7 +151,6 @@ class Journal:
     # With the lock held, on either thread.
 
     def _turn(self, life: Life, ticket: Ticket) -> Turn:
-        """Return the request's turn. Unknown if it stands for a call, whose other requests are not counted."""
         return Turn() if life.call_id else self._turns.turn_of(ticket)
 
     def _settle(self) -> None:
@@ -207,7 +203,7 @@ class Journal:
             self._forget_steps()
 
     def _sit_out(self, stats: StepStats, number: int) -> None:
-        """Note the requests that sat out the step, and those that went on. Called before the step is in the log."""
+        """Record requests that sat out the step, and those that no longer do. Call this before the step is in the log."""
         went_on, self._sitting_out = self._sitting_out, {}
         last_ended_ns = self._log.last_ended_ns
         for request_id in stats.counts.sat_out:
@@ -300,7 +296,6 @@ class Journal:
         life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens, preemption.is_swap))
 
     def _close_decodes(self, life: Life, stop: int) -> None:
-        """Add the decodes in steps before `stop` to the totals."""
         if life.phase is Phase.DECODE:
             life.decodes.add(self._log.span(life.decodes_from, stop))
             life.decodes_from = stop
@@ -341,7 +336,7 @@ class Journal:
             self._ended.popitem(last=False)
 
     def _forget_steps(self) -> None:
-        """Add the older half of the steps to the totals and drop them."""
+        """Add the older half of the steps to the requests' totals and drop them."""
         cut = self._log.first + MAX_STEPS // 2
         for life in self._lives.values():
             if life.decodes_from < cut:

@@ -1,12 +1,7 @@
 """The journal's memory: the life of each request, the recent steps, and what the queue waited for.
 
-A decoding request is in every step from its first token to its end, so two step numbers describe its decoding. Nothing is
-stored per request and step, except where a request sits out. All waiting requests wait for what the first of them lacks, so
-waiting time is counted once per step: a request's waiting time is the difference of two totals. The counts also show how much
-waiting is due to the scheduling order:
-
-    came       a  b  c  d       admitted   a  d  b  c
-    In order of arrival, c's turn was the third admission, which was b's. From then on c waited because of the order.
+A decoding request is in every step from its first token to its end, so two step numbers describe its decoding. All waiting
+requests wait for what the first of them lacks, so a request's waiting time is the difference of two totals.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """The parts of a step that delay other requests."""
+    """A step's duration and prompts, which delay other requests' tokens."""
 
     duration_ns: int
     num_rows: int
@@ -49,7 +44,7 @@ class StepNote:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The time between two tokens of one request."""
+    """The time between two tokens of one request, and its cause."""
 
     gap_ns: int
     step: StepNote | None
@@ -61,7 +56,7 @@ class Gap:
 
 @dataclass(slots=True)
 class Span:
-    """Totals over several steps."""
+    """Totals over the steps of one request."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -86,7 +81,7 @@ class Span:
 
 
 class StepLog:
-    """Recent steps by number, counted from 0."""
+    """The recent steps, by step number."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -98,7 +93,7 @@ class StepLog:
 
     @property
     def next(self) -> int:
-        """Number of the next step."""
+        """Number that the next step will get."""
         return self.first + len(self._notes)
 
     @property
@@ -115,7 +110,7 @@ class StepLog:
         self.first = number
 
     def span(self, start: int, stop: int) -> Span:
-        """Return the totals of those steps in [start, stop) that are remembered."""
+        """Return the totals of steps with numbers in [start, stop), as far as they are remembered."""
         part = slice(max(start, self.first) - self.first, stop - self.first)
         notes, gaps_ns = self._notes[part], self._gaps_ns[part]
         if not notes:
@@ -133,19 +128,19 @@ _INDEX = {reason: idx for idx, reason in enumerate(REASONS)}
 
 @dataclass(frozen=True, slots=True)
 class WaitMark:
-    """The waiting totals at an instant."""
+    """The queue's total waiting times at an instant."""
 
     at_ns: int
     totals_ns: tuple[int, ...]
     """In the order of `REASONS`."""
 
     def since(self, earlier: WaitMark) -> tuple[int, ...]:
-        """Return the waiting time by reason between two instants, none below 0."""
+        """Return the waiting time since `earlier`, in the order of `REASONS`."""
         return tuple([max(0, late - early) for late, early in zip(self.totals_ns, earlier.totals_ns, strict=True)])
 
 
 class WaitClock:
-    """Adds up time by what the queue waits for."""
+    """Adds up the queue's waiting time by reason."""
 
     def __init__(self) -> None:
         self._at_ns = 0
@@ -154,11 +149,11 @@ class WaitClock:
 
     @property
     def reason(self) -> WaitReason:
-        """The reason to wait now."""
+        """The reason why the queue waits now."""
         return REASONS[self._current]
 
     def lack(self, reason: WaitReason, now_ns: int) -> None:
-        """Set the reason to wait from now on."""
+        """Set the reason why the queue waits from now on."""
         if now_ns > self._at_ns:
             self._totals_ns[self._current] += now_ns - self._at_ns
             self._at_ns = now_ns
@@ -182,7 +177,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The counts of `Turns` when a request was queued."""
+    """A waiting request's place in the order of arrival."""
 
     key: tuple[int, int]
     """Instant of arrival, and a number that breaks ties."""
@@ -194,9 +189,12 @@ class Ticket:
 
 
 class Turns:
-    """Counts arrivals and admissions in order of arrival, for as long as any request waits.
+    """Counts arrivals and admissions, to tell which requests were passed by later ones.
 
-    Requests may be queued in another order, since long prompts take longer to tokenise.
+    Requests may be queued in another order than they arrived, since long prompts take longer to tokenise. For example:
+
+        arrived    a  b  c  d       admitted   a  d  b  c
+        In order of arrival, c's turn was the third admission, which was b's. From then on c waited because of the order.
     """
 
     def __init__(self) -> None:
@@ -211,7 +209,7 @@ class Turns:
         self._admitted: deque[WaitMark] = deque(maxlen=MAX_TURNS)
 
     def come(self, arrival_ns: int) -> Ticket:
-        """Count a request that is queued."""
+        """Count a request that enters the queue."""
         key = (arrival_ns, self._num_tickets)
         self._num_tickets += 1
         ticket = Ticket(key, self._num_admitted, bisect_left(self._waiting, key), self._num_came_before(key))
@@ -222,12 +220,12 @@ class Turns:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Count a request that leaves without having run."""
+        """Stop counting a request that leaves the queue without having run."""
         _discard(self._came, ticket.key)
         self._stop_waiting(ticket)
 
     def admit(self, ticket: Ticket, now: WaitMark) -> Turn:
-        """Count a request that is admitted for the first time."""
+        """Count a request's first admission. Return how it compares with the order of arrival."""
         turn = self.turn_of(ticket)
         self._num_admitted += 1
         self._admitted.append(now)
@@ -235,7 +233,7 @@ class Turns:
         return turn
 
     def turn_of(self, ticket: Ticket) -> Turn:
-        """Return the turn of a waiting request, as of now."""
+        """Return which later requests have passed a waiting request so far."""
         num_earlier = ticket.num_before + self._num_came_before(ticket.key) - ticket.num_came_before
         num_earlier_admitted = num_earlier - bisect_left(self._waiting, ticket.key)
         num_passed_by = self._num_admitted - ticket.num_admitted - num_earlier_admitted
@@ -274,7 +272,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Pause:
-    """A preemption, and the way back."""
+    """One preemption of a request, and its way back."""
 
     reason: PreemptReason
     began: WaitMark
@@ -292,7 +290,7 @@ class Pause:
 
 @dataclass(slots=True)
 class Life:
-    """One request from its arrival to its end."""
+    """Everything recorded about one request from its arrival to its end."""
 
     request_id: str
     tenant: str

@@ -1,4 +1,4 @@
-"""Beam search: the scores of one search's beams, and its hypotheses. No blocks and no rows.
+"""Beam search: the scores of one search's beams, and the finished hypotheses. Independent of requests and KV blocks.
 
 The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same.
 """
@@ -33,7 +33,7 @@ class BeamSearch:
     is_done: bool = False
 
     def advance(self, tops: Sequence[TokenLogprobs]) -> None:
-        """Advance by a token, given each beam's most likely next tokens."""
+        """Extend the beams by a token, given the most likely next tokens of each beam."""
         num_tokens = len(self.beams[0].token_ids) + 1
         candidates = self._candidates(tops)
         is_last = num_tokens >= self.max_tokens
@@ -46,7 +46,7 @@ class BeamSearch:
         self.is_done = len(self.finished) == self.params.width and self._is_enough(num_tokens)
 
     def _candidates(self, tops: Sequence[TokenLogprobs]) -> list[Beam]:
-        """Return the best continuations of all beams, best first. Among equals that of the better beam is first."""
+        """Return the best continuations of all beams, best first."""
         width, num_stops = self.params.width, len(self.stop_token_ids)
         found = [
             (beam.score + logprob, idx, rank, token_id)

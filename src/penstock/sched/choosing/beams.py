@@ -1,7 +1,8 @@
-"""Beam search over running requests: gives each beam a request that carries it, and forks requests as beams branch.
+"""Beam search over running requests: each beam is computed by one request (its carrier). Requests are forked where beams
+branch.
 
-The first request of a group (`groups.py`) computes the prompt; the others are forked from it and share its blocks. When each
-has computed a token, the search chooses. All end at once, each with one hypothesis.
+The first request of a search computes the prompt; the others are forked from it and share its blocks. When each has computed a
+token, the best beams go on. All end at once, each with one hypothesis.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Beams:
         self._ready: list[BeamGroup] = []
 
     def take(self, request: Request, result: StepResult) -> None:
-        """Note that a request has computed all its tokens. Its blocks must be published."""
+        """Note that a beam's request has computed all its tokens. Call this after its blocks are published."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
         self._kv.look_again(request.request_id)
@@ -45,7 +46,7 @@ class Beams:
             self._ready.append(group)
 
     def choose(self, now_ns: int) -> Iterator[Answer]:
-        """Advance each search that has all its tokens. Yield the answers of requests that the caller must end."""
+        """Advance each search once all its beams have their tokens. Yield the answers of requests that the caller must end."""
         ready, self._ready = self._ready, []
         for group in ready:
             for member in group.members:
@@ -83,7 +84,7 @@ class Beams:
             progress.replace_output(carrier, beam.token_ids)
 
     def _place(self, beams: Sequence[Beam], carriers: Sequence[Request], tops: Sequence[TokenLogprobs]) -> list[Request | None]:
-        """Return the carrier that continues each beam, or None where one must be forked."""
+        """Return the request that continues each new beam, or None where one must be forked."""
         placed: list[Request | None] = [None] * len(beams)
         for idx, (carrier, top) in enumerate(zip(carriers, tops, strict=True)):
             own = [number for number, beam in enumerate(beams) if beam.parent_idx == idx]
@@ -110,7 +111,6 @@ class Beams:
             progress.fold(member)
 
     def _unfold(self, group: BeamGroup) -> None:
-        """Fork the others of a preempted group from its first request, which runs again."""
         first = group.carriers[0]
         for other, num_shared_blocks in group.forks:
             self._fork(first, other, num_shared_blocks * self._kv.block_size)

@@ -1,4 +1,4 @@
-"""Groups of requests that are served together: the beams of a search."""
+"""Groups of requests that run together: one request for each beam of a beam search."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Groups:
         """Parent id -> requests still to arrive, of searches that have already ended; newest last."""
 
     def members(self, request: Request) -> Sequence[Request]:
-        """Return the requests that begin, wait and end with this one, itself included."""
+        """Return the requests of this request's group, itself included: they begin, wait and end together."""
         group = self.by_id.get(request.request_id)
         return (request,) if group is None else tuple(group.members)
 
     def running_members(self, requests: Iterable[Request]) -> Collection[Request]:
-        """Return these running requests with the running members of their groups."""
+        """Return these running requests and all running members of their groups."""
         if not self.by_id:
             return list(requests)
         leaving = {member.request_id: member for request in requests for member in self.members(request)}
@@ -64,12 +64,12 @@ class Groups:
 
     @property
     def num_kept_rows(self) -> int:
-        """Rows reserved for the forks of running groups."""
+        """Number of batch rows reserved for forks of running groups."""
         running = ((group, group.num_running) for group in self._all())
         return sum(group.width - count for group, count in running if count)
 
     def num_rows(self, running: Collection[Request]) -> int:
-        """Return the rows of these requests and their groups, reserved ones included."""
+        """Return the number of batch rows of these requests and their groups, reserved ones included."""
         if not self.by_id:
             return len(running)
         found = ((request.request_id, self.by_id.get(request.request_id)) for request in running)
@@ -79,7 +79,7 @@ class Groups:
         return sum(widths.values())
 
     def forks(self, request: Request) -> Sequence[tuple[Request, int]]:
-        """Return the requests that follow as soon as this one runs, and the blocks that each shares."""
+        """Return (request, number of shared blocks) for the requests to fork from this one as soon as it runs."""
         group = self.by_id.get(request.request_id)
         return () if group is None else group.forks
 
@@ -91,7 +91,8 @@ class Groups:
         return iter({id(group): group for group in self.by_id.values()}.values())
 
     def add(self, request: Request) -> Request | None:
-        """Add a request of a beam search. Return the first of its group once all are there, which is to be queued."""
+        """Add a request of a beam search. Once its group is complete, return the group's first request, which is to be
+        queued."""
         params = request.sampling.beams
         assert params is not None, "asked for a beam search"
         group = self._incomplete.get(request.parent_id)
@@ -108,14 +109,14 @@ class Groups:
         return group.members[0]
 
     def is_broken(self, request: Request) -> bool:
-        """Return whether another request of its group has already ended. Ask only once."""
+        """Return whether another request of its group ended before this one arrived. Call once per request."""
         num_missing = self._broken.pop(request.parent_id, 0)
         if num_missing > 1:
             self._broken[request.parent_id] = num_missing - 1
         return num_missing > 0
 
     def is_queued(self, request: Request) -> bool:
-        """Return whether a request waits in the queue, rather than for others of its group."""
+        """Return whether this request waits in the queue. Others of a group wait for their first request."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return True
@@ -131,7 +132,7 @@ class Groups:
         group.members.remove(request)
 
     def preempted(self, request: Request) -> Request:
-        """Note that the group no longer runs. Return the request to queue."""
+        """Note that the group no longer runs. Return its first request, which is to be queued."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return request

@@ -1,1 +1,1 @@
-"""The scheduler's seven seams and what ships for them."""
+"""The scheduler's policies, one for each seam: gate, order, budget, reserve, victim, predictor, eviction."""

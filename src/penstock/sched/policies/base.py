@@ -1,6 +1,6 @@
-"""The seams of the scheduler: what a policy sees and what it answers. See docs/how-to/policy.md.
+"""The interfaces of the scheduler's policies: the arguments and the answers of each. See docs/how-to/policy.md.
 
-A new policy inherits from its seam's class and overrides what it wants to decide; everything else has a safe default.
+A new policy inherits from one interface's class and overrides what it wants to decide; everything else has a safe default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketView:
-    """A bucket with waiting requests."""
+    """A bucket with waiting requests, as a gate sees it."""
 
     bucket: int
     num_waiting: int
@@ -51,7 +51,7 @@ class GateDecision:
 
 
 class Gate(Protocol):
-    """Decides when a batch may start or grow. Asked in each step while an uncalled request waits.
+    """Decides when a batch may start or grow. Called in each step while a request waits for the gate's permission.
 
     A gate that stays closed while nothing runs must set `wakeup_ns`.
     """
@@ -62,15 +62,15 @@ class Gate(Protocol):
     """A step may be planned while the one before is in flight. The view then counts requests that end with that step."""
 
     def max_running(self, capacity: Capacity) -> int:
-        """Return how many requests may run at once. A batch needs as many rows again for padding. Asked once.
+        """Return how many requests may run at once. A padded batch needs as many rows again. Called once, at the start.
 
-        Raises ConfigError if the gate's settings ask for more than the capacity.
+        Raises ConfigError if the gate's settings exceed the capacity.
         """
         max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
         return min(max_rows, capacity.max_step_tokens)
 
     def bucket_of(self, request: Request) -> int:
-        """Return the request's bucket, which must not change. Only requests of one bucket join together."""
+        """Return the number of the request's bucket, which must not change. Only requests of one bucket join together."""
         del request
         return 0
 
@@ -81,8 +81,8 @@ class Gate(Protocol):
 class Order(Protocol):
     """Decides which waiting request is next.
 
-    The lane with the smallest key is next, and in it the request with the smallest key; among equals the first that came.
-    Most orders have one lane.
+    The lane with the smallest key is next, and in it the request with the smallest key. Among equal keys the first to come
+    wins. Most orders have one lane.
     """
 
     reads_priority: ClassVar[bool] = False
@@ -99,16 +99,17 @@ class Order(Protocol):
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """Return the key within the lane. It may only grow while the request waits, and is read again before service."""
+        """Return the request's key within its lane. It may only grow while the request waits, and is read again before
+        service."""
         ...
 
     def lane(self, request: Request) -> str:
-        """Return the lane in which the request waits. It must not change."""
+        """Return the name of the lane in which the request waits. It must not change."""
         del request
         return ""
 
     def lane_key(self, lane: str) -> OrderKey:
-        """Return the lane's key. It may only grow while the lane has waiting requests."""
+        """Return the key of a lane. It may only grow while the lane has waiting requests."""
         del lane
         return ()
 
@@ -119,9 +120,9 @@ class Order(Protocol):
         """Note that a request stops waiting: it is admitted next, or has ended."""
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Return whether `request` goes before `other`, which was let in already. Must be antisymmetric and free of cycles.
+        """Return whether `request` goes before `other`, which was admitted earlier. Must be antisymmetric and free of cycles.
 
-        If `other` runs, it keeps its row: this only decides which request gets the step's tokens first.
+        If `other` runs, it keeps its batch row: this only decides which request gets the step's tokens first.
         """
         del request, other, now_ns
         return False
@@ -139,12 +140,12 @@ class Order(Protocol):
         `num_inflight_tokens` after `num_computed_tokens`."""
 
     def left(self, request: Request) -> None:
-        """Note that a request stopped running. Also called early if it certainly ends with the step in flight."""
+        """Note that a request stopped running. Also called early, once it is certain to end with the step in flight."""
 
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        """Account for a planned step. The first `num_decodes` rows are all decodes."""
+        """Update the order's accounts for a planned step. The first `num_decodes` rows are all decodes."""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class BudgetView:
-    """A step in which every decode already has its token."""
+    """A step as a budget policy sees it: every decode already has its token."""
 
     max_step_tokens: int
     num_decodes: int
@@ -200,7 +201,7 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class AdmissionView:
-    """The next request, and the free blocks that it needs. Blocks of its prefix hit that are in use count as 0."""
+    """The request to admit next, and the free blocks that it needs. Cached blocks in use count as 0."""
 
     request: Request
     running: Collection[Request]
@@ -223,7 +224,7 @@ class AdmissionView:
 
 
 class Reserve(Protocol):
-    """Decides how many free, unpromised blocks an admission must find."""
+    """Decides how many free blocks must be available to admit a request."""
 
     @abstractmethod
     def required_blocks(self, view: AdmissionView) -> int: ...
@@ -236,7 +237,8 @@ class PreemptMethod(StrEnum):
 
 
 def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
-    """Return the cheaper method. A load time of 0.0 is not measured yet; None means that there is no tier."""
+    """Return the cheaper way to preempt (recompute or swap). A load time of 0.0 is not measured yet; None: no tier to swap
+    to."""
     if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
         return PreemptMethod.RECOMPUTE
     return PreemptMethod.SWAP
@@ -250,7 +252,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
-    """The requests that may be preempted."""
+    """The requests that may be preempted, and the cost of each."""
 
     candidates: Sequence[Request]
     num_needed_blocks: int
@@ -272,18 +274,19 @@ class VictimView:
 class Victim(Protocol):
     @abstractmethod
     def choose(self, view: VictimView) -> Eviction:
-        """Return the candidate to preempt, and how: usually by the view's method."""
+        """Return the candidate to preempt, and how; most policies use `view.method`."""
         ...
 
 
 class Predictor(Protocol):
     @abstractmethod
     def predict(self, request: Request) -> int | None:
-        """Return how many tokens a request that is being queued will generate, >= 1, or None. `max_total_tokens` is known."""
+        """Return how many tokens (>= 1) a request will generate, or None. Called when it is queued; its `max_total_tokens` is
+        known."""
         ...
 
     def ended(self, request: Request) -> None:
-        """Learn from a queued request that ended. Only an output with reason STOP is whole; others were cut short."""
+        """Learn from a request that ended. Only an output with reason STOP is whole; others were cut short."""
 
 
 @dataclass(frozen=True, slots=True)

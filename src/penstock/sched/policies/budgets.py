@@ -29,7 +29,7 @@ MIN_PREFILL_NS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeFirst(Budget):
-    """Every decode gets its token, and prefill chunks take the rest (Sarathi-Serve, OSDI 2024). The settings are vLLM's."""
+    """Every decode gets its token, and chunks of prompts take the rest (Sarathi-Serve, OSDI 2024). The settings are vLLM's."""
 
     long_prefill_token_threshold: int = 0
     """A prefill further behind is long, and gets at most this many tokens in a step; 0: none is long."""
@@ -90,11 +90,11 @@ class StepCost:
         return abs(step.duration_ns - self.estimate_ns(step)) < NOISE * step.duration_ns
 
     def least_ns(self, num_decodes: int) -> float:
-        """Return the time of a step with prefill tokens, without their own time."""
+        """Return the time of a step with a prefill, without the time of the prefill's tokens."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
     def token_ns(self, context_len: float) -> float:
-        """Return the time of another prefill token after `context_len` tokens."""
+        """Return the additional time of one prefill token that follows `context_len` others."""
         return self.prefill_ns + self.attention_ns * context_len
 
     def learn(self, step: StepRecord) -> None:
@@ -128,7 +128,7 @@ class StepCost:
         ]
 
     def _begin(self, step: StepRecord) -> None:
-        """Start from the first step: all its time goes to its tokens, and everything is uncertain."""
+        """Fit the first step: all its time goes to its tokens."""
         duration_ns = float(step.duration_ns)
         token_ns = duration_ns / max(FIRST_TOKENS, step.num_decodes + step.num_prefill_tokens)
         self.decode_ns = self.prefill_ns = token_ns
@@ -151,10 +151,10 @@ class StepCost:
 
 @dataclass(slots=True)
 class HoldLatency(Budget):
-    """Every decode gets its token. Prefill chunks get the time that the latency between tokens leaves them.
+    """Every decode gets its token. Prompt chunks get only as much time as a target for inter-token latency leaves.
 
-    `StepCost` predicts the mean duration of a step, and `excess` tracks how far the slowest 1 % exceed it. If even the
-    smallest chunk misses the target, prefills get `min_prefill_share` of the time, so no prompt starves.
+    `StepCost` predicts the mean duration of a step, and `excess` tracks how far the slowest 1 % exceed it. If even the smallest
+    chunk misses the target, prefills get `min_prefill_share` of the time, so no prompt starves.
     """
 
     slo_itl_ns: int = 0
@@ -230,10 +230,9 @@ class HoldLatency(Budget):
 
 @dataclass(slots=True)
 class HoldStep(Budget):
-    """Steps take about `step_ns`, for models that compute whole texts in one step.
+    """Limits steps to about `step_ns`, for models that compute whole input texts in one step.
 
-    Short steps keep latency low, since a text that arrives waits for the current step. A text that takes longer gets its own
-    step.
+    Short steps keep latency low, since a new text waits for the current step. A text that takes longer gets its own step.
     """
 
     step_ns: int = 2_500_000

@@ -1,7 +1,7 @@
-"""Fairness between calls: a list of many texts does not delay a call with one.
+"""Fairness between calls: a call with a list of many texts does not delay a call with one text.
 
-A call is the requests with one `Request.parent_id`. Its first request is due at once, and each later one after the tokens of
-those before it, in virtual time (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
+A call's requests share a `Request.parent_id`. Its first request is due at once, and each later one after the tokens of those
+before it, in virtual time (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tenant:
     """Calls with waiting requests, and calls that got more than their share."""
 
     def come(self, name: str, num_tokens: int) -> int:
-        """Add a waiting request of a call. Return when it is due."""
+        """Count a waiting request of the call `name`. Return the virtual time when it is due."""
         call = self.calls.get(name)
         if call is None:
             call = self.calls[name] = Call(self.now)
@@ -57,10 +57,10 @@ class Tenant:
 
 
 class FairCalls(Order):
-    """Serves the tenant, and its call, that was given the fewest prompt tokens since arrival."""
+    """Serves the tenant with the fewest prompt tokens so far, and its call with the fewest."""
 
     def __init__(self, *, shares: Mapping[str, int] | None = None) -> None:
-        """`shares`: tenant -> share >= 1; others have 1."""
+        """`shares`: tenant -> its weight >= 1; other tenants have 1."""
         self._shares = dict(shares or {})
         self._tenants: dict[str, Tenant] = {}
         self._num_shares = 0

@@ -1,7 +1,7 @@
 """Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588).
 
-The waiting tenant with the smallest counter of weighted tokens is next, and its oldest request. A tenant that returns is
-lifted to the smallest counter among waiting tenants, less a credit of about one prompt.
+Next is the oldest request of the waiting tenant with the smallest counter of weighted tokens. A tenant that returns is lifted
+to the smallest counter among waiting tenants, less a credit of about one prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNIT = 1_000_000
 
 @dataclass(slots=True)
 class Account:
-    """Tokens that a tenant was given, per unit of its share."""
+    """A tenant's counter: weighted tokens that it was given, per unit of its share."""
 
     counter: int
     input_charge: int
@@ -61,10 +61,10 @@ class FairShares(Order):
         max_wait_ns: int = 60_000_000_000,
         max_credit_tokens: int = 2048,
     ) -> None:
-        """`shares`: tenant -> share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
+        """`shares`: tenant -> its weight >= 1; other tenants have 1. `max_tenants`: accounts kept of tenants that do not wait.
 
-        `max_wait_ns`: after it a tenant is not overtaken by later arrivals, nor is a running prompt. `max_credit_tokens`:
-        weighted tokens that a returning tenant which was given less may get before others.
+        `max_wait_ns`: after this wait a tenant is not overtaken by later arrivals, nor is a running prompt.
+        `max_credit_tokens`: weighted tokens that a returning tenant may get before tenants that were given more.
         """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
@@ -109,7 +109,7 @@ class FairShares(Order):
         account.num_waiting += 1
 
     def _floor(self, credit: int = 0) -> int:
-        """Return the counter to which a tenant is lifted. Other tenants' credit does not count."""
+        """Return the least counter of a tenant that begins to wait: its absence earns nothing but `credit`."""
         if not self._waiting:
             return max(self._last.counter, self._last.base) - credit
         aged_ns = self._now_ns - self._max_wait_ns
@@ -125,7 +125,7 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Return whether the request's tenant will have been given less, once both prompts are computed.
+        """Return whether the request's tenant will have fewer tokens than the other's, once both prompts are computed.
 
         So tenants take turns at resuming and at a step's prompt tokens.
         """
@@ -142,7 +142,7 @@ class FairShares(Order):
         return (account.counter + account.input_charge * num_left, account.turn)
 
     def admitted(self, request: Request) -> None:
-        """Charge the first chunk at once, so that the next admission of the step sees it."""
+        """Charge the tenant for the first chunk at once, so that the next admission of the step counts it."""
         account = self._account(request.tenant)
         self._num_admissions += 1
         account.turn = 2 * self._num_admissions
@@ -160,7 +160,7 @@ class FairShares(Order):
     def served(
         self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        """Charge the step's tokens. Decodes are counted per tenant, so known ones cost no work per row."""
+        """Charge tenants for the step's tokens. Decodes are counted per tenant, so known ones cost no work per row."""
         del last_step
         if num_decodes:
             num_known = len(self._decoding)

@@ -1,4 +1,4 @@
-"""Gates: when a batch may start or grow."""
+"""Gate policies: when a batch may start or grow."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Dynamic(Gate):
 
 
 def _max_batch_size(wanted: int, capacity: Capacity) -> int:
-    """Return the batch size, at most half of the executor's rows: each request may need another row for padding."""
+    """Return the batch size, limited to half of the executor's rows: each request may need another row for padding."""
     possible = min(capacity.max_rows // 2, capacity.max_step_tokens)
     if max(wanted, 1) > possible:
         rows, tokens = counted(capacity.max_rows, "row"), counted(capacity.max_step_tokens, "token")

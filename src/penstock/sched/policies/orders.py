@@ -24,7 +24,7 @@ class FirstComeFirstServed(Order):
 
 
 def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
-    """Return the delay in [0, max_delay_ns) that stands for a size; half of the range lies below `half_size_tokens`.
+    """Return a delay in [0, max_delay_ns) that grows with the size; `half_size_tokens` gives half of `max_delay_ns`.
 
     A large request counts as if it had come later by this much, so keys need not grow.
     """
@@ -33,7 +33,7 @@ def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShortestJobFirst(Order):
-    """Fewest predicted new tokens first. A request that comes `max_delay_ns` later does not overtake."""
+    """Fewest predicted output tokens first. A request that comes `max_delay_ns` later does not overtake."""
 
     max_delay_ns: int = 300_000_000_000
     half_size_tokens: int = 256
@@ -49,7 +49,7 @@ class ShortestJobFirst(Order):
 
 @dataclass(frozen=True, slots=True)
 class ShortestPrefillFirst(Order):
-    """Fewest tokens to compute before the next token first. A request that comes `max_delay_ns` later does not overtake."""
+    """Fewest tokens so far first. A request that comes `max_delay_ns` later does not overtake."""
 
     max_delay_ns: int = 60_000_000_000
     half_size_tokens: int = 1024
@@ -61,10 +61,10 @@ class ShortestPrefillFirst(Order):
 
 @dataclass(frozen=True, slots=True)
 class PriorityClasses(Order):
-    """The lowest number first (as in vLLM), by arrival within a class.
+    """The lowest priority number first (as in vLLM), by arrival within a class.
 
     A request of class q < p overtakes one of class p only if it comes less than (p - q) * `class_delay_ns` after it. Classes
-    beyond +-`max_class` count as that.
+    beyond +-`max_class` are clipped.
     """
 
     reads_priority: ClassVar[bool] = True
@@ -87,10 +87,11 @@ class PriorityClasses(Order):
 
 
 class EarliestDeadlineFirst(Order):
-    """By deadline. A request without one, or with one further off, counts as due `max_slack_ns` after its arrival.
+    """The earliest deadline first. A request without a deadline, or with a later one, counts as due `max_slack_ns` after its
+    arrival.
 
-    A request that would miss its deadline even if it ran at once goes after all that can meet theirs. It is judged when its
-    turn comes, and not again.
+    A request that would miss its deadline even if it ran at once goes after all that can meet theirs. This is judged once, when
+    its turn comes.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
@@ -113,8 +114,8 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """Return whether the request's deadline is lost. It then stays lost, since keys may not shrink. The first call, on
-        arrival, does not judge."""
+        """Return whether the request's deadline is lost. It then stays lost, since keys may not shrink. The first call does not
+        judge."""
         if request_id not in self._verdicts:
             return looks_lost  # preempted: its key is read only once
         verdict = self._verdicts[request_id]

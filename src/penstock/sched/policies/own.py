@@ -1,4 +1,4 @@
-"""Users' own policies: from `package.module:Class` or `./file.py:Class` to a policy that the scheduler can rely on.
+"""Users' own policies: loads the class that `package.module:Class` or `./file.py:Class` names, and checks it.
 
 Mistakes are reported when a class is loaded. While it runs, a guard turns exceptions and wrong answers into a `PolicyError`.
 """
@@ -38,7 +38,7 @@ SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SE
 
 class OwnPolicyError(ConfigError):
     def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "", argument: str = "") -> None:
-        """`argument`: the argument that the policy does not take."""
+        """`argument`: name of the argument that the policy does not accept."""
         super().__init__(f"The {seam} {name!r} {cause}", remedy=remedy)
         self.seam, self.argument = seam, argument
 
@@ -47,7 +47,7 @@ class OwnPolicyError(ConfigError):
 
 
 def is_own(name: str) -> bool:
-    """Return whether this names a user's class rather than an entry of a table."""
+    """Return whether a policy's name is that of a user's class, such as `./file.py:Class`."""
     return ":" in name
 
 
@@ -73,7 +73,7 @@ def load(seam: str, name: str) -> Callable[..., object]:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Load a file once: its policies share the module, and a new engine finds the same classes."""
+    """Load a user's file once, so that its policies and later engines share the module."""
     spec = spec_from_file_location(f"penstock own policy {path}", path)
     assert spec is not None, "a path that ends in .py has a loader"
     assert spec.loader is not None, "as above"
@@ -100,7 +100,7 @@ def _not_loaded(seam: str, name: str, where: str, error: Exception) -> OwnPolicy
 
 
 def make(seam: str, name: str, factory: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Return the policy that a class makes of its arguments. Raises OwnPolicyError."""
+    """Return the policy object that a user's class makes of its arguments. Raises OwnPolicyError."""
     for key in sorted(getattr(factory, "__abstractmethods__", ())):
         raise _lacks(seam, name, key)
     given = _checked_arguments(seam, name, factory, arguments)
@@ -114,7 +114,7 @@ def make(seam: str, name: str, factory: Callable[..., object], arguments: Mappin
 
 
 def _told(error: Exception) -> str:
-    """Return the error with the line of the user's file that raised it."""
+    """Return the error's message, with the line of the user's file that raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     own = [(path, line) for path, line in frames if path != __file__ and not path.startswith("<")]
     lines = [line for path, line in own if path == own[0][0]]
@@ -129,7 +129,7 @@ def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
 
 
 def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
-    """Return the parameters that can be given by name. Empty for a class in C without a signature."""
+    """Return the parameters that a policy class takes by name. Empty for a class in C without a signature."""
     if getattr(factory, "__init__", None) is getattr(Order, "__init__"):  # noqa: B009  # a class without one inherits Protocol's
         return {}
     if all(getattr(factory, name, None) is getattr(object, name) for name in ("__init__", "__new__")):
@@ -170,7 +170,6 @@ def _checked_arguments(
 
 
 def _kind(parameter: Parameter) -> object:
-    """Return the type of a parameter, by its default or its annotation."""
     if parameter.default not in (Parameter.empty, None):
         return type(parameter.default)
     return {"bool": bool, "int": int, "float": float, "str": str}.get(parameter.annotation, parameter.annotation)
@@ -184,7 +183,7 @@ def _shown_parameter(parameter: Parameter) -> str:
 
 
 def guarded(seam: str, policy: object, name: str = "") -> object:
-    """Return a user's own policy behind a guard, and a policy that ships as it is. Raises OwnPolicyError."""
+    """Return a user's own policy wrapped in a guard, and any other policy as it is. Raises OwnPolicyError."""
     kind = type(policy)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
     seams = [other for other, contract in SEAMS.items() if contract in kind.__mro__]
@@ -195,7 +194,7 @@ def guarded(seam: str, policy: object, name: str = "") -> object:
 
 
 class _Guard:
-    """Stands before a user's own policy, with the methods and flags of its seam as attributes."""
+    """Wraps a user's own policy: same methods and flags, with every call checked."""
 
     def __init__(self, seam: str, policy: object, name: str) -> None:
         self._seam, self._policy, self.policy_name = seam, policy, name

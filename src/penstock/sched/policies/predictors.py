@@ -1,6 +1,6 @@
-"""Predictors of output lengths, asked when a request is queued and told when it ends.
+"""Predictors of output lengths. They predict when a request is queued, and learn when it ends.
 
-`OnlinePredictor` has a curve per tenant and prompt length (in powers of two) and one for all lengths, and falls back on all
+`OnlinePredictor` has a curve for each tenant and prompt length (in powers of two), one for each tenant, and one for all
 tenants.
 """
 
@@ -30,7 +30,7 @@ class NoPredictions(Predictor):
 
 
 class LengthCurve:
-    """The share of outputs longer than a number of tokens, learned from those that ended.
+    """Learns the distribution of output lengths: the share of outputs longer than a number of tokens.
 
     An output cut short would have been at least that long. So this is a life table (the actuarial form of the Kaplan-Meier
     estimator, 1958). Outputs cut short in a bin count as half of it.
@@ -53,7 +53,7 @@ class LengthCurve:
         """Ends per token beyond the longest observed."""
 
     def observe(self, num_tokens: int, *, is_whole: bool) -> None:
-        """Add an output of `num_tokens` >= 1 that ended by itself or was cut short. O(1)."""
+        """Learn from an output of `num_tokens` >= 1. `is_whole`: it ended by itself, and was not cut short. O(1)."""
         num_tokens = min(num_tokens, BOUNDS[-1])
         (self._ended if is_whole else self._cut)[bisect_left(BOUNDS, num_tokens)] += 1
         self._num_tokens += num_tokens
@@ -66,7 +66,7 @@ class LengthCurve:
             self.weight /= 2
 
     def mean(self, max_tokens: int) -> float:
-        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations."""
+        """Return the expected length of an output limited to `max_tokens`. Raises IndexError without observations."""
         if not self._shares or self._num_unseen * 16 >= self.weight:
             self._compute()
         idx = bisect_left(BOUNDS, min(max_tokens, BOUNDS[-1]))
@@ -101,10 +101,11 @@ class Curves:
 
 
 class OnlinePredictor(Predictor):
-    """Predicts from the tenant's prompts of this length, else all its prompts, else all tenants."""
+    """Predicts from earlier outputs: of the tenant's prompts of similar length, else all its prompts, else all tenants."""
 
     def __init__(self, *, min_observations: int = 16, max_tenants: int = 256) -> None:
-        """`min_observations`: curves with fewer are not used. `max_tenants`: the least recently seen are forgotten."""
+        """`min_observations`: curves of fewer outputs are not used. `max_tenants`: beyond it, the least recently seen are
+        forgotten."""
         self._min_observations = min_observations
         self._max_tenants = max_tenants
         self._everyone = Curves()

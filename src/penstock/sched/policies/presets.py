@@ -1,4 +1,4 @@
-"""Presets: named bundles of policies, and making policies from names."""
+"""Presets (named bundles of policies), and the function that makes policies from names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One policy name per seam, imitating the named system. All preempt by recomputing."""
+    """One policy name for each seam, imitating the named system. All preempt by recomputing."""
 
     gate: str
     order: str
@@ -106,10 +106,10 @@ def make_policies(
     settings: Mapping[str, Mapping[str, object]] | None = None,
     arguments: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
-    """Return a preset's policies, with replacements by name, class or value.
+    """Return a preset's policies, with replacements given by name, class or object.
 
-    `settings`, by seam, are fields of a policy chosen by name; None leaves a field as it is. `arguments` are written by a
-    user, and override settings. Raises ConfigError, LacksSetting, OwnPolicyError.
+    `settings` (by seam) are fields of a policy chosen by name; None leaves a field as it is. `arguments` come from the user,
+    and override settings. Raises ConfigError, LacksSetting, OwnPolicyError.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
@@ -149,7 +149,7 @@ class LacksSetting(ConfigError):
     """The policy chosen for a seam does not have the given setting."""
 
     def __init__(self, seam: str, name: str, setting: str, *, seam_words: str = "", setting_words: str = "") -> None:
-        """`seam_words` and `setting_words`: their names where the setting was given."""
+        """`seam_words` and `setting_words`: the user's spelling of them, for the message."""
         self.seam, self.name, self.setting = seam, name, setting
         super().__init__(
             f"The {seam} {name!r} has no {setting_words or setting}.",

@@ -1,4 +1,4 @@
-"""Reserves: how much free memory an admission must find."""
+"""Reserve policies: how many free blocks must be available to admit a request."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from penstock.types.request import Request
 
 
 class FirstChunk(Reserve):
-    """The blocks of the next step. A request may be preempted before its prompt is computed."""
+    """Requires the blocks of the request's next step only. It may be preempted before its prompt is computed."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_chunk_blocks
 
 
 class WholePrompt(Reserve):
-    """The blocks of the request's tokens (vLLM's `scheduler_reserve_full_isl`)."""
+    """Requires the blocks of the request's tokens so far (vLLM's `scheduler_reserve_full_isl`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_prompt_blocks
 
 
 class NoEvict(Reserve):
-    """The blocks for all requests to reach their limits, so nothing is ever preempted (Orca's reservation of `max_tokens`)."""
+    """Requires the blocks for all requests to reach their limits, so nothing is ever preempted (Orca's reservation of
+    `max_tokens`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_final_blocks + view.num_growth_blocks
@@ -32,7 +33,7 @@ class NoEvict(Reserve):
 
 @dataclass(frozen=True, slots=True)
 class PredictedOutput(Reserve):
-    """The blocks of the expected answers of this request and all running ones. O(running)."""
+    """Requires the blocks of the predicted answers of this request and all running ones. O(running)."""
 
     unknown_share: float = 0.3
     """Expected share of the remaining tokens for a request without a prediction (SGLang's `new_token_ratio`)."""
@@ -58,7 +59,7 @@ class PredictedOutput(Reserve):
 
 @dataclass(frozen=True, slots=True)
 class Watermark(Reserve):
-    """The blocks of the request's tokens, room for running requests to grow, and a share of the pool.
+    """Requires the blocks of the request's tokens, room for running requests to grow, and a share of the pool.
 
     Without room to grow, a full pool preempts requests just admitted.
     """

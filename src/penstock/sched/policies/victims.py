@@ -1,4 +1,4 @@
-"""Victims: which request is preempted when blocks are needed and none are free. Among equals the latest."""
+"""Victim policies: which request is preempted when blocks are needed and none are free. Among equals the latest."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class LowestPriority(Victim):
 
 
 class LeastComputed(Victim):
-    """The request that has computed least, so that the least work is lost."""
+    """Preempts the request with the fewest computed tokens, so that the least work is lost."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: -request.num_computed_tokens)
 
 
 class Cheapest(Victim):
-    """The request that is fastest to restore. Only requests that free enough blocks count, if there are any."""
+    """Preempts the request that is fastest to restore. If some free enough blocks, only these are considered."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(
@@ -36,7 +36,6 @@ class Cheapest(Victim):
 
 
 def _cost_ns(view: VictimView, request: Request) -> float:
-    """Return the time to bring the request back to where it is."""
     num_lost, compute_ns = view.num_lost_tokens(request), view.prefill_ns_per_token or 1.0
     if view.method is PreemptMethod.RECOMPUTE:
         return num_lost * compute_ns
