@@ -1,4 +1,4 @@
-"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows the figures."""
+"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows latencies and rates."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an output file can't be written. Checked before the run, which may take hours."""
+    """Raise ConfigError now if an output file can't be written, because the run may take hours."""
     from penstock.lab import plots
 
     for name in ("json_file", "html_file"):
@@ -227,7 +227,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | None]:
-    """Return the loads to run; None runs the workload's own arrivals. Raises UsageError for contradictory options."""
+    """Return the loads (users or rates) to run in turn; None runs the workload's own arrivals. Raises UsageError."""
     from penstock.lab.results import Load
 
     concurrency, rates = values["concurrency"], values["rates"]
@@ -263,7 +263,7 @@ class _Asked:
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield the server at `--url` as a target. Raises PenstockError."""
+    """Connect to the server at `--url`, and yield it as the benchmark's target. Raises PenstockError."""
     from penstock.lab.results import Target as AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
@@ -301,7 +301,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
 
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Yield a model in this process as a target. Raises PenstockError."""
+    """Load a model in this process, and yield it as the benchmark's target. Raises PenstockError."""
     from penstock import __version__
     from penstock.lab.results import Target as AskedTarget
 
@@ -325,7 +325,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
 def loaded(
     model: str, settings: Mapping[str, Any], *, is_chat: bool = False, max_tokens: int | None = None
 ) -> Iterator[tuple[str, Ask]]:
-    """Load a model in this process, and yield its name and a function that asks it. Raises PenstockError.
+    """Load a model in this process, and yield its name and a function that sends it a prompt. Raises PenstockError.
 
     `max_tokens`: limit of every request. A stop token then ends each answer at the wanted length, which the scheduler does not
     know. None makes the wanted length the limit.
@@ -389,7 +389,7 @@ def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
-    """Load a model's tokenizer, and fetch the model if needed. Raises PenstockError."""
+    """Load a model's tokenizer, after fetching the model if needed. Raises PenstockError."""
     from penstock.config.components import config_from
     from penstock.deploy.factory import locate
     from penstock.models.load import load_model
@@ -411,9 +411,9 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 def _run(
     asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
 ) -> tuple[Run | None, bool]:
-    """Run one load. Return the run, or None if no request has ended, and whether it was interrupted.
+    """Run the workload at one load. Return the run, or None if no request has ended, and whether it was interrupted.
 
-    `nth`: number of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
+    `nth`: index of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
     """
     from penstock.lab.figures import Samples
     from penstock.lab.results import Load, Run

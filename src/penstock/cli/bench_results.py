@@ -46,7 +46,7 @@ def compare(
 
 
 def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
-    """Raise PenstockError if a figure is worse by more than `limit`, or if a side has too few answers to compare."""
+    """Raise PenstockError if a figure is worse by more than `limit`, or if there are too few answers to compare."""
     if limit is None:
         return
     worse = (found for compared in all_compared for found in compared.worse(limit))
@@ -77,7 +77,7 @@ def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run
 
 
 def write_files(result: Result, *, html: Path | None, folder: Path | None) -> None:
-    """Write the HTML report and the plots. Raises ConfigError if one can't be written or drawn."""
+    """Write a result's HTML report and plots, if asked for. Raises ConfigError if one can't be written or drawn."""
     if html is not None:
         write_text(html, report.html_of(result))
     if folder is not None:

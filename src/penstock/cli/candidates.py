@@ -1,4 +1,4 @@
-"""Builds the simulated server for `penstock plan` and `penstock tune`: as `penstock serve` would start on a machine."""
+"""Makes the simulated server for `penstock plan` and `penstock tune`, with the settings that `penstock serve` would have."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
     """Return the machines that --hardware names, without duplicates. Raises ConfigError for an unknown name.
 
-    `num_threads`: number of threads to probe this machine with. None takes `serve`'s default.
+    `num_threads`: with which to probe this machine. None takes `serve`'s default.
     """
     from penstock.lab.hardware import find
 
@@ -75,7 +75,7 @@ def find_machines(names: str, table: Path | None, *, num_threads: int | None = N
 
 
 def all_hardware(table: Path | None) -> dict[str, Hardware]:
-    """Return Penstock's table of hardware, extended or overridden by the user's table. Raises ConfigError."""
+    """Return name -> machine: Penstock's table of hardware, extended or overridden by the user's. Raises ConfigError."""
     from penstock.lab.hardware import known_hardware, read_table
 
     return known_hardware() | (read_table(table) if table is not None else {})
@@ -99,7 +99,7 @@ def _this_machine(num_threads: int | None) -> Hardware:
 
 
 def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
-    """Read the cost model that --cost names, if any. Raises PenstockError if it is not for the one machine given."""
+    """Read the cost model that --cost names, if any. Raises PenstockError if it can't be of the machines given."""
     from penstock.lab.cost_files import load_cost
     from penstock.machine import cpu_name
 
@@ -117,7 +117,7 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
 
 
 def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
-    """Return the server that `penstock serve` would start on this hardware with this config. Raises ConfigError."""
+    """Return a simulation of what `penstock serve` would start on this hardware with this config. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
     from penstock.deploy.policies import choose_policies
     from penstock.lab.plan import Candidate
@@ -160,7 +160,7 @@ def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
 
 
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Yield sentences about the assumptions on the model, its memory and its step times."""
+    """Yield warnings for the report: what is only assumed about the model, its memory and its step times."""
     if saved is None:
         yield (
             f"Step times are estimates from peaks ({hardware.basis}), in which nothing ever stalls. Take the rate for an upper "

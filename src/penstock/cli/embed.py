@@ -120,10 +120,10 @@ def _embed_all(
 
 
 class _Part:
-    """The vectors so far, in OUT.part. A context manager, which keeps OUT.part locked."""
+    """The file OUT.part with the vectors computed so far. A context manager, which keeps the file locked."""
 
     def __init__(self, output: Path, about: dict[str, Any]) -> None:
-        """Open or resume OUT.part. Raises PenstockError if it is locked, or is from another input, model or setting."""
+        """Open OUT.part, or resume it. Raises PenstockError if it is locked, or is from another input, model or setting."""
         self._path = output.with_name(output.name + ".part")
         self._about_path = output.with_name(output.name + ".part.json")
         self._about = about
@@ -173,7 +173,7 @@ class _Part:
         self.num_rows += len(vectors)
 
     def write(self, output: Path, file: Path, field: str) -> int:
-        """Convert the vectors to `output`, remove OUT.part, and return the number of texts."""
+        """Convert the vectors to the final `output`, remove OUT.part, and return the number of texts."""
         import numpy as np
 
         vectors = np.memmap(self._path, np.float32, "r", shape=(self.num_rows, self._width))
@@ -222,7 +222,7 @@ def _has_objects(file: Path) -> bool:
 
 
 def _texts(file: Path, field: str) -> Iterator[str]:
-    """Yield the texts of a file, without empty lines. Raises PenstockError."""
+    """Yield the texts of the input file, without empty lines. Raises PenstockError."""
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:

@@ -1,4 +1,4 @@
-"""`penstock env`: shows machine and installation, for bug reports."""
+"""`penstock env`: shows facts of the machine and the installation, for bug reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _facts(
     kernels: str | click.BadParameter | None,
     tables: Sequence[Mapping[str, object]] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each line. A setting that `serve` would refuse shows its error as the value."""
+    """Yield (name, value) of each line to print. A setting that `serve` would refuse shows its error as the value."""
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
@@ -60,7 +60,7 @@ def _facts(
 
 
 def _set(key: str, value: object) -> str:
-    """Format a setting's value with its origin, or its error."""
+    """Format a setting's value and where it was set, or its error."""
     if isinstance(value, click.BadParameter):
         return f"{value.format_message().removesuffix('.')}: serve refuses it"
     names: dict[ParameterSource | None, str] = {

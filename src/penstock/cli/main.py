@@ -59,7 +59,6 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names of commands without importing them."""
         names = [CompletionItem(name, help=doc) for name, (_, doc) in _COMMANDS.items() if name.startswith(incomplete)]
         return names + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -82,7 +81,6 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit the process."""
     try:
         code = cli.main(arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
@@ -96,7 +94,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Print an error, and return the exit code."""
     if isinstance(error, click.ClickException):
         _show_usage(error)
         return error.exit_code

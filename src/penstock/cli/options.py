@@ -1,4 +1,4 @@
-"""click options: one for each setting declared in `config`, and others that commands share."""
+"""Makes click options: one for each setting declared in `config`, and others that commands share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_IN_THE_LAB = ("served_model_name", "chat_template", "tool_call_parser", "rea
 
 
 def printable(text: str) -> str:
-    """Replace control characters: text from a model's file must not control the terminal."""
+    """Replace control characters, so that text from a model's file can't control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
@@ -82,12 +82,12 @@ def check_writable(path: Path) -> None:
 
 
 def setting_keys(*components: str) -> list[str]:
-    """Return the keys of all settings of the named components."""
+    """Return the keys of all settings of these components of the config, such as `kv`."""
     return [item.key for name, component in COMPONENTS if name in components for item in settings_of(component)]
 
 
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
-    """Add `--config` and options for the settings of the named components, except keys in `without`.
+    """Decorate a command with `--config` and an option for each setting of these components, except keys in `without`.
 
     `model_argument` and `model_option` add the setting `model`.
     """
@@ -108,12 +108,12 @@ def model_option(command: _Command) -> _Command:
 
 
 def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
-    """Add an option for one setting. If `raises` is false, the command gets the error of a wrong value as the value."""
+    """Decorate a command with one setting's option. If `raises` is false, the command gets a wrong value's error as value."""
     return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument MODEL and the option --model. The command gets either one as `model`."""
+    """Decorate a command with the argument MODEL and the option --model. The command gets either one as `model`."""
 
     @functools.wraps(command)
     def with_model(*, model_word: str | None, **values: Any) -> Any:
@@ -130,7 +130,7 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments MODEL... and the option --model.
+    """Decorate a command with the arguments MODEL... and the option --model.
 
     The command gets the models as `words`, and the [[models]] tables of the --config file as `tables`.
     """
@@ -183,7 +183,7 @@ def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Comma
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a model's name in the catalogue, or else a file name."""
+    """Complete the name of a model in the catalogue, or else a file name, in the shell."""
     del ctx, param
     from penstock.models.catalog import CATALOG
 
@@ -209,7 +209,7 @@ def _metavar(item: Setting) -> str:
 
 
 class _Truth(click.types.BoolParamType):
-    """A flag parsed by our own rules for environment variables, which are stricter than click's."""
+    """Click type of flags, with our own rules for environment variables, which are stricter than click's."""
 
     def __init__(self, item: Setting) -> None:
         self._item = item
@@ -222,7 +222,7 @@ class _Truth(click.types.BoolParamType):
 
 
 def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that parses a setting. On a wrong value it raises or returns the error."""
+    """Return a click callback that parses an option's value. If `raises` is false, it returns the error of a wrong value."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
@@ -239,14 +239,14 @@ def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Pa
 
 
 def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | None) -> click.BadParameter:
-    """Return an error that names the option, or the environment variable that the value came from."""
+    """Return a usage error that names the option, or the environment variable that the wrong value came from."""
     is_variable = ctx and param and param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
     hint = f"'{param.envvar}'" if is_variable and param else None
     return click.BadParameter(cause, ctx, param, hint)
 
 
 def config_file_option(command: _Command) -> _Command:
-    """Add `--config`, which sets the defaults of the other options."""
+    """Decorate a command with `--config`, a file that sets the defaults of the other options."""
     return click.option(
         "--config",
         "config_file",
@@ -283,7 +283,7 @@ tls_options = add_options(
 
 
 def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
-    """Return the TLS context for https, or None for Python's default. Raises ConfigError."""
+    """Return the TLS context for https with these options, or None for Python's default. Raises ConfigError."""
     import ssl
 
     if insecure and cafile:
@@ -302,6 +302,6 @@ def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Log a line for each environment variable that looks like a setting but is unknown."""
+    """Log a warning for each environment variable that looks like a setting but is unknown."""
     for warning in unknown_variables(os.environ):
         _log.warning(warning)

@@ -1,4 +1,4 @@
-"""`penstock profile`: times steps here or in a recording, and fits the simulator's cost model to them."""
+"""`penstock profile`: times steps on this machine or in a recording, and fits the simulator's cost model to them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
 
 
 def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Peaks | None:
-    """Return the peaks of this machine, or None if a GPU computes the steps."""
+    """Return this machine's peak rates, or None if a GPU computes the steps."""
     from penstock.lab.step_table import Peaks
 
     if backend != "native":

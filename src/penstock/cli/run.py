@@ -59,7 +59,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
 
 def _refuse_of_chats(*names: str) -> None:
-    """Raise UsageError if one of these options is on the command line: --raw has no chat."""
+    """Raise UsageError if an option in `names`, which only concerns chats, is used with --raw."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -67,7 +67,7 @@ def _refuse_of_chats(*names: str) -> None:
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
-    """Return (model or None, prompt) of the positional arguments."""
+    """Return (model or None, prompt), told apart in the positional arguments."""
     if len(words) > 2:
         raise click.UsageError("Too many arguments: put the prompt in quotes.")
     if len(words) == 2:
@@ -98,7 +98,7 @@ def _names_a_model(word: str) -> bool:
 
 
 def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Return the constraint on the answer, or None. Raises PenstockError if the schema's file can't be read."""
+    """Return what --json-schema or --regex require of the answer, or None. Raises PenstockError if the file can't be read."""
     from penstock.inprocess import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]

@@ -1,4 +1,4 @@
-"""`penstock serve`: binds the port, starts the models, and answers until a signal."""
+"""`penstock serve`: binds the port, starts the models, and answers requests until a signal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
 
 
 def models_in(folder: str | None) -> list[tuple[str, str]]:
-    """Return (name, path) of the models in a folder. Raises ConfigError if it has none."""
+    """Return (name, path) of the models in a folder. Raises ConfigError if it has no models."""
     from penstock.models.catalog import expand_home, list_folder
 
     if folder is None:
@@ -69,7 +69,7 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for wrong keys, origins or certificates. Called before a model is loaded."""
+    """Raise ConfigError for wrong API keys, origins or certificates, before loading a model takes minutes."""
     from penstock.config.keys import api_keys
     from penstock.serve.http.cors import Cors
 
@@ -95,7 +95,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Log lines as JSON objects: time (ISO 8601, local with offset), level, logger, message, traceback."""
+    """Formatter of log lines as JSON objects: time (ISO 8601, local with offset), level, logger, message, traceback."""
 
     default_msec_format = "%s.%03d"
 
@@ -112,7 +112,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Log lines as text, without control characters."""
+    """Formatter of log lines as text, without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

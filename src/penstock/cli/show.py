@@ -1,4 +1,4 @@
-"""`penstock show`: describes a model's files, refusals of a server, memory and speed here.
+"""`penstock show`: describes a model's files, what a server would refuse, and the memory and speed on this machine.
 
 Nothing is fetched, and no weights are read.
 """
@@ -76,7 +76,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
 
 
 def _print(rows: Iterable[tuple[str, str]]) -> None:
-    """Print each row at once: computing the last ones takes seconds."""
+    """Print each row as soon as it is known: computing the last ones takes seconds."""
     for name, value in rows:
         print(printable(f"{name:12}  {value}".replace("\n", " ")), flush=True)
 
@@ -137,7 +137,7 @@ def _find(config: Config) -> ModelSource:
 
 
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
-    """Return the model's size, or None for an encoder or if the files are refused."""
+    """Return the model's size for the arithmetic, or None for an encoder or if the files are refused."""
     from penstock.deploy.resolve import decide
 
     outline = appraisal.outline
@@ -195,7 +195,7 @@ def _rows(
 
 
 def _title(source: ModelSource, facts: ModelFacts) -> str:
-    """Return the model's title. The catalogue's comes first: files often name the base model or a training run."""
+    """Return the model's title: the catalogue's first, because files often name the base model or a training run."""
     return source.entry.title if source.entry else facts.title
 
 
@@ -239,7 +239,7 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
 
 
 def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, speed: _Speed | None) -> dict[str, object]:
-    """Return the shown facts for JSON: sizes in bytes, rates per second, None where unknown."""
+    """Return the facts as a JSON object: sizes in bytes, rates per second, None where unknown."""
     from penstock.lab.sizing import BOUND_ROWS
 
     facts, forecast = appraisal.facts, appraisal.forecast

@@ -153,7 +153,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
 
 
 def _check(context: click.Context, vary: Sequence[str]) -> None:
-    """Raise ConfigError for options that would have no effect."""
+    """Raise ConfigError for options that would have no effect on a simulation."""
     varied = {text.partition("=")[0].replace("-", "_") for text in vary}
     params, replicas = context.params, {"replicas", "prefill_replicas"}
     is_split = params["prefill_replicas"] or "prefill_replicas" in varied
@@ -168,7 +168,7 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
 
 
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Return (title, changed options) of each run to simulate. Raises ConfigError."""
+    """Return (title, changed options) of each run to compare. Raises ConfigError."""
     if without is None:
         variants = combinations(vary)
         return [(title(one), {name: _parsed(context, name, text) for name, text in one.items()}) for one in variants]
@@ -222,7 +222,7 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 
 
 def _cost(name: str) -> tuple[CostModel, str]:
-    """Load the cost model, and describe its origin."""
+    """Load the cost model that `name` stands for, and describe its origin."""
     if name == "default":
         from penstock.lab.cost_model import CostModel
 

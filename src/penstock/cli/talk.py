@@ -36,7 +36,7 @@ _NOT_HERE = (
 
 
 class NumberRange(click.FloatRange):
-    """A number in a range. Unlike `click.FloatRange`, it refuses "nan"."""
+    """Click type of numbers in a range. Unlike `click.FloatRange`, it refuses "nan"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -91,12 +91,12 @@ _OPTIONS = (
 
 
 def talk_options(command: _Command) -> _Command:
-    """Add the options of a conversation, then the settings of the engine."""
+    """Decorate a command with the options of a conversation, then with the engine's settings."""
     return add_options(*_OPTIONS)(config_options(*_COMPONENTS, without=_NOT_HERE)(command))
 
 
 class Session:
-    """A model in this process that prints its answers. Leaving the context frees the model."""
+    """A loaded model in this process that prints its answers. Leaving the context frees the model."""
 
     def __init__(self, values: Mapping[str, Any], structured_outputs: StructuredOutputsParams | None = None) -> None:
         """Load the model. `values`: option -> value. Raises PenstockError if it can't be fetched or loaded."""
@@ -140,7 +140,7 @@ class Session:
 
 
 def stats_line(answer: RequestOutput) -> str:
-    """Format the token counts and times of an answer, for `--stats`."""
+    """Format an answer's token counts and times, for `--stats`."""
     num_tokens, times = len(answer.outputs[0].token_ids), answer.metrics
     first_s = times.first_token_time_s or times.last_token_time_s
     decode_s = times.last_token_time_s - first_s

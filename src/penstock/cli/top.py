@@ -214,7 +214,7 @@ class Reader:
 
 
 def counters(text: str) -> dict[str, dict[str, float]]:
-    """Parse a Prometheus text. Return model -> counter that ends in _total -> its sum over the other labels.
+    """Parse Prometheus metrics. Return model -> counter that ends in _total -> its sum over the other labels.
 
     Raises ValueError.
     """
@@ -240,7 +240,7 @@ def _checked(api_key: str) -> str:
 
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
-    """Return the lines of the view, at most `look.height`. Rates are between the two snapshots."""
+    """Return the screen's lines, at most `look.height`. Rates are between the two snapshots."""
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
     lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
@@ -309,7 +309,7 @@ def _pool(pool: Mapping[str, Any], look: Look) -> Iterator[str]:
 
 
 def _rows(pool: Mapping[str, Any], look: Look) -> Iterator[list[tuple[str, int]]]:
-    """Yield the rows of the KV map. A cell is the most frequent (state, owner) of its used blocks."""
+    """Yield the rows of the map of KV blocks. A cell stands for several blocks: the most frequent (state, owner) in use."""
     kinds: list[tuple[str, int]] = []
     for state, count, *owner in pool["map"]:
         kinds += [(state, owner[0] if owner else -1)] * count

@@ -163,7 +163,7 @@ class _Simulator:
         self._num_outside: Counter[Settings] = Counter()
 
     def evaluate(self, settings: Settings, workload: Workload) -> Sequence[Record]:
-        """Simulate a slice. Each slice has its own seed, so that the spread over slices includes the noise of steps."""
+        """Simulate one slice of the workload. Each slice has its own seed, so that the spread includes the noise of steps."""
         seed = zlib.crc32(f"{self._seed} {workload.name}".encode())
         simulation = self._candidate(settings).simulation
         outcome = replace(simulation, max_tokens=self._values["max_tokens"], seed=seed).run(workload)
@@ -172,7 +172,7 @@ class _Simulator:
         return outcome.records
 
     def doubts(self, settings: Settings) -> Iterator[str]:
-        """Yield sentences about the assumptions of a simulated server."""
+        """Yield warnings: what is only assumed about the simulated server."""
         yield from self._candidate(settings).doubts
         fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
         if fitted and asked and fitted != asked:
@@ -201,7 +201,7 @@ def _count(tokenizer: Tokenizer) -> CountTokens:
 
 
 def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:
-    """Return a function that runs the real engine. Each call loads the model anew, with an empty prefix cache."""
+    """Return a function that serves a workload with the real engine. Each call loads the model anew, with an empty cache."""
     from penstock.cli.bench import loaded
     from penstock.lab.in_process import drive
     from penstock.lab.prompts import write_prompts

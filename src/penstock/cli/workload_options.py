@@ -1,4 +1,4 @@
-"""Options for a workload, shared by the commands that send or simulate one."""
+"""Options that describe a workload, shared by the commands that send or simulate one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTHS = "LENGTHS"
 
 
 def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Add the workload options, except those in `without`. The command gets a `WorkloadChoice` as `choice`."""
+    """Decorate a command with the workload options, but those in `without`. It gets them as `choice`, a `WorkloadChoice`."""
 
     @functools.wraps(command)
     def with_choice(**values: Any) -> Any:

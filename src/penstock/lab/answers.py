@@ -1,4 +1,4 @@
-"""Parser of one answer of OpenAI's API, streamed or whole: text, token counts and arrival times.
+"""Parser of one answer of an OpenAI-compatible server, streamed or whole: its text, token counts and arrival times.
 
 The HTTP client feeds bytes as they arrive and reads the result at the end. Malformed bytes set `error`; nothing here raises.
 """
@@ -146,7 +146,7 @@ class Answer:
 
 
 def error_of(body: bytes) -> str:
-    """Return the error message in the body of a failed request, or the beginning of the body."""
+    """Return the error message in the body of a failed answer, or the beginning of a body without one."""
     try:
         return _error_message(orjson.loads(body)) or _beginning(body)
     except _SENSELESS:
@@ -158,7 +158,6 @@ def _beginning(body: bytes) -> str:
 
 
 def _error_message(body: Any) -> str:
-    """Return the message in `{"error": ...}`, or an empty text."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or str(error)

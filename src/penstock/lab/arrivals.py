@@ -1,7 +1,7 @@
-"""Arrival times of requests, by several random processes, and workloads with other arrival times.
+"""Random arrival times for the requests of a workload, such as Poisson arrivals, bursts or a ramp.
 
-Instants are nanoseconds from the start of the run, and rates are requests per second. Only the first turn of a conversation
-has an instant: each later turn is sent after the one before it has ended.
+Instants are nanoseconds from the start of the run, and rates are requests per second. Only the first turn of a conversation has
+an arrival time: each later turn is sent after the one before it has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.types.errors import ConfigError
 
 
 def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
-    """Return the workload with these arrival times, one for each job without `after`.
+    """Return the workload with other arrival times: one for each job that is not a later turn of a conversation.
 
     Deadlines and cancellations move with their job. `words` are added to the workload's name.
     """
@@ -48,7 +48,7 @@ def mean_rate(workload: Workload) -> float | None:
 
 
 def closed(count: int) -> list[int]:
-    """Return 0 for each request: in a closed loop, the client limits how many are in flight."""
+    """Return arrival time 0 for each request of a closed loop: there, the client limits how many requests are in flight."""
     return [0] * count
 
 
@@ -62,7 +62,7 @@ def poisson(rng: Random, count: int, rate: float) -> list[int]:
 
 
 def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
-    """Return arrivals with gamma-distributed gaps. Their standard deviation is `cv` times their mean; above 1 is bursty."""
+    """Return arrivals with gamma-distributed gaps. `cv` is the gaps' standard deviation over their mean; above 1 is bursty."""
     _check_rate(rate)
     if not (cv > 0 and math.isfinite(cv)):
         raise ConfigError(f"The coefficient of variation of the gaps is {cv}.", remedy="Set it above 0; 1 is Poisson.")
@@ -87,7 +87,7 @@ def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[i
 
 
 def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> list[int]:
-    """Return Poisson arrivals at successive rates: (requests per second, seconds). After the last, the first starts again."""
+    """Return Poisson arrivals whose rate changes in stages. `rates`: (requests per second, seconds) of each; they repeat."""
     for rate, seconds in rates:
         if not (rate >= 0 and seconds > 0 and math.isfinite(rate) and math.isfinite(seconds)):
             raise ConfigError(f"A stage has rate {rate} for {seconds} s.", remedy="Rates are at least 0, and times above 0.")
@@ -107,7 +107,7 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
 
 
 def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> list[int]:
-    """Return Poisson arrivals for `on_s` seconds, none for `off_s` seconds, and so on. `rate` is the mean over both."""
+    """Return Poisson arrivals for `on_s` seconds, none for `off_s` seconds, and so on. `rate` is the mean of both together."""
     _check_rate(rate)
     if not (on_s > 0 and off_s >= 0):
         raise ConfigError(

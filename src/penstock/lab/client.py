@@ -1,7 +1,7 @@
 """The HTTP load generator: sends a workload to an OpenAI-compatible server and records how each request ended.
 
-An event loop has one connection for each request in flight, and reuses connections. Latencies count from the instant at which
-a request was due, so they include the delay of a client or server that falls behind.
+Each request in flight has its own connection, and connections are reused. Latencies count from the instant at which a request
+was due, so they include the delay of a client or server that falls behind.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def send(
     on_end: Callable[[], object] | None = None,
     options: SendOptions | None = None,
 ) -> Sent:
-    """Send every job to the server and wait until the last has ended.
+    """Send every job of the workload to the server and wait until the last has ended.
 
-    `on_end` is called after each. A failed request becomes a record, and the run goes on. Ctrl-C ends the run with the records
-    so far. Raises PenstockError for a bad URL, or for a prompt of a kind that the endpoint does not take.
+    `on_end` is called after each job. A failed request becomes a record, and the run goes on. Ctrl-C ends the run with the
+    records so far. Raises PenstockError for a bad URL, or for a prompt of a kind that the endpoint does not take.
     """
     options = options or SendOptions()
     client = _Client(target, options)
@@ -96,7 +96,7 @@ def send(
 
 
 class _PreciseSelector(selectors.EpollSelector):
-    """`epoll` without rounding: Python's rounds timeouts up to the next millisecond."""
+    """An `epoll` selector for exact sending times: Python's own rounds timeouts up to the next millisecond."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout > 0 and self.fileno() < 1024:
@@ -106,7 +106,7 @@ class _PreciseSelector(selectors.EpollSelector):
 
 
 class _BrokenAnswer(Exception):
-    """An answer ended early. The message says why."""
+    """Error for an answer that ended early. The message says why."""
 
 
 class _Connection(asyncio.Protocol):
@@ -132,7 +132,10 @@ class _Connection(asyncio.Protocol):
         self._open.add(self)
 
     async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_events: int | None) -> None:
-        """Send a request and fill its answer. Stop at its end, or after `max_events` events with text. Raises _BrokenAnswer."""
+        """Send a request, and parse the response into `answer` until its end or until `max_events` events with text have come.
+
+        Raises _BrokenAnswer.
+        """
         self._answer, self._num_bytes, self._ends_with_connection = answer, 0, True
         self._max_events, self._silence_s = max_events, silence_s
         self._done = asyncio.get_running_loop().create_future()
@@ -320,7 +323,6 @@ class _Client:
             return
 
     def _request(self, job: Job, body: bytes, late_ns: int) -> bytes:
-        """Return the head and body of the HTTP request. `late_ns` is the due time minus the time of sending, so at most 0."""
         head = self._head
         if job.tenant:
             head += f"X-Tenant: {quote(job.tenant, safe=_TENANT_CHARS)}\r\n"
@@ -338,7 +340,7 @@ class _Client:
         record.num_output_tokens = answer.num_events if answer.num_output_tokens is None else answer.num_output_tokens
 
     def _judged(self, answer: Answer, job: Job, error: str) -> tuple[End, str]:
-        """Return how a request ended, and the reason if it failed. `error`: the connection's, or empty."""
+        """Return how a request ended, and the reason if it failed. `error`: of the connection, or empty."""
         if answer.status not in (0, 200):
             error = answer.error or error or f"The status is {answer.status}."
             return (End.REFUSED if answer.status in _NOT_NOW else End.FAILED), error

@@ -1,4 +1,4 @@
-"""Comparison of results of `penstock bench`: finds figures that differ by more than noise.
+"""Compares results of `penstock bench`: finds figures that differ by more than noise.
 
 Figures are compared as ratios. The standard error of a ratio's logarithm comes from the spread between runs (Welch), from the
 figures' own intervals (Zou and Donner, 2008) or, for the same jobs, from a paired block bootstrap (Carlstein, 1986). Holm's
@@ -30,7 +30,7 @@ _DRAWS_IN_BLOCK = 2
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Standard error of the logarithm of a ratio, with its degrees of freedom."""
+    """Uncertainty of a compared figure: the standard error of the logarithm of after / before, and its degrees of freedom."""
 
     error: float
     degrees: float = math.inf
@@ -89,7 +89,7 @@ class Compared:
         return any(difference.change is not None for one in self.comparisons for difference in one.differences)
 
     def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
-        """Return figures that are significantly worse, by more than the share `by`."""
+        """Return figures, with their loads, that are worse beyond noise and by more than the share `by`."""
         return [
             (one.load, difference)
             for one in self.comparisons
@@ -99,7 +99,7 @@ class Compared:
 
 
 def compare_results(before: Result, afters: Sequence[Result], *, any_workload: bool = False) -> list[Compared]:
-    """Compare each result in `afters` with `before` at each common load, with one Holm correction for all tests.
+    """Compare `before` with each result in `afters`, at each load that both have. Holm's correction covers all tests together.
 
     Raises ConfigError if no load is common, or if the workloads differ and `any_workload` is false.
     """
@@ -208,7 +208,7 @@ def _spread_of_repeats(logs: Sequence[Sequence[float]]) -> Spread:
 
 
 def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
-    """Return the spread by the figures' own intervals, or None if an interval is unknown or contains 0."""
+    """Return the spread derived from the figures' own intervals, or None if an interval is unknown or contains 0."""
     variance = 0.0
     for side in values:
         for one in side:
@@ -270,7 +270,7 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
 
 
 def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
-    """Return `shell` with the change, its p-value and, as `smallest`, the standard error. `ratio` is a logarithm."""
+    """Complete `shell`, which only names a figure, by the change, its p-value and standard error. `ratio` is a logarithm."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)

@@ -1,6 +1,6 @@
-"""Cost models on disk: JSON files of `penstock profile --fit`, and CSV tables for other hardware.
+"""Reads and writes cost models: JSON files of `penstock profile --fit`, and CSV tables for other hardware.
 
-A table has steps (`rows,tokens,context,ms`: each of `rows` rows computes `tokens` tokens after `context` others) or costs by
+A table lists steps (`rows,tokens,context,ms`: each of `rows` rows computes `tokens` tokens after `context` others) or costs by
 name (`cost,ns`). Its comments `# key: value` give its origin; `# estimated: yes` marks times that were not measured. See
 docs/profile.md.
 """

@@ -1,7 +1,7 @@
-"""The time of a step as a function of its shape: a sum of named parts, each a count times its cost.
+"""Model of the time that a step takes, given its shape: a sum of named parts, each a count times its cost.
 
-Noise is a draw from ratios of measured to modelled time. A model keeps the range of the steps that it was fitted to, so that
-the simulator can warn of extrapolation.
+Noise is drawn from ratios of measured to modelled time. A model keeps the range of the steps that it was fitted to, so that the
+simulator can warn of extrapolation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ COLD_TOKENS = 16
 
 
 def coldness_after(coldness: float, duration_ns: float) -> float:
-    """Return the share of `CostModel.cold_ns` added to the next step. `coldness`: the share added to the last one."""
+    """Return the share of the weights that is missing from the processor's caches after a step of `duration_ns`.
+
+    `coldness`: that share before the step. The next step takes that share of `CostModel.cold_ns` longer.
+    """
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 
 
@@ -76,7 +79,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of the parts of a step, in nanoseconds.
+    """Costs of the parts of a step in nanoseconds, for one model on one machine.
 
     The defaults are SmolLM2-135M (Q4_1, 8-bit KV) on one thread with AVX-512, fitted to 36 shapes with a mean error of 5 %
     (2026-11-20), without host time and noise.

@@ -1,4 +1,4 @@
-"""Summary of a workload: counts, lengths, arrival rate, shared prefixes. As data, and as text."""
+"""Summary of a workload for `penstock bench` and the lab: counts, lengths, arrival rate, shared prefixes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _gap_cv(instants: Sequence[int]) -> float | None:
 
 
 def _num_found(workload: Workload) -> int:
-    """Return the number of prompt tokens that a perfect prefix cache would find, over all jobs."""
+    """Return how many prompt tokens of all jobs together a perfect prefix cache would find."""
     block_tokens = workload.prefix_block_tokens
     seen: set[int] = set()
     num_found = 0

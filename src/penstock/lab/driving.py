@@ -1,6 +1,6 @@
 """The loop that sends a workload: starts each job when it is due and collects the records.
 
-`client.send` (HTTP) and `in_process.drive` call it, each with a function that sends one job.
+`client.send` (HTTP) and `in_process.drive` (the Python API) call it, each with a function that sends one job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.types.errors import PenstockError
 
 
 class Ask(Protocol):
-    """A function that sends one job and fills its record while the answer arrives. Cancelling the call ends the request.
+    """A function that sends one job and fills in its record while the answer arrives. Cancelling the call ends the request.
 
     `texts`: messages of user and model in turn, with the job's own prompt last; empty for a prompt of token ids. `now_ns`:
     clock for the record. If the call raises PenstockError, the job failed with that message.
@@ -36,7 +36,7 @@ async def drive(
     keeps_text: bool = False,
     max_s: float | None = None,
 ) -> Sent:
-    """Send every job and wait until the last has ended. A failed request becomes a record, and the run goes on.
+    """Send every job with `ask` and wait until the last has ended. A failed request becomes a record, and the run goes on.
 
     The run ends early, with the records so far, after `max_s` seconds or if its task is cancelled (Ctrl-C in `asyncio.run`).
     """

@@ -1,4 +1,4 @@
-"""Figures of a run, computed from its records: latencies, rates, goodput, cost, fairness, and their intervals.
+"""Computes a run's figures from its records: latencies, rates, goodput, cost, fairness, and their confidence intervals.
 
 The records may come from an HTTP client, a run in process or a simulation. docs/bench.md defines every figure, and when a
 request meets an SLO.
@@ -60,7 +60,7 @@ class Slo:
 
 
 def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
-    """Parse `ttft=500ms`, or several separated by commas. Raises ConfigError."""
+    """Parse SLOs such as `ttft=500ms`; one text may have several, separated by commas. Raises ConfigError."""
     slos: dict[str, Slo] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
         metric, equals, limit = (part.strip() for part in text.partition("="))
@@ -85,7 +85,7 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GapHistogram:
-    """A histogram of the gaps between tokens for each group of successive requests.
+    """Histograms of the gaps between tokens, one for each group of successive requests.
 
     Bucket 0 is below a microsecond; bucket k is 0.5 % wide and begins at 1.005 ** (k - 1) microseconds.
     """
@@ -107,7 +107,7 @@ class GapHistogram:
 
     @property
     def values_ns(self) -> Floats:
-        """Return [n]: the middle of each bucket, at most 0.25 % from any gap in it above 1 us."""
+        """Gap that stands for each bucket: its middle, [n]. Above 1 us, at most 0.25 % from any gap in the bucket."""
         middle = _FIRST_BUCKET_NS * BUCKET_RATIO ** (self.buckets - 0.5)
         return np.where(self.buckets == 0, _FIRST_BUCKET_NS / 2, middle)
 
@@ -123,7 +123,7 @@ def _bucket_of(gaps_ns: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Records as columns of equal length, sorted by due time. Times are in nanoseconds."""
+    """Records of requests as columns of equal length, sorted by due time. Times are in nanoseconds."""
 
     index: Ints
     intended_ns: Ints
@@ -188,7 +188,7 @@ class Samples:
         return found
 
     def latency_ns(self, name: str) -> Ints:
-        """Return one latency of each request: [n]. `UNKNOWN` if it was not measured or the request did not succeed.
+        """Return one latency of each request: [n]. `UNKNOWN` if not measured, or if the request did not succeed.
 
         `name`: `ttft`, `tpot`, `e2e` or `queue`.
         """
@@ -243,9 +243,9 @@ def _reason(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that figures cover, in nanoseconds from its start.
+    """The part of a run that the figures are computed from, in nanoseconds from the run's start.
 
-    ITL always covers the whole run, because its histogram has no instants.
+    Gaps between tokens (ITL) always count in the whole run, because their histogram has no instants.
     """
 
     begin_ns: int
@@ -264,7 +264,7 @@ def whole_window(samples: Samples) -> Window:
 
 
 def steady_window(samples: Samples) -> Window | None:
-    """Return the part between warm-up and drain, or None if it is under half of the run or has fewer than 20 completions.
+    """Return the run without warm-up and drain, or None if that is under half of the run or has fewer than 20 completions.
 
     It begins when one request has succeeded and the number in flight has reached its median over time. It ends when the last
     request is sent, because the load falls afterwards.
@@ -324,7 +324,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """Jain's index among tenants (DEC-TR-301, 1984): 1 if all n are equal, 1/n if one has everything."""
+    """Jain's fairness index among tenants (DEC-TR-301, 1984): 1 if all n get the same, 1/n if one gets everything."""
 
     of_speed: float
     """Index of the tenants' mean speeds. A speed is output tokens / e2e seconds, or 0 for a refused or failed request."""
@@ -431,7 +431,7 @@ def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
 
 
 def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
-    """Return the rates of the requests where `counted` is true. Intervals come from the method of batch means."""
+    """Return requests and tokens per second of the requests where `counted` is true, with intervals by batch means."""
     some = samples.rows(counted, samples.gaps)
     num_batches = min(MAX_BATCHES, num_independent_batches(some, window))
     num_batches = num_batches if num_batches >= MIN_DRAWS else 1
@@ -446,7 +446,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Return how many nearly independent parts the window has: each has five completions and lasts twice the mean e2e."""
+    """Return the number of parts for batch means. A part lasts twice the mean e2e latency and has five completions."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0
@@ -456,7 +456,7 @@ def num_independent_batches(samples: Samples, window: Window) -> int:
 
 
 def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return cumulative output tokens, prompt tokens and ended requests at each instant: three arrays [instants].
+    """Return how many output tokens, prompt tokens and ended requests came up to each instant: three arrays [instants].
 
     The first token of an answer counts at `first_ns`; the others are spread evenly from then to its end.
     """

@@ -48,7 +48,7 @@ _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of a model, |model - measured| / measured, of the medians of similar steps."""
+    """Summary of a cost model's relative errors, |model - measured| / measured, over medians of similar steps."""
 
     median: float
     p90: float
@@ -67,7 +67,7 @@ class Fit:
 
 
 def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
-    """Fit a cost model with its noise, range and errors. `are_in_order`: each step ran right after the one before it.
+    """Fit a cost model to measured steps. `are_in_order`: each step ran right after the one before it, so noise can correlate.
 
     Raises ValueError if there are too few steps or groups to separate the costs, or if a step took no time.
     """
@@ -158,7 +158,7 @@ class _Table:
         return cost
 
     def predict(self, cost: _Cost) -> dict[str, Floats]:
-        """Return the modelled nanoseconds of each step, by part and in total."""
+        """Return part of a step, or `TOTAL` -> modelled nanoseconds of each step."""
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
@@ -264,7 +264,7 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
-    """Return noise for each octave of the modelled time. An octave with few steps is merged with the next longer one."""
+    """Return measured / modelled time for each octave of modelled time. An octave with few steps joins the next."""
     octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
     ends: list[float] = []
     begin = -np.inf

@@ -1,4 +1,4 @@
-"""Report of a simulation: load of the servers, speed of the simulation, and steps outside of the fitted range."""
+"""Reports what a simulation foretold: load of the servers, speed of the simulation, and steps outside of the fitted range."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
 
 
 def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
-    """Yield one plot: requests and KV blocks over time, for at most eight servers. Raises ConfigError without matplotlib."""
+    """Yield a plot of requests and KV blocks over time, for at most eight servers. Raises ConfigError without matplotlib."""
     timelines = [
         (", ".join(filter(None, [one.name, server])), timeline)
         for one in simulated

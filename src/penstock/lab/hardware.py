@@ -1,6 +1,6 @@
-"""Descriptions of machines: memory, bandwidth, peak multiply-adds, price.
+"""Descriptions of machines for plans: memory, bandwidth, peak multiply-adds, price.
 
-Sources are Penstock's table (`hardware.csv`, which explains its columns), a user's table, and a probe of this machine.
+They come from Penstock's table (`hardware.csv`, which explains its columns), a user's table, or a probe of this machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Hardware:
 def this_machine(
     *, name: str, memory_bytes: int, read_bytes_per_s: float, int8_ops_per_s: float, bf16_ops_per_s: float
 ) -> Hardware:
-    """Return the description of this machine, given its probed peaks. `name` is the processor's name."""
+    """Return this machine's description, with its probed peaks. `name` is the processor's name."""
     return Hardware(
         name="this",
         description=name,

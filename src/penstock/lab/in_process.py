@@ -28,7 +28,7 @@ class Progress:
 
 
 class Ask(Protocol):
-    """A function that asks a model for exactly `num_output_tokens` and yields progress. Closing it early ends the request.
+    """A function that asks a model for exactly `num_output_tokens` and yields its progress. Closing it early ends the request.
 
     `prompt`: token ids, or messages of user and model in turn, with the user's last. Raises PenstockError.
     """

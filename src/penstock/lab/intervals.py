@@ -27,7 +27,7 @@ _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and the ends of its confidence interval, which are None if the sample is too small."""
+    """A figure and the ends of its confidence interval. The ends are None if the sample is too small."""
 
     value: float
     low: float | None = None
@@ -44,7 +44,7 @@ class Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverted(self, numerator: float) -> Estimate:
-        """Return `numerator` divided by this estimate, which must be at least 0. No interval if this one contains 0."""
+        """Return `numerator` divided by this estimate, which is at least 0. If the interval contains 0, the result has none."""
         value = numerator / self.value if self.value else math.inf
         if not self.low or not self.high or self.low <= 0:
             return Estimate(value)
@@ -80,7 +80,7 @@ def student_tail(distance: float, degrees: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Effective sample size of a series, with its degrees of freedom."""
+    """Effective sample size of a series: how many independent samples say as much. With its degrees of freedom."""
 
     count: float
     degrees: float
@@ -134,7 +134,7 @@ def _shrink(degrees: float) -> float:
 
 
 def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
-    """Return the ranks, from 1, of two order statistics that enclose a quantile of `count` values, or None for too few."""
+    """Return the ranks, from 1, of two sorted values that enclose the quantile `share` of `count` values. None for too few."""
     if count < 1:
         return None
     spread = 10 * math.sqrt(count * share * (1 - share)) + 30
@@ -184,7 +184,7 @@ def _bucket_at(totals: Ints, share: float) -> int:
 
 
 def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
-    """Return `total` / `duration_s`, with an interval by batch means (Schmeiser, 1982).
+    """Return the rate `total` / `duration_s`, with an interval by batch means (Schmeiser, 1982).
 
     `batches`: `total` divided among equal parts of the time.
     """

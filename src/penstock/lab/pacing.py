@@ -1,6 +1,6 @@
 """Decides which job of a workload is sent next, and when. Used by the sending loop (`driving`) and the simulation.
 
-The caller passes the time and the ends of requests to a `Pacer`, and takes due jobs from it.
+The caller tells a `Pacer` the time and which requests have ended, and takes due jobs from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """Start of a run that is sent but not recorded: the first `num_jobs`, and all jobs due in the first `seconds`."""
+    """The start of a run, sent but not recorded: the first `num_jobs`, and all jobs due in the first `seconds`."""
 
     num_jobs: int = 0
     seconds: float = 0.0
@@ -34,7 +34,7 @@ class WarmUp:
 
 
 class Pacer:
-    """Schedule of a workload's jobs. Instants are nanoseconds from the start of the run."""
+    """The schedule of a workload's jobs during a run. Instants are nanoseconds from the start of the run."""
 
     def __init__(self, workload: Workload, pace: Pace) -> None:
         jobs = workload.jobs
@@ -69,7 +69,7 @@ class Pacer:
         return self._num_running
 
     def next_ns(self) -> int | None:
-        """Return when the next job is due, which may be in the past. None if none is due before a request ends."""
+        """Return when the next job is due, maybe in the past, or None if no job is due before a request ends."""
         if self._is_full:
             return None
         turn_ns = self._turns[0][0] if self._turns else None
@@ -79,7 +79,7 @@ class Pacer:
         return min(turn_ns, first_ns)
 
     def take(self, now_ns: int) -> tuple[int, int] | None:
-        """Return (index, due instant) of a job to send now, or None."""
+        """Return (index, due instant) of a job to send now, or None if no job is due."""
         due_ns = self.next_ns()
         if due_ns is None or due_ns > now_ns:
             return None
@@ -92,7 +92,7 @@ class Pacer:
         return self._firsts[self._num_begun - 1], due_ns
 
     def end(self, index: int, now_ns: int) -> int:
-        """Note that a job was answered. Schedule the turns after it by their think times, and return how many they are."""
+        """Note that a job was answered. Schedule the turns that follow it, after their think times, and return their number."""
         turns = self._turns_after.pop(index, ())
         for turn in turns:
             heappush(self._turns, (now_ns + self._jobs[turn].arrival_ns, turn))
@@ -111,7 +111,7 @@ class Pacer:
         return lost
 
     def continues(self, index: int) -> bool:
-        """Return whether another turn follows this job, and needs its answer."""
+        """Return whether a later turn of the conversation, which includes this job's answer, will be sent."""
         return index in self._turns_after
 
     @property

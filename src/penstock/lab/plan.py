@@ -1,7 +1,7 @@
 """Sizes a deployment: the highest rate that meets the SLOs, the resource that limits it, the replicas and their cost.
 
-`cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic, and `queueing` formulas for waits. The
-highest rate is valid for this workload only: its lengths, its order and its arrival process. docs/plan.md explains every
+`cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic, and `queueing` the formulas for waits.
+The highest rate is valid for this workload only: its lengths, its order and its arrival process. docs/plan.md explains every
 search.
 """
 
@@ -101,7 +101,7 @@ class Candidate:
     """Sentences about the assumptions on model, memory and step times."""
 
     def doubled(self, resource: Resource) -> Candidate:
-        """Return the candidate with twice as much of one resource. `QUEUE` changes nothing."""
+        """Return the candidate with twice as much of one resource, or the same candidate for `Resource.QUEUE`."""
         simulation, rates = self.simulation, self.rates
         capacity, cost = simulation.capacity, simulation.cost
         match resource:
@@ -162,7 +162,7 @@ class Trial(NamedTuple):
 
     @property
     def nearly_holds(self) -> bool:
-        """Whether the goal is met if one standard deviation of the number of failures is forgiven as chance."""
+        """Whether the SLOs are met if slightly more requests may fail: by one standard deviation of a binomial count."""
         return self.num_good >= self.goal * self.num_requests - math.sqrt(self.num_requests * self.goal * (1 - self.goal))
 
     @property
@@ -207,10 +207,10 @@ def _quantile(values: NDArray[np.float64], share: float) -> float:
 
 
 def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
-    """Return the workload at another mean rate. Gaps between arrivals are scaled by one factor; think times stay.
+    """Return the workload at another mean rate. All gaps between arrivals are scaled by one factor; think times stay.
 
-    If all jobs arrive at once, draw Poisson arrivals. A seed gives the same arrivals for every rate, up to the factor. At an
-    infinite rate all jobs arrive at once.
+    If all jobs arrive at once, draw Poisson arrivals. With the same seed, two rates give the same arrivals but for the scale.
+    At an infinite rate all jobs arrive at once.
     """
     if math.isinf(rate):
         return arrive(workload, [0] * num_arrivals(workload), "all at once")
@@ -223,7 +223,10 @@ def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
 
 
 def long_enough(workload: Workload, full: BatchPoint, least_run_s: float) -> Workload:
-    """Return the workload repeated until it lasts `least_run_s` at the rate of a full batch, within `MOST_TOKENS` and so on."""
+    """Return the workload, repeated so that it lasts `least_run_s` at the rate of a full batch.
+
+    `MOST_REQUESTS`, `MOST_TOKENS` and `MOST_STEPS` limit the repeats.
+    """
     num_tokens = sum(job.num_output_tokens for job in workload.jobs)
     wanted = math.ceil(least_run_s * full.rate / num_arrivals(workload))
     most_tokens = min(MOST_TOKENS, MOST_STEPS * full.num_rows)
@@ -254,7 +257,7 @@ class Search:
 
 
 def highest_rate(attempt: Callable[[float], Trial], saturated_rate: float) -> Search:
-    """Find the highest rate that meets the SLOs, to 2 %, from `LEAST_SHARE` of the saturated rate up to all of it.
+    """Search for the highest rate that meets the SLOs, to 2 %, between `LEAST_SHARE` of the saturated rate and all of it.
 
     `attempt` runs the workload at a rate. The bisection assumes that a lower rate is never worse, which holds up to noise.
     """
@@ -270,7 +273,7 @@ def highest_rate(attempt: Callable[[float], Trial], saturated_rate: float) -> Se
 def saturated_rate(outcome: Outcome, workload: Workload) -> float:
     """Return the arrivals per second that a server keeps up with, given a run in which all requests arrived at once.
 
-    The rate is that of completions, without the first and the last tenth of them, or over the whole run if that is higher.
+    That is the rate of completions, without the first and the last tenth of them, or over the whole run if that is higher.
     """
     ends = sorted(record.ended_ns for record in outcome.records)
     low, high = (int(share * (len(ends) - 1)) for share in (0.1, 0.9))
@@ -307,7 +310,10 @@ def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
 
 
 class Gain(NamedTuple):
-    """Factor by which the highest rate grows. The lower and the higher of a strict search and of one with `nearly_holds`."""
+    """Factor by which the highest rate grows with more of a resource, as a range: of a strict search and of a lenient one.
+
+    The lenient search accepts trials that have `nearly_holds`.
+    """
 
     least: float
     most: float
@@ -315,7 +321,7 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Gain of doubling each resource, and the resources that limit the rate. Gains are known to one `STEP`, 12 %."""
+    """Gain of doubling each resource, and the resources that limit the rate. Gains are exact to a factor of `STEP`."""
 
     before: float
     """Multiple of the highest rate that still meets the SLOs with nothing doubled: usually 1. More if the server was saturated
@@ -332,7 +338,7 @@ class Binding:
 
     @property
     def is_known(self) -> bool:
-        """Whether the search found a rate at which the SLOs fail."""
+        """Whether the search tried a rate so high that the SLOs were missed. Otherwise nothing was seen to limit the rate."""
         return not _is_top(self.before)
 
     @property
@@ -376,7 +382,7 @@ def _is_top(multiple: float) -> bool:
 
 
 def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, found: Search) -> Binding:
-    """Double one resource at a time, and find which doubling raises the highest rate most.
+    """Find the resource that limits the rate: double one at a time, and see which raises the highest rate most.
 
     If two resources limit the rate together, doubling either one shows no gain.
     """
@@ -447,8 +453,8 @@ class Fleet:
 def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, found: Search, rate: float) -> Fleet | None:
     """Find the fewest replicas behind a router that meet the SLOs at `rate`, or None if `MOST_REPLICAS` miss them.
 
-    Dividing by the highest rate of one replica would give too many, because several replicas share each burst. `found` is the
-    search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
+    `rate` divided by the highest rate of one replica would be too many, because several replicas share each burst. `found` is
+    the search with one replica. Raises ConfigError for a rate that `MOST_REPLICAS` can't keep up with.
     """
     planned, num_groups = rate / (1 - asked.headroom), 1
     fewest: tuple[int, Trial | None, Trial | None] | None = (1, None, None)
@@ -483,7 +489,7 @@ def find_fleet(candidate: Candidate, workload: Workload, asked: Requirements, fo
 
 
 def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -> tuple[int, Workload]:
-    """Return the number of groups of replicas, and the requests of one group.
+    """Divide the replicas into equal groups, of which one is simulated. Return their number, and the requests of one group.
 
     The workload is first repeated, so that at `rate` it lasts long enough for queues to grow.
     """
@@ -506,7 +512,7 @@ def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -
 def fewest_replicas(
     attempt: Callable[[int], Trial], least: int, most: int = MOST_REPLICAS
 ) -> tuple[int, Trial, Trial | None] | None:
-    """Return the fewest replicas that meet the SLOs, their trial, and the failed trial with one replica fewer, if run.
+    """Find the fewest replicas that meet the SLOs. Return their number, trial, and the failed trial with one fewer, if run.
 
     Return None if `most` replicas fail. The search goes up from `least` in doubling steps, then bisects: the answer is usually
     near `least`.
@@ -529,7 +535,7 @@ def fewest_replicas(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Cost of a deployment and of its tokens. Idle time of replicas is paid for."""
+    """Cost of a deployment per hour and per million tokens. Idle replicas cost the same."""
 
     price_per_hour: float
     price_per_million_output_tokens: float
@@ -563,7 +569,7 @@ class Wait:
 
 
 def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
-    """Return waits of Poisson arrivals by formulas, to compare with the simulated plan."""
+    """Compute waits by queueing formulas, for Poisson arrivals at several utilisations, to compare with the simulation."""
     capacity, cost = candidate.simulation.capacity, candidate.simulation.cost
     top = fullest_batch(cost, lengths, capacity)
     points = [batch_point(rows, cost, lengths, capacity) for rows in range(1, top.num_rows + 1)]
@@ -644,7 +650,7 @@ class Sized:
 
 
 def plan(candidate: Candidate, hardware: Hardware, workload: Workload, asked: Requirements) -> Sized:
-    """Size a deployment. Without SLOs, leave out rate, limiting resource, replicas and bill. Raises ConfigError."""
+    """Size a deployment. Without SLOs, leave out the rate, its limiting resource, replicas and bill. Raises ConfigError."""
     find_router(asked.router)
     if not 0 < asked.goal <= 1:
         raise ConfigError(f"The goal is {asked.goal:g}.", remedy="Set it above 0 and to 1 at most, such as 99%.")

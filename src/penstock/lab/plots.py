@@ -120,7 +120,7 @@ def is_installed() -> bool:
 
 
 def draw(title: str, panels: Sequence[Panel]) -> Plot:
-    """Draw panels, three in a row. Raises ConfigError without matplotlib."""
+    """Draw panels, three in a row, as one plot. Raises ConfigError without matplotlib."""
     figure, axes = _begin(title, len(panels))
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
@@ -134,7 +134,7 @@ def draw(title: str, panels: Sequence[Panel]) -> Plot:
 
 
 def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with equal axes that cover the points of all, so that they can be compared by eye."""
+    """Return the panels with equal axes, wide enough for all points, so that they can be compared by eye."""
     points = [point for panel in panels for series in panel.series for point in series.points]
     if not points:
         return list(panels)
@@ -304,7 +304,7 @@ def _begin(title: str, num_panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def require() -> ModuleType:
-    """Return matplotlib. Raises ConfigError if it is not installed."""
+    """Import matplotlib. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("matplotlib")
     except ImportError as error:
@@ -313,7 +313,7 @@ def require() -> ModuleType:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Use our settings of matplotlib instead of the user's, and silence warnings about missing glyphs and layout."""
+    """Run the block with our settings of matplotlib, and silence warnings about missing glyphs and layout."""
     matplotlib = require()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
@@ -393,7 +393,7 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *,
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between `low` and `high`, about three to ten, for a logarithmic axis. 0 < `low` < `high`."""
+    """Return about three to ten round numbers between `low` and `high`, 0 < `low` < `high`, as ticks of a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
@@ -423,7 +423,7 @@ def _fits(point: tuple[float, float], panel: Panel) -> bool:
 
 
 def _label(text: str, max_chars: int = MAX_LABEL_CHARS) -> str:
-    """Return a text as one short line. matplotlib hides labels that begin with an underscore, so add a space."""
+    """Shorten a label to one line. matplotlib hides labels that begin with an underscore, so put a space before it."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     shown = shown if len(shown) <= max_chars else f"{shown[: max_chars - 1]}…"
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,4 +1,4 @@
-"""Reports of `penstock profile`: errors of a fit, and shares of the time in a recording."""
+"""Formats the reports of `penstock profile`: a fit's errors, and where the time of a recorded server went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the text of each prompt: the trace's own text if it has one, else random common words.
+"""Writes the text of each prompt: the text in the trace, if any, else random common words.
 
 With a tokenizer, a text has the number of tokens that its job asks for, or the job is changed to match. Without one, lengths
 are estimated, and the workload's name says so. Equal blocks of a prefix get equal texts; other prompts share no block.
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int = 0) -> Workload:
-    """Return the workload with a text in each job that has no token ids. The same arguments give the same texts.
+    """Return the workload with a text for each job, except jobs with token ids. The same arguments give the same texts.
 
     A later turn of a conversation gets the text of its new message only. Tokens of a chat template do not count.
     """

@@ -11,7 +11,7 @@ import math
 
 
 def erlang_b(num_servers: int, load: float) -> float:
-    """Return the share of arrivals that find all servers busy and leave. `load` = rate x mean service time."""
+    """Return the share of arrivals that find all servers busy and leave (Erlang B). `load` = rate x mean service time."""
     blocked = 1.0
     for servers in range(1, num_servers + 1):
         blocked = load * blocked / (servers + load * blocked)
@@ -31,7 +31,7 @@ def mean_wait(num_servers: int, rate: float, service_s: float, cv: float) -> flo
 
 
 def wait_quantile(share: float, num_servers: int, rate: float, service_s: float, cv: float) -> float:
-    """Return the quantile `share` of the time in the queue, assuming that waits above 0 are exponential.
+    """Return the wait in seconds that the share `share` of requests does not exceed, if waits above 0 are exponential.
 
     Raises ValueError if the load is not below `num_servers`.
     """

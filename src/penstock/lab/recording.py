@@ -1,7 +1,7 @@
 """Reads recordings of `serve --record` (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes them.
 
-The files of one recording are read as one stream of events in time order. A request that had already ended when a step
-finished departs before that step.
+The files of one recording are read as one stream of events in time order. A request that had already ended when a step finished
+comes before that step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecordingError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class BlockId:
-    """Identity of a block's content. Two blocks with equal ids have equal tokens, and all tokens before them are equal."""
+    """Identity of the tokens in a KV block. Two blocks with equal ids have equal tokens, and so have all blocks before them."""
 
     id: int
     like: int = 0
@@ -65,7 +65,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Event: a request was queued or finally refused. Instants are nanoseconds from the start of the recording."""
+    """Event of a recording: a request was queued or finally refused. Instants are nanoseconds from the recording's start."""
 
     id: int
     arrival_ns: int
@@ -157,7 +157,7 @@ class Recording:
     header: Header
 
     def events(self) -> Iterator[Event]:
-        """Yield all events. Raises RecordingError, which names the damaged line. An incomplete last line is ignored."""
+        """Yield the events of all files. Ignore an incomplete last line. Raises RecordingError, which names a damaged line."""
         for path in self.paths:
             yield from _Part(path).events()
 
@@ -204,7 +204,7 @@ def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any],
 
 
 def _checked(told: _Told) -> _Told:
-    """Return `told` if all of its fields have the right types. Raises ValueError with the name of a wrong one."""
+    """Return an event or part of one, as read, if all fields have the right types. Raises ValueError that names a wrong one."""
     for name, is_right in _rules_of(type(told)):
         value = getattr(told, name)
         if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):
@@ -218,7 +218,7 @@ def is_recording(path: Path) -> bool:
 
 
 def open_recording(path: Path) -> Recording:
-    """Open a recording by its newest file. Older files (FILE.1, FILE.2, ...) are included as far as they exist.
+    """Open a recording by the name of its newest file. Older files (FILE.1, FILE.2, ...) are read first, if they still exist.
 
     Raises RecordingError if the file is not a recording, or has another version.
     """

@@ -1,4 +1,4 @@
-"""Reports a result, or a comparison of two, as text for a terminal, Markdown, or one HTML page that opens offline.
+"""Formats a result, or a comparison of two, as text for a terminal, Markdown, or one HTML page that opens offline.
 
 `sections_of` and `sections_of_compared` make sections of notes and tables; `as_text`, `as_markdown` and `as_html` render them.
 Text from servers and users is escaped, without control characters.
@@ -306,7 +306,6 @@ def _share(share: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the text with a bounded length and without control characters."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return shown if len(shown) <= 20 * MAX_CELL_CHARS else f"{shown[: 20 * MAX_CELL_CHARS - 1]}…"
 
@@ -316,7 +315,7 @@ def _clipped(text: str, width: int) -> str:
 
 
 def _text_table(table: Table) -> Iterator[str]:
-    """Yield the lines of a table: two for a row with intervals. The widest columns are clipped to fit `MAX_COLUMNS`."""
+    """Yield a table as lines of text: two for a row with intervals. The widest columns are clipped to fit `MAX_COLUMNS`."""
     lines = [tuple(map(_printable, table.head))]
     for row in table.rows:
         lines.append(tuple(_printable(cell.text) for cell in row))

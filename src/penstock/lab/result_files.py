@@ -1,4 +1,4 @@
-"""Reads and checks the files that `results` writes."""
+"""Reads and checks the result files of `penstock bench` and `simulate`, which `results` writes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Result(_Shape):
 
 
 def read_result(path: Path) -> Result:
-    """Read a result. Raises ConfigError, which names the wrong field."""
+    """Read a result file. Raises ConfigError, which names the wrong field."""
     try:
         if (size_bytes := path.stat().st_size) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {size_bytes} bytes; results are read up to {MAX_FILE_BYTES}.")

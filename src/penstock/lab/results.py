@@ -1,7 +1,7 @@
-"""Results of `penstock bench` and `simulate`: options, server, machine, date, and the requests of each run.
+"""Result files of `penstock bench` and `simulate`: options, server, machine, date, and the requests of each run.
 
-The file is one JSON object with one or more runs. Each run has its requests as columns, its gaps between tokens as a
-histogram, and its figures. The figures are for other programs; `result_files` reads only the columns and the histogram.
+The file is one JSON object with one or more runs. Each run has its requests as columns, its gaps between tokens as a histogram,
+and its figures. The figures are for other programs; `result_files` reads only the columns and the histogram.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Offered load of a run: a number of users or a request rate. `kind` is a key of `LOAD_UNITS`."""
+    """The load that a run put on the server: a number of users or a request rate. `kind` is a key of `LOAD_UNITS`."""
 
     kind: str
     value: float
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The client's machine. For a run in process or a simulation, also the server's."""
+    """The machine that sent the requests. For a run in process or a simulation, also the server's."""
 
     cpu: str = ""
     num_cpus: int = 0
@@ -104,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The runs of one command. Runs with equal loads are repeats."""
+    """All runs of one command. Runs with equal loads are repeats."""
 
     runs: Sequence[Run]
     machine: Machine = field(default_factory=this_machine)
@@ -112,7 +112,7 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write the result atomically. Raises ConfigError if the file can't be written."""
+    """Write the result as a file, atomically. Raises ConfigError if the file can't be written."""
     runs = [_plain_run(run) for run in result.runs]
     top = {"penstock_bench": VERSION, "made_by": result.made_by, "machine": result.machine, "runs": runs}
     # A run may have taken hours, so write an option that JSON can't represent as text.
@@ -220,5 +220,4 @@ def _plain_estimate(estimate: Estimate) -> dict[str, float | None]:
 
 
 def _short(value: float | None) -> float | None:
-    """Round to six digits. Return None for infinity and NaN, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

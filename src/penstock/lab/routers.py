@@ -1,4 +1,4 @@
-"""Routers: they choose a replica for each request. Users can add a class with the method `choose`."""
+"""Routers of the simulator: they choose a replica for each request. Users can add a class with the method `choose`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REMEMBERED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request to be routed."""
+    """The facts of an arriving request by which a router chooses its replica."""
 
     index: int
     now_ns: int
@@ -29,7 +29,7 @@ class Arrival:
 
 
 class Router(Protocol):
-    """Chooses a replica for each request. Each run makes a new router, so it can keep state."""
+    """Interface of an object that chooses a replica for each request. Each run makes a new router, so it can keep state."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int: ...
 

@@ -1,4 +1,4 @@
-"""An executor for simulations: it computes nothing. A cost model gives step times, and output lengths are given."""
+"""An executor for simulations. It computes nothing: a cost model gives step times, and output lengths are given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
 
 class ModelledTimes:
-    """Step times by a cost model, with noise. Called once for each step, in the order in which steps begin."""
+    """Times of simulated steps, by a cost model with noise. Call it once for each step, in the order in which steps begin."""
 
     def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
         self.num_steps = 0
@@ -54,7 +54,7 @@ class ModelledTimes:
 
 
 class SimulatedExecutor(NoAdapters):
-    """An executor on virtual time. `submit` returns at once, with a ticket that says when the step ends."""
+    """An executor that computes nothing. `submit` returns a ticket that says when the step ends in virtual time."""
 
     def __init__(self, capacity: Capacity, times: ModelledTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
         self.depth = depth

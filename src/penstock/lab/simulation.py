@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(ServerSettings):
-    """Settings of one or several equal simulated servers, and of their clients. Each run starts anew."""
+    """One or several equal simulated servers and their clients, as settings. Each run starts anew."""
 
     num_replicas: int = 1
     num_prefill_replicas: int = 0
@@ -128,7 +128,7 @@ class Simulation(ServerSettings):
         )
 
     def capacity_per_s(self, workload: Workload) -> float:
-        """Return the requests per second of a run in which all arrive at once and none is refused, late or cancelled.
+        """Return the requests per second of a run in which all arrive at once, and none is refused, late or cancelled.
 
         The slow start and end of the run count, so this is less than `plan.saturated_rate`.
         """
@@ -170,7 +170,7 @@ def _play(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable garbage collection: requests, plans and events form no cycles, and there are many."""
+    """Disable garbage collection in the block, for speed: requests, plans and events form no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -308,7 +308,7 @@ class _Fleet:
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of a request's prompt, without the last token, into a server's prefix cache. Return whether it fit."""
+    """Put the KV of a request's prompt, but for the last token, into a server's prefix cache. Return whether it fit."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
     bearer = _anew(request, request_id=f"{request.request_id} KV")
     hit = kv.lookup_prefix(bearer)

@@ -1,7 +1,7 @@
 """Arithmetic of serving a model: bytes of weights and KV, requests that fit, step times, batch sizes.
 
-`plan`, `penstock show` and `penstock profile` call it. Inputs are the model's description and the machine's peaks; no weight is
-read. A multiply-add is two operations.
+`plan`, `penstock show` and `penstock profile` call it. Its inputs are the model's description and the machine's peaks; no
+weight is read. A multiply-add is two operations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelSize:
 def size_of(
     program: Program, *, name: str, kv_dtype: KvDtype, num_weight_bytes: int, num_read_bytes: int, is_quantised: bool
 ) -> ModelSize:
-    """Return the size of a model. Bytes of weights depend on the file's formats, so the caller passes them."""
+    """Return the size of a model. The caller passes the bytes of weights, because they depend on the file's formats."""
     sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
     num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
@@ -91,15 +91,15 @@ def token_ops(size: ModelSize, context_tokens: float = 0.0) -> float:
 
 
 def decode_row_ops(size: ModelSize, context_tokens: float) -> float:
-    """Return the operations to generate one token after `context_tokens` positions, logits included."""
+    """Return the operations to generate one token after `context_tokens` positions, with its logits."""
     return token_ops(size, context_tokens + 1) + 2 * size.num_logit_products
 
 
 def read_bytes(size: ModelSize, num_tokens: float) -> float:
-    """Return the bytes of weights that a step of `num_tokens` reads.
+    """Return the bytes of weights that a step of `num_tokens` reads from memory.
 
-    A mixture of experts reads only the experts chosen for its tokens. If n tokens choose k of E equally likely experts each,
-    it reads E (1 - (1 - k/E)^n) experts on average.
+    A mixture of experts reads only the experts chosen for its tokens. If n tokens choose k of E equally likely experts each, it
+    reads E (1 - (1 - k/E)^n) experts on average.
     """
     return size.num_read_bytes * (1 - size.expert_share * math.pow(1 - size.routed_share, num_tokens))
 
@@ -111,7 +111,7 @@ def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Rates that steps of one model reach on a machine: shares of the peaks."""
+    """Operations and bytes per second that steps of one model reach on a machine: a share of its peaks."""
 
     ops_per_s: float
     read_bytes_per_s: float
@@ -128,7 +128,7 @@ def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
 
 
 def roofline(size: ModelSize, rates: Speeds) -> CostModel:
-    """Estimate a cost model by the roofline of each operation (Williams, Waterman, Patterson, CACM 52(4), 2009).
+    """Estimate a model's step times on a machine, by the roofline of each operation (Williams et al., CACM 52(4), 2009).
 
     Products with weights take the longer of the times to read the weights and to multiply. So does attention in decodes, with
     KV. Attention in prompts and logits take the time to multiply. All times are added, as if nothing overlapped.
@@ -170,7 +170,7 @@ def _knee(size: ModelSize, bytes_per_token: float) -> float:
 
 
 def with_more_compute(cost: CostModel, factor: float) -> CostModel:
-    """Return a fitted cost model for a machine that multiplies `factor` times as fast.
+    """Return a fitted cost model, changed as if the machine multiplied `factor` times as fast.
 
     A fit does not say what limits each cost. We assume that `step_ns` and `decode_read_ns` are limited by bandwidth, and the
     costs changed here by multiply-adds.
@@ -186,12 +186,12 @@ def with_more_compute(cost: CostModel, factor: float) -> CostModel:
 
 
 def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
-    """Return a fitted cost model for a machine that reads memory `factor` times as fast; see `with_more_compute`."""
+    """Return a fitted cost model, changed as if the machine read memory `factor` times as fast; see `with_more_compute`."""
     return replace(cost, step_ns=cost.step_ns / factor, decode_read_ns=cost.decode_read_ns / factor)
 
 
 class Bounds(NamedTuple):
-    """Upper bounds of tokens per second by a machine's peaks, for short texts."""
+    """Upper bounds of a model's tokens per second on a machine, with short contexts, by the machine's peaks."""
 
     prompt_tokens_per_s: float
     one_row_tokens_per_s: float
@@ -307,7 +307,7 @@ class BatchPoint:
 
 
 def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
-    """Return times and rates of a server with always `num_rows` requests, by Little's law."""
+    """Return times and rates of a server in which `num_rows` requests always run, by Little's law."""
     decodes = decode_shape(num_rows, lengths.mean_context)
     decode_ns, prompt_ns = cost.duration_ns(decodes), 0.0
     room, num_tokens = max(1, capacity.max_step_tokens - num_rows), round(lengths.mean_prompt)
@@ -337,7 +337,7 @@ def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequen
 
 
 def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns: float) -> BatchPoint | None:
-    """Return the largest batch with at most `tpot_ns` per token, or None if one row takes longer."""
+    """Return the largest batch that takes at most `tpot_ns` per output token, or None if one row takes longer."""
     low, high = 0, capacity.max_rows
     while low < high:
         middle = (low + high + 1) // 2
@@ -376,7 +376,7 @@ def _rounded(value: float, digits: int) -> str:
 
 
 class Line(NamedTuple):
-    """A quantity: its name, its formula in words, the formula with numbers, and the result."""
+    """A line of the arithmetic: a quantity's name, its formula in words, the formula with numbers, and the result."""
 
     name: str
     formula: str
@@ -393,9 +393,9 @@ def arithmetic(
     *,
     tpot_limit_ns: float | None = None,
 ) -> Iterator[Line]:
-    """Yield the quantities of a deployment, each after the ones that it depends on.
+    """Yield lines that derive a deployment's memory, step times and rate, each after the lines that it depends on.
 
-    `cost` may be fitted; `rates` are always the roofline's.
+    `cost` may be fitted to measurements; `rates` are always estimates.
     """
     context = lengths.mean_context
     yield from _memory_lines(size, capacity, lengths)

@@ -1,4 +1,4 @@
-"""Measures steps: a designed set on an executor, or the steps of a recording. For the fit and `penstock profile`.
+"""Measures steps for fits and `penstock profile`: of a designed set on an executor, or from a recording.
 
 The designed steps decode 1 to 64 rows at several context lengths, compute chunks of prompts, or do both. Each round has another
 order, so that a slow phase of the machine affects all shapes alike.
@@ -59,7 +59,7 @@ class MeasuredStep:
 
 
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
-    """Return the shapes to measure, without those that exceed the capacity."""
+    """Return the shapes of the steps to measure, without those that exceed the capacity."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     shapes = [
         StepShape(((1, context_len),) * num_rows, num_rows) for num_rows in DECODE_ROWS for context_len in DECODE_CONTEXTS
@@ -100,7 +100,7 @@ class StepRunner:
         self._ids = count()
 
     def fill(self) -> None:
-        """Write KV into every block. Memory that was never written maps to one page of zeros, so reading it is too fast."""
+        """Write KV into every block before timing. Memory never written maps to one page of zeros, which is read too fast."""
         capacity = self._executor.capacity
         size = capacity.block_size
         # A row also needs a place for its next token.
@@ -205,9 +205,9 @@ def measure_with_host(
     num_tokens: int = 48,
     first_group: int = 0,
 ) -> list[MeasuredStep]:
-    """Run decodes of 1 to 64 requests through the engine, with text but without HTTP, to measure the host's time.
+    """Run decodes of 1 to 64 requests through the engine, with text but without HTTP, to measure the host's time per step.
 
-    Steps with the same number of requests are a group.
+    Steps with the same number of requests are a group of the fit.
     """
     told = _Told()
     core = EngineCore(Scheduler(executor.capacity, make_policies()), observer=told)
@@ -263,10 +263,10 @@ def steps_of(
     max_steps: int = 20_000,
     is_taken: Callable[[StepDone], bool] = lambda _: True,
 ) -> list[MeasuredStep]:
-    """Return at most about `max_steps` steps of a recording, in stretches of `STRETCH`. Groups are parts of the recording.
+    """Return about `max_steps` steps of a recording, in stretches of `STRETCH`, with their times.
 
-    The host's time is known after a step that left requests running, if the server had one step in flight at a time. Raises
-    PenstockError if there are no steps.
+    For cross-validation, each of `num_groups` parts of the recording is a group. The host's time is known after a step that
+    left requests running, if the server had one step in flight at a time. Raises PenstockError if there are no steps.
     """
     num_steps = sum(1 for _ in recording.steps())
     if not num_steps:

@@ -1,4 +1,4 @@
-"""Synthetic requests with fixed, uniform or lognormal lengths."""
+"""Makes workloads of requests with fixed, uniform or lognormal lengths."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server with OpenAI's API as a client sees it: its address, the fields that it accepts, its tokenizer.
+"""The server that a benchmark sends to: its address, the request fields that it accepts, its tokenizer.
 
-`Target` makes request bodies. `Questions` finds out before a run what the server supports.
+`Target` makes request bodies for OpenAI's API. `Questions` finds out before a run what the server supports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Parse the URL of a server. Raises PenstockError for anything else."""
+        """Parse a server's `http` or `https` URL. Raises PenstockError for anything else."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -105,7 +105,7 @@ class Target:
         return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
 
     def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
-        """Return the body of a request. For a chat, `prompt` is the list of messages."""
+        """Return the JSON body of a request. `prompt` is a list of messages for a chat."""
         body: dict[str, object] = {"model": self.model}
         if self.endpoint is Endpoint.EMBEDDINGS:
             body["input"] = prompt
@@ -122,7 +122,7 @@ class Target:
 
 class Questions:
     def __init__(self, target: Target, *, timeout_s: float = 120.0) -> None:
-        """Prepare to ask a server; the connection opens with the first question. Raises PenstockError for a bad URL."""
+        """Connect to a server when the first question is asked. Raises PenstockError for a bad URL."""
         self._address = address = Address.of(target.url)
         where = address.host, address.port
         self._connection = (
@@ -139,7 +139,7 @@ class Questions:
         self._connection.close()
 
     def model(self) -> str:
-        """Return the first model that the server lists. Raises PenstockError."""
+        """Return the name of the first model that the server lists. Raises PenstockError."""
         status, body = self.ask("GET", "/v1/models")
         if status in _REMEDIES and status != 404:
             raise PenstockError(f"{self._target.url} answers {status}: {answers.error_of(body)}", remedy=_REMEDIES[status])
@@ -152,13 +152,13 @@ class Questions:
             ) from None
 
     def server(self) -> str:
-        """Return the server's name and version, as far as reported. Raises PenstockError if it can't be reached."""
+        """Return the server's name and version, as far as it reports them. Raises PenstockError if it can't be reached."""
         owner, version = self._got("/v1/models").get("data"), self._got("/version").get("version")
         name = owner[0].get("owned_by") if isinstance(owner, list) and owner and isinstance(owner[0], dict) else None
         return " ".join(part for part in (name, version) if isinstance(part, str))
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return a text's token ids, without special tokens, or None if the server can't tokenize. Raises PenstockError."""
+        """Return a text's token ids, without special tokens, or None if the server has no such route. Raises PenstockError."""
         own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # for Penstock and vLLM
         for body in (own, {"content": text}):  # for llama.cpp
             found = self._got("/tokenize", body).get("tokens")
@@ -185,7 +185,7 @@ class Questions:
         return found if isinstance(found, dict) else {}
 
     def settle(self) -> tuple[Target, tuple[str, ...]]:
-        """Send test requests for one token. Return the target without fields that the server refuses, and a note on each.
+        """Send test requests for one token. Return the target without the fields that the server refuses, and a note on each.
 
         Raises PenstockError if the server would refuse every request.
         """
@@ -244,7 +244,7 @@ _REMEDIES = {
 
 
 class ServerTokenizer:
-    """The server's own tokenizer as `prompts.Tokenizer`. Each text takes an HTTP request."""
+    """A `prompts.Tokenizer` that asks the server. Each text takes an HTTP request."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -252,7 +252,7 @@ class ServerTokenizer:
 
     @classmethod
     def of(cls, questions: Questions) -> ServerTokenizer | None:
-        """Return the tokenizer, or None if the server has none or is slower than `MAX_TOKENIZE_S`. Raises PenstockError."""
+        """Return the server's tokenizer, or None if it has none or takes longer than `MAX_TOKENIZE_S`. Raises PenstockError."""
         tokenizer = cls(questions)
         if (token_ids := questions.tokenize("the")) is None or questions.detokenize(token_ids) is None:
             return None

@@ -1,6 +1,6 @@
-"""Reads files of requests into a `Workload`. The format is recognised by the content.
+"""Reads files of requests (traces, recordings, ShareGPT) into a `Workload`. The format is recognised by the content.
 
-Sizes are limited. Errors name the file and the line.
+File sizes are limited. Errors name the file and the line.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def read_workload(
     max_turns: int = 1,
     limits: Limits | None = None,
 ) -> Workload:
-    """Return the requests of a file.
+    """Read the requests of a trace, a recording or another known file into a workload.
 
-    Arrivals count from the first request. If the file has no times, all arrive at 0. Raises PenstockError.
+    Arrival times count from the first request. If the file has no times, all arrive at 0. Raises PenstockError.
 
     `count_tokens`: counts the tokens of a text. None estimates, and the workload's name says so.
     `max_requests`: stop reading after this many.
@@ -164,9 +164,9 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
 
 
 def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
-    """Yield each conversation of a ShareGPT file as (message of the user, answer) pairs.
+    """Yield each conversation of a ShareGPT file as pairs (the user's message, the answer).
 
-    Messages before the first of a user are dropped, and all from the first unanswered one on. Raises PenstockError.
+    Messages before the user's first one are dropped, and all from the first unanswered one on. Raises PenstockError.
     """
     lines = Lines(path, limits or Limits())
     for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):
@@ -279,7 +279,7 @@ def _pairs(lines: Lines, turns: Sequence[object]) -> list[tuple[str, str]]:
 
 
 def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
-    """Return (is_user, text) of a message. `is_user` is None if neither a user nor a model wrote it."""
+    """Return (is_user, text) of a conversation's message. `is_user` is None if neither user nor model wrote it."""
     if isinstance(turn, dict):
         author, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(author, str) and isinstance(text, str):
@@ -341,9 +341,9 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
 def _recorded(path: Path, max_requests: int | None) -> Workload:
     """Return the requests of a recording as a workload.
 
-    Requests that did not end, failed, were refused or used beam search are left out. A client that left does so again: after
-    as many tokens, or at the same time if it had none. Adapters are ignored. The workload's name says how many requests were
-    left out or had an adapter.
+    Requests that did not end, failed, were refused or used beam search are left out. Clients that cancelled do so again: after
+    as many tokens, or at the same time if there were none. Adapters are ignored. The workload's name says how many requests
+    were left out or had an adapter.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
@@ -412,7 +412,7 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
-    """Check a length in tokens, and raise 0 to 1."""
+    """Check a number of tokens from the file. Return at least 1."""
     if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
         raise lines.error(
             f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."

@@ -1,6 +1,6 @@
-"""Simulates the clients of a workload: they send due requests, wait, leave, retry, and write the records.
+"""Simulates the clients of a workload: they send due requests, wait, cancel, retry, and write the records.
 
-The simulation calls `Traffic`, which sees servers only through `Service` and their events.
+The simulation calls `Traffic`, which calls servers only through `Service`, and gets their events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Agenda:
 
 
 class Prompts:
-    """Makes the token ids of prompts. Two prompts share exactly the prefix that their jobs say (`Job.prefix`, `Job.after`)."""
+    """Maker of prompts as token ids. Two prompts share exactly the prefix that their jobs say (`Job.prefix`, `Job.after`)."""
 
     def __init__(self, workload: Workload) -> None:
         self._jobs = workload.jobs
@@ -112,12 +112,12 @@ class Traffic:
         max_returns: int = 0,
         predictions: Mapping[int, int] | None = None,
     ) -> None:
-        """Make clients for a workload.
+        """Prepare the clients of a workload.
 
         `settings`: of the servers.
         `max_tokens`: limit that each request sends. None asks for exactly the output's length, as `penstock bench` does.
         `max_returns`: how often a refused request is sent again, after the time in `Retry-After`.
-        `predictions`: index -> predicted output length.
+        `predictions`: index of a job -> predicted output length.
         """
         self.agenda = Agenda()
         self.records: list[Record] = []
@@ -137,7 +137,6 @@ class Traffic:
         self._begin_ns = NEVER_NS
 
     def begin(self, service: Service) -> None:
-        """Start sending requests to `service`."""
         self._service = service
         self._note_next()
 
@@ -199,7 +198,7 @@ class Traffic:
         self._knock(call)
 
     def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
-        """Return a job's request, arriving now, for the engine and for admission control."""
+        """Make a job's request, arriving now: as the engine gets it, and as admission control sees it."""
         settings, arrival_ns = self._settings, self._clock.now_ns()
         max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
         if self._max_tokens is not None:
@@ -240,7 +239,7 @@ class Traffic:
         return request, ask
 
     def _conversation_of(self, index: int) -> bytes:
-        """Return the index of a conversation's first job as its name, or empty for a job without other turns."""
+        """Return an id of the job's conversation: the index of its first job, or empty for a job without other turns."""
         jobs = self._workload.jobs
         if jobs[index].after is None and not self._pacer.continues(index):
             return b""

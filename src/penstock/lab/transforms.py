@@ -55,7 +55,7 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
 
 
 def cut(workload: Workload, count: int) -> list[Workload]:
-    """Cut a workload into `count` slices of equally many roots, with their later turns. Each slice begins at time 0.
+    """Cut a workload into `count` slices with equally many roots and their later turns. Each slice begins at time 0.
 
     Raises ConfigError for fewer than two roots per slice.
     """
@@ -76,7 +76,7 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 
 
 def repeat(workload: Workload, times: int) -> Workload:
-    """Repeat a workload `times` times, with one mean gap between repeats.
+    """Repeat a workload `times` times in a row, with one mean gap between repeats.
 
     Prefix blocks that several conversations share stay shared. Other blocks get new ids, or a cache would find them.
     """
@@ -109,9 +109,9 @@ def repeat(workload: Workload, times: int) -> Workload:
 
 
 def divide_lengths(workload: Workload, divisor: int) -> Workload:
-    """Make prompts and answers `divisor` times shorter, rounded down, at least 1.
+    """Make prompts and answers `divisor` times shorter, rounded down, at least 1 token.
 
-    Blocks of prefixes become shorter, too, so shared prefixes stay shared. `prompts` cuts texts later.
+    Prefix blocks become shorter, too, so that shared prefixes stay shared. `prompts` cuts texts later.
     """
     _check_at_least_one("The divisor of lengths", divisor)
     if divisor == 1:
@@ -127,7 +127,7 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Cut prompts and answers to limits. A conversation ends before its first later turn that exceeds them.
+    """Limit the tokens of prompts and answers. A conversation ends before its first later turn that exceeds the limits.
 
     A prefix block that is cut is no longer shared.
     """
@@ -184,8 +184,8 @@ def think(workload: Workload, mean_s: float, seed: int) -> Workload:
 def converse(workload: Workload, num_turns: int) -> Workload:
     """Chain successive jobs into conversations of `num_turns`.
 
-    A job's prompt becomes the new message after the conversation so far, sent when the turn before has ended. Raises
-    ConfigError if the workload already has conversations.
+    A job's prompt becomes the new message of a turn, sent when the turn before has ended. Raises ConfigError if the workload
+    already has conversations.
     """
     _check_at_least_one("The number of turns", num_turns)
     if num_turns == 1:
@@ -217,7 +217,7 @@ def converse(workload: Workload, num_turns: int) -> Workload:
 
 
 def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int) -> Workload:
-    """Put `num_tokens` before each prompt, equal within a group. Each conversation gets a random group.
+    """Put a shared prefix of `num_tokens` before each prompt: one for each group. A conversation is in a random group.
 
     Raises ConfigError if prompts already have shared blocks, texts or token ids.
     """
@@ -308,7 +308,7 @@ def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) 
 
 
 def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_output: Callable[[int], int]) -> list[Job]:
-    """Return the jobs with new lengths, at least 1. In a conversation, `new_prompt` changes each turn's new message."""
+    """Return the jobs with new lengths, at least 1. In a conversation, `new_prompt` changes the length of each new message."""
     jobs: list[Job] = []
     for old in workload.jobs:
         history = was_history = 0

@@ -1,8 +1,8 @@
-"""Searches settings for a workload in the simulator, and measures gains on slices of the workload that the search did not use.
+"""Searches settings for a workload in the simulator, and measures their gain on other parts of the workload.
 
-All candidates serve the same slices, so differences are paired. The search is successive halving (Jamieson and Talwalkar,
-AISTATS 2016). Each round adds combinations of the best candidates. Gains need other slices, because the best of many
-candidates is partly lucky on the slices of the search.
+The workload is cut into slices. All candidates serve the same slices, so differences are paired. The search is successive
+halving (Jamieson and Talwalkar, AISTATS 2016); each round adds combinations of the best candidates. Gains need other slices,
+because the best of many candidates is partly lucky on the slices of the search.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Objective(StrEnum):
 
 
 def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) -> float:
-    """Return the objective's value for one run.
+    """Return the value of the objective, such as goodput, for one run.
 
     In latencies, a failed request counts as infinite, and a cancelled one does not count.
     """
@@ -113,7 +113,10 @@ class Trials:
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Rank the candidates by mean score. Raises ConfigError if the default is refused, or its latency is infinite."""
+        """Rank the candidates by mean score over the slices.
+
+        Raises ConfigError if the default settings are refused, or their latency is infinite.
+        """
         found: dict[float, Settings] = {}
         for settings in sorted(candidates, key=len):
             try:
@@ -138,9 +141,9 @@ class Trials:
 
 
 def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
-    """Try each single change on one slice, then, on twice as many, the better half and pairs of the best; and so on.
+    """Search by successive halving. The first round tries each single change of the default settings on one slice.
 
-    The default is in every round.
+    Each later round uses twice as many slices, and has the better half, combinations of two of the best, and the default.
     """
     left = [DEFAULT, *(with_needs({key: value}) for key, values in SPACE.items() for value in values)]
     rounds: list[Round] = []
@@ -184,7 +187,7 @@ class Comparison:
 def judge(
     evaluate: Evaluate, objective: Objective, slos: Sequence[Slo], few: Sequence[Settings], slices: Sequence[Workload]
 ) -> list[Comparison]:
-    """Compare each of a few candidates with the default, paired by slice.
+    """Compare each candidate in `few` with the default settings, paired by slice.
 
     All candidates serve a slice before the next slice begins, in alternating order, so that a machine that slows down favours
     none. Intervals are Student's t with Bonferroni's correction. A candidate that fails drops out. Raises PenstockError if the
@@ -266,7 +269,7 @@ def tune(
     num_slices: int = 24,
     num_finalists: int = 3,
 ) -> Tuned:
-    """Search on a third of the slices, and compare the best on another third. The last third is for `verify`.
+    """Search on a third of the slices, and compare the best settings on another third. The last third is for `verify`.
 
     Raises ConfigError for too few slices, or goodput without SLOs.
     """
@@ -293,7 +296,7 @@ def tune(
 
 
 def verify(tuned: Tuned, serve: Evaluate) -> Tuned:
-    """Run candidates that are significantly better in the simulator on the real engine, against the default.
+    """Compare settings that are significantly better in the simulator with the default on the real engine.
 
     Raises PenstockError if the default fails.
     """

@@ -1,4 +1,4 @@
-"""Variants of settings that `penstock simulate --vary` compares."""
+"""Combinations of settings that `penstock simulate --vary` compares."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MAX_VARIANTS = 200
 
 
 def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
-    """Return all combinations: four dicts for `policy=fcfs,sjf` and `rate=2,4`. The last name varies fastest.
+    """Return all combinations of settings: four dicts for `policy=fcfs,sjf` and `rate=2,4`. The last name varies fastest.
 
-    Separate values that contain commas by semicolons: `length_buckets=128,512;1024`. Raises ConfigError.
+    Values with commas are separated by semicolons: `length_buckets=128,512;1024`. Raises ConfigError.
     """
     names: list[str] = []
     values: list[list[str]] = []
@@ -36,7 +36,7 @@ def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
 
 
 def title(variant: dict[str, str]) -> str:
-    """Return `policy=sjf`, or only the values if there are several names: `sjf, 4`."""
+    """Name a combination in a report: `policy=sjf`, or only the values if there are several settings: `sjf, 4`."""
     if len(variant) == 1:
         return "".join(f"{name}={value}" for name, value in variant.items())
     return ", ".join(variant.values())

@@ -30,7 +30,7 @@ MAX_SAMPLES = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a simulated server. Each start makes new policies."""
+    """Settings of a simulated server, which makes new policies at each start."""
 
     capacity: Capacity
     make_policies: Callable[[], Policies]
@@ -47,7 +47,7 @@ class ServerSettings:
 
 
 class Timeline:
-    """Requests and KV blocks of a server over time: exact means, and samples for plots.
+    """A server's running and waiting requests and KV blocks over time: exact means, and samples for plots.
 
     At `MAX_SAMPLES`, every other sample is dropped and the sampling interval doubles.
     """
@@ -75,7 +75,7 @@ class Timeline:
             self._sample(now_ns)
 
     def means(self, until_ns: int) -> tuple[float, float, float]:
-        """Return means over time up to `until_ns`: running requests, waiting requests, share of blocks held by requests."""
+        """Return time averages up to `until_ns`: running requests, waiting requests, share of blocks that requests hold."""
         self.note(until_ns, self._last_running, self._last_waiting, self._last_held)
         running, waiting, held = (total / max(1, until_ns) for total in self._sums)
         return running, waiting, held / self.num_blocks
@@ -92,7 +92,7 @@ class Timeline:
 
 
 class Player:
-    """Runs an engine in virtual time. The owner of the clock calls `act` at `next_ns`.
+    """Driver of an engine in virtual time. The owner of the clock calls `act` at `next_ns`.
 
     At each instant a step ends, then commands are taken, then the next step is planned. The executor's tickets must have
     `ready_ns`.

@@ -1,4 +1,4 @@
-"""Workloads: lists of requests with given output lengths. Benchmarks send them, the simulator runs them."""
+"""Workloads: lists of requests with given output lengths. Benchmarks send them; the simulator runs them."""
 
 from __future__ import annotations
 

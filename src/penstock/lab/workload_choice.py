@@ -1,4 +1,4 @@
-"""Makes the workload that the options of a command describe: read or synthetic, then transformed in a fixed order."""
+"""Makes the workload that a command's options describe: read from a file or synthetic, then transformed in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TENANTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadChoice:
-    """Options for a workload. Fields that are None or empty change nothing; contradictory fields are errors."""
+    """A command's options for its workload. Fields that are None or empty change nothing; contradictory fields are errors."""
 
     workload: str = "synthetic"
     """A name in `synthetic.NAMED`, or a file that `traces` can read."""
@@ -166,7 +166,7 @@ _OPTIONS = {
 
 
 def _arrivals_of(choice: WorkloadChoice) -> str:
-    """Return the kind of arrivals, or empty to keep the file's. Raises ConfigError for contradictory fields."""
+    """Return the kind of arrivals, such as `poisson`, or empty for the file's. Raises ConfigError for contradictory options."""
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
