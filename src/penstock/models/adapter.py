@@ -23,7 +23,7 @@ OUTPUT_SITE = "output"  # the site of `Logits`, also if its weight is tied to th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterFactors:
-    """Finite factors, with the adapter's scale multiplied into B."""
+    """The finite factors A and B of a LoRA adapter, by site. The adapter's scale is already multiplied into B."""
 
     by_weight: Mapping[str, tuple[F32, F32]]
     """Site -> (A [r, in], B [out, r]), r >= 1. For `Embed`: A [r, vocabulary], B [width, r]."""
@@ -64,7 +64,7 @@ def site_of(op: Linear | Embed | Logits) -> str:
 
 
 def sites(program: Program) -> Mapping[str, tuple[int, int]]:
-    """Return site -> (out, in) of every matrix that an adapter can change. `Embed` has (width, vocabulary)."""
+    """Return site -> shape (out, in) of every matrix that an adapter can change. The embedding has (width, vocabulary)."""
     found: dict[str, tuple[int, int]] = {}
     widths = dict(program.buffers)
     for op in program.ops:

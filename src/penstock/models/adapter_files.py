@@ -31,9 +31,10 @@ class AdapterFiles:
         timeout_s: float | None = None,
         take: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Allow files in `roots`, resolved folders or files (None: any file), and reading for at most `timeout_s`.
+        """Set the limits on reading an adapter.
 
-        `take` gets the bytes that reading needs, and raises ModelError if there is too little memory.
+        - `roots`: resolved folders or files where reading is allowed; None: everywhere
+        - `take`: called with the bytes that reading needs; raises ModelError if there is too little memory
         """
         self._roots = roots
         self._timeout_s = timeout_s
@@ -46,7 +47,7 @@ class AdapterFiles:
         return self._digest.digest()
 
     def check(self, path: Path) -> None:
-        """Raise ModelError for a path that leads out of the folders, without revealing anything outside."""
+        """Raise ModelError if a path leads out of the allowed folders. The message reveals nothing about files outside."""
         if self._roots is None:
             return
         try:
@@ -55,7 +56,7 @@ class AdapterFiles:
             raise _outside(path) from None
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a regular file. Raises OSError, and ModelError for any other file and outside of the folders."""
+        """Open a regular file in the allowed folders. Raises ModelError for any other file, and OSError."""
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -69,7 +70,7 @@ class AdapterFiles:
         return cast("BinaryIO", _HashedFile(io.FileIO(fd), self._read))
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole file of at most `max_bytes`. Raises ModelError."""
+        """Read a whole file. Raises ModelError if it is missing, can't be read or has more than `max_bytes`."""
         try:
             with self.open(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
@@ -86,7 +87,7 @@ class AdapterFiles:
             raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
 
     def take(self, num_values: int) -> None:
-        """Reserve memory for `num_values` numbers. Raises ModelError."""
+        """Reserve memory for `num_values` numbers of the adapter. Raises ModelError if there is too little."""
         self._take(READ_BYTES * num_values)
 
     def _check(self, found: Path, path: Path) -> None:
@@ -113,7 +114,6 @@ class _HashedFile(io.BufferedReader):
         self._hashed = hashed
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to `size` bytes."""
         assert size is not None, "every read must be limited"
         assert size >= 0, "every read must be limited"
         return self._hashed(super().read, size)

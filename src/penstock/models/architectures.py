@@ -108,13 +108,13 @@ def _family(name: str) -> str:
 
 
 def with_biases(names: Mapping[str, str]) -> dict[str, str]:
-    """Return a table of tensors: for each `x` -> `y`, `x.weight` -> `y` and `x.bias` -> `y_bias`."""
+    """Return a table of tensor names with endings: `x` -> `y` becomes `x.weight` -> `y` and `x.bias` -> `y_bias`."""
     ends = (("weight", ""), ("bias", "_bias"))
     return {f"{theirs}.{end}": f"{ours}{suffix}" for theirs, ours in names.items() for end, suffix in ends}
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Return config.json without nulls, with keys renamed (theirs -> ours) and with defaults."""
+    """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys."""
     return {**defaults, **{renamed.get(key, key): value for key, value in values.items() if value is not None}}
 
 
@@ -167,7 +167,10 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the rows (in a bias: columns) of a file's tensor, or of each expert's matrix in it, are divided among our weights."""
+    """The layout of a tensor that combines several of our weights, such as q, k and v: which rows belong to which weight.
+
+    In a bias these are its columns. A tensor with a matrix for each expert divides every matrix in this way.
+    """
 
     names: tuple[str, ...]
     """Ends of our names, in the order of their rows. The program says how many rows each has."""
@@ -182,7 +185,7 @@ QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """A layer of a head: norm(activation(x @ weight.T + bias))."""
+    """A layer of a classification or reranking head: norm(activation(x @ weight.T + bias))."""
 
     name: str  # beginning of its tensors' names
     activation: Activation | None = None
@@ -193,7 +196,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a model makes scores of its last layer's states: a pooling, and the layers after it."""
+    """A classification or reranking head: it pools the last layer's states and computes scores from them with a few layers."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -207,7 +210,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that is not in files: it is computed from another weight, or from the spec alone."""
+    """A weight that files lack: the loader computes it from another weight, or from the model's spec alone."""
 
     source: str  # our name of the other weight, which no operation reads; empty without one
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
@@ -248,7 +251,7 @@ class Architecture:
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
-    """Return our name of an architecture. Raises ModelError if it is not supported."""
+    """Return Penstock's name of the architecture that a file calls `name`. Raises ModelError if it is not supported."""
     if (found := known.get(name)) is not None:
         return found
     reason = REFUSED.get(_family(name))
@@ -265,7 +268,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def find(name: str) -> Architecture:
-    """Return the architecture that we call `name`. Raises ModelError."""
+    """Return the architecture with Penstock's name `name`, such as `llama`. Raises ModelError if it is unknown."""
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelError(f"The architecture {name!r} is not supported.", remedy=f"Supported are: {known}.")

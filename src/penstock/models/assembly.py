@@ -1,4 +1,4 @@
-"""Makes our weights from the tensors of a file: renamed, divided, stacked, transposed."""
+"""Makes our weights from a file's tensors: renames, divides, stacks and transposes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shapes of the file's tensors (`stored`, by its names) and of our weights (`wanted`, by ours)."""
+    """Shapes of the file's tensors (`stored`, by the file's names) and of our weights (`wanted`, by our names)."""
 
     stored: Shapes
     wanted: Shapes
@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the file or a part of it, which makes one of our weights, alone or with other pieces."""
+    """A tensor of the file, or a part of one, that makes one of our weights, alone or stacked with other pieces."""
 
     tensor: str
     names: tuple[str, ...]  # our names of all parts of the tensor
@@ -39,9 +39,9 @@ class Piece:
     layout: Parts | None = None  # how the tensor is divided; None: it is the weight
 
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
-        """Return (number of matrices, columns, runs of rows in each matrix).
+        """Return (number of matrices in the tensor, their columns, the runs of rows of each matrix that belong to this piece).
 
-        A run is (first row, number of rows, step). It has no rows if the parts do not fit.
+        A run is (first row, number of rows, step). It has no rows if the tensor's size is not the sum of its parts.
         """
         *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
@@ -65,9 +65,11 @@ class Piece:
 def find_pieces(
     names: Iterable[str], *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str | Parts]
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of each of our weights. An unknown tensor keeps its name, for the error message.
+    """Return the name of each of our weights and the pieces of the file's tensors that make it.
 
-    `block` matches a layer's number and the rest of a tensor's name. `layer` maps such rests, `top` all other tensors.
+    - `names`: tensors in the file. An unknown one becomes a weight of the same name, for the error message.
+    - `block`: matches a layer's tensor; its groups are the layer's number and the rest of the name
+    - `layer`: maps such a rest to our name; `top` maps the names of all other tensors
     """
     found: dict[str, list[Piece]] = {}
     for name in names:
@@ -96,7 +98,7 @@ def _pieces_of(
 
 
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
-    """Return (num_rows, num_cols) of the pieces together, or (0, 0) if they do not fit."""
+    """Return the shape (num_rows, num_cols) of the weight that the pieces make, or (0, 0) if they do not fit together."""
     if pieces[0].layout is None:
         shape = without_middle(sizes.stored[pieces[0].tensor])
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
@@ -110,16 +112,16 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
 
 
 def without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop the 1 from [channels, 1, positions], a convolution's kernels."""
+    """Drop the 1 from the shape [channels, 1, positions] of a convolution's kernels. Other shapes stay."""
     return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def put_together(
     name: str, pieces: Sequence[Piece], sizes: Sizes, load: Callable[[Piece], Sequence[WeightTensor]]
 ) -> WeightTensor:
-    """Return the weight of these pieces. `load` returns the matrices of a piece's tensor.
+    """Return the weight `name` made of these pieces. `load` returns a piece's tensor as matrices, one for each expert.
 
-    Raises ModelError if the matrices' formats differ. Their rows stay in the file; biases become F32.
+    Rows of matrices stay in the file; biases become float32. Raises ModelError if the matrices' formats differ.
     """
     of_matrices = [[Cut(matrix, *run) for run in piece.cut(name, sizes)[2]] for piece in pieces for matrix in load(piece)]
     if name.endswith("_bias"):

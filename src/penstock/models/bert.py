@@ -42,7 +42,6 @@ from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pool
 
 
 def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
-    """Return the program of one step. `has_down_bias`: an MLP's last projection has a bias even if the others have none."""
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.norm(build.add_positions(x) if has_positions else x, "embed_norm", "x")
@@ -69,13 +68,12 @@ _DEFAULTS = {
 
 
 def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
-    """Add defaults. `tie_word_embeddings` is about a head that is not computed."""
     found = with_defaults(values, {**_DEFAULTS, **defaults}, renamed)
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
 def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Add defaults, and leave out the first positions: their rows, up to the padding token's number, are unused."""
+    """Return config.json with defaults, and without the first position embeddings: RoBERTa uses none up to the padding id."""
     found = _bert_values(values, pad_token_id=1, **defaults)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
@@ -119,7 +117,7 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _bare_name(name: str) -> str:
-    """Return a tensor's name without the prefix of files with heads, and with today's names of norms."""
+    """Return a tensor's name without a prefix such as `bert.`, and with `LayerNorm.weight` for `LayerNorm.gamma`."""
     bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
     return bare.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
@@ -140,7 +138,6 @@ _roberta_head = partial(
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply BERT's settings. The converter has left out the unused rows of positions."""
     return replace(_with_bert(spec, "gelu"), num_types=_num_types_of_gguf(file))
 
 
@@ -153,7 +150,7 @@ def _num_types_of_gguf(file: GgufFile) -> int:
 
 
 def _gguf_head(file: GgufFile) -> Head | None:
-    """Return the head, if any. Raises ModelError if its first layer is missing: the converter leaves out a BERT's."""
+    """Return the model's head, or None. Raises ModelError if one of its two layers is missing, as in a converted BERT."""
     has_first, has_last = "cls.weight" in file.tensors, "cls.output.weight" in file.tensors
     if has_first != has_last:
         raise ModelError(
@@ -222,7 +219,6 @@ _DISTILBERT_KEYS = {
 
 
 def _distilbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename keys and add defaults. As in transformers, the epsilon of the norms is fixed."""
     fixed = {key: value for key, value in values.items() if key != "layer_norm_eps"}
     return _bert_values(fixed, _DISTILBERT_KEYS, num_hidden_layers=6)
 
@@ -322,7 +318,7 @@ _PADDING = 1  # fixed in the class, whatever config.json says.
 
 
 def bucket(distance: int) -> int:
-    """Return the bucket of a key `distance` tokens after the query (before, if negative). Source: arXiv 1910.10683 (T5)."""
+    """Return T5's position bucket of a key `distance` tokens after its query (negative: before). Source: arXiv 1910.10683."""
     half = NUM_BUCKETS // 2
     near, first = half // 2, half * (distance > 0)
     far = abs(distance)
@@ -371,7 +367,7 @@ _JINA_ACTIVATIONS: Mapping[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
 
 
 def slopes(num_heads: int) -> list[float]:
-    """Return how much the scores of each of n heads fall per token of distance: 2^(-8/n), 2^(-16/n), ...
+    """Return ALiBi's slope of each of n heads, by which scores fall per token of distance: 2^(-8/n), 2^(-16/n), ...
 
     If n is not a power of two: the slopes of the power below, then every other slope of the power above.
     """
@@ -419,7 +415,6 @@ JINA_BERT = replace(
 
 
 def _describe_modernbert(spec: ModelSpec) -> Program:
-    """Return the program of one step. The first layer's input, the embeddings, is normed already."""
     build = Decoder(spec)
     x = build.norm(build.embed(), "embed_norm", "x")
     for layer in range(spec.num_layers):
@@ -448,7 +443,6 @@ _MODERNBERT_DEFAULTS: Mapping[str, Any] = {
 
 
 def _modernbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with a type for each layer and a rotation for each type."""
     found = with_defaults(values, _MODERNBERT_DEFAULTS)
     every, num_layers = found["global_attn_every_n_layers"], found["num_hidden_layers"]
     if type(every) is int and every > 0 and type(num_layers) is int and 0 < num_layers <= checks.LIMITS["num_layers"]:

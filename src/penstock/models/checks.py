@@ -57,13 +57,13 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:
-    """Return the error for a valid setting that Penstock lacks."""
+    """Return the error for a valid setting that Penstock does not support. `supported` says which values are."""
     remedy = "The file is in order, but Penstock cannot do this yet: choose another model, or ask for it in an issue."
     return ModelError(f"{path}: {setting}, which is not supported ({supported}).", remedy=remedy)
 
 
 def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
-    """Raise ModelError unless each size is in [1, limit]. Call this before building anything from the sizes."""
+    """Raise ModelError unless each size, such as `num_heads`, is in [1, its limit]. Call this before using the sizes."""
     for name, value in sizes.items():
         if not 1 <= value <= LIMITS[name]:
             raise damaged(path, f"{name} is {value}, outside of 1 to {LIMITS[name]}")
@@ -74,7 +74,7 @@ def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
 
 
 def check_spec(spec: ModelSpec, path: Path) -> None:
-    """Raise ModelError for windows and numbers far from those of published models: float32 would overflow or underflow."""
+    """Raise ModelError for an impossible window, or for factors so large or small that float32 would overflow or underflow."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
     attentions = set(spec.attentions)
@@ -92,7 +92,7 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
-    """Return the rotation of a layer's heads. Raises ModelError if the numbers overflow."""
+    """Return the frequencies of a layer's rotary embedding. Raises ModelError if the parameters overflow."""
     if (words := choice_words(parameters, served_len)) is not None:
         _log.info("%s: %s", path, words)
     try:
@@ -102,7 +102,7 @@ def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: P
 
 
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
-    """Return a layer with this rotation, and with the biases and sinks that the weights `names` have for layer 0."""
+    """Return a layer with the rotation `turn`, and with the biases and attention sinks that `names` lists for layer 0."""
     has_o_bias, has_sinks = "layers.0.o_bias" in names, "layers.0.sinks" in names
     mlp = layer.mlp
     if isinstance(mlp, GatedMlp):
@@ -112,7 +112,7 @@ def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:
-    """Return the ids that name a token, by name. None and -1 (4294967295 if unsigned) mean no token."""
+    """Return the special-token ids that are set, by name. None and -1 (4294967295 if unsigned) mean unset."""
     found: dict[str, int] = {}
     for name, token_id in ids.items():
         if token_id in (-1, 0xFFFFFFFF):
@@ -172,7 +172,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
 def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:
     """Raise ModelError unless `shapes` has exactly the weights that the program reads.
 
-    If a file has another tensor, we would compute its model wrongly.
+    A tensor that the program does not read is an error too: the model needs a computation that the program lacks.
     """
     wanted = weight_shapes(program)
     if missing := [name for name in wanted if name not in shapes]:
@@ -187,7 +187,7 @@ def check_weights(program: prog.Program, shapes: Mapping[str, tuple[int, int]], 
 
 
 def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, experts_on_disk: bool) -> None:
-    """Raise NotEnoughMemory if the weights, of `held` bytes each, would take more than `max_bytes`."""
+    """Raise NotEnoughMemory if the weights need more than `max_bytes`. `held`: bytes in memory of each weight, by name."""
     expert_bytes = sum(size for name, size in held.items() if is_of_experts(name))
     needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
     if max_bytes is None or needed <= max_bytes:

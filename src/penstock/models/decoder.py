@@ -1,4 +1,4 @@
-"""The parts that transformers are made of. A method emits operations and returns the name of the buffer with their result."""
+"""Building blocks of transformers. A method emits operations and returns the name of the buffer with their result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 
 
 class Decoder:
-    """Builds one program. Weights have the names of `LoadedModel.weights`."""
+    """Builds the program of one model. `x` and `to` are names of buffers. Weights are named as in `LoadedModel.weights`."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -25,7 +25,7 @@ class Decoder:
         """For each layer, the number of layers before it with the same kind of mixer."""
 
     def _buffer(self, name: str, width: int) -> str:
-        """Return a buffer. If one of this name has another width, append the width to the name."""
+        """Return the name of a buffer. If the name is taken by a buffer of another width, append the width."""
         name = self._prefix + name
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"
@@ -33,24 +33,24 @@ class Decoder:
         return name
 
     def embed(self) -> str:
-        """Return the residual stream. [num_tokens, hidden_size]"""
+        """Embed the tokens and return the residual stream. [num_tokens, hidden_size]"""
         x = self._buffer("x", self._spec.hidden_size)
         self._ops.append(prog.Embed(x, "embed", self._spec.embed_scale))
         return x
 
     def add_positions(self, x: str) -> str:
-        """x += the learned row of each token's position."""
+        """x += the learned embedding of each token's position."""
         self._ops.append(prog.EmbedPositions(x, x, "positions", self._spec.max_model_len, self._spec.first_position))
         return x
 
     def add_types(self, x: str) -> str:
-        """x += the row of each token's type, if the model has types."""
+        """x += the embedding of each token's type (first or second text of a pair), if the model has types."""
         if self._spec.num_types:
             self._ops.append(prog.EmbedTypes(x, x, "types", self._spec.num_types))
         return x
 
     def norm(self, x: str, weight: str, out: str = "normed") -> str:
-        """Norm whole rows, as the spec says. `out` may be x."""
+        """Normalise whole rows of x with the spec's kind of norm. `out` may be x."""
         if self._spec.norm == "rms":
             return self._rms_norm(x, weight, out)
         normed = self._buffer(out, self._widths[x])
@@ -125,7 +125,7 @@ class Decoder:
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
-        """Return the layer's attention or short convolution."""
+        """Return the output of the layer's attention or short convolution, before the output projection."""
         if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
             return self.short_conv(layer, x)
         return self.attention(layer, x, qk_norms=qk_norms)
@@ -137,7 +137,7 @@ class Decoder:
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """Return the buffers, in the last layer with only the rows that the answer needs.
+        """Return the buffers; in the last layer, copies with only the rows that the answer needs.
 
         Call this before the output projection of each layer, so that a prompt skips most of the last layer.
         """
@@ -152,7 +152,7 @@ class Decoder:
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
-        """Return the input of the down projection: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`."""
+        """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`."""
         mlp, at = self._spec.layers[layer].mlp, f"layers.{layer}"
         assert not isinstance(mlp, ExpertsMlp)
         names = ("gate", "up") if isinstance(mlp, GatedMlp) else ("up",)
@@ -168,7 +168,7 @@ class Decoder:
         return act
 
     def experts(self, layer: int, x: str) -> str:
-        """Return the sum of the layer's experts. [., hidden_size]"""
+        """Return the weighted sum of the outputs of the experts that the router chooses for each token. [., hidden_size]"""
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
         out, at = self._buffer("mixed", self._spec.hidden_size), f"layers.{layer}"
@@ -208,7 +208,7 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """Return the program, which ends in the spec's `ending` or in logits of x."""
+        """Add the last operations, for logits of x or for the spec's `ending`, and return the program."""
         ending = self._spec.ending
         if ending is None:
             self._finish_with_logits(x)

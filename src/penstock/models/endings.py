@@ -33,11 +33,11 @@ def choose_ending(
     task: str,
     pooling: Pooling | None,
 ) -> TextEnding | None:
-    """Return the ending of a model, or None if it writes text. Raises ModelError for what the model can't do.
+    """Return the ending of a model, or None if it writes text. Raises ModelError if it can't do `task` or `pooling`.
 
-    - `files`: the settings of embeddings in the files at `path`
+    - `files`: the settings of sentence-transformers in the files at `path`
     - `writes_none`: the model can't write text. Others do, unless `files` have a pooling or `task` asks for another ending
-    - `labels`: names of the head's columns
+    - `labels`: names of the head's outputs
     - `task`: `auto`, `generate` or one of `Task`; `pooling`: the user's choice or None
     """
     is_asked = task not in ("auto", "generate")
@@ -73,12 +73,12 @@ def choose_ending(
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """Return the spec with this ending. A model with an ending has no output matrix to tie."""
+    """Return the spec with this ending. An ending replaces the output matrix, so no matrix is shared with the embedding."""
     return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
 def read_labels(config: JsonFile) -> tuple[str, ...]:
-    """Return the names of a head's columns, by config.json or transformers' defaults."""
+    """Return the labels of a head's outputs: those of config.json or transformers' defaults (`LABEL_0`, ...)."""
     named = config.get("id2label", dict)
     if named is None:
         num = config.get("num_labels", int)
@@ -93,7 +93,7 @@ def read_labels(config: JsonFile) -> tuple[str, ...]:
 
 
 def usual_scores(spec: ModelSpec) -> ScoreFunction:
-    """Return the default function for a head's scores, as in transformers' text_classification.py."""
+    """Return the default function from a head's outputs to scores, as in transformers' text_classification.py."""
     if spec.ending is None or not spec.ending.labels:
         return ScoreFunction.NONE
     is_alone = len(spec.ending.labels) == 1 and spec.ending.pooling != "each"
@@ -101,7 +101,7 @@ def usual_scores(spec: ModelSpec) -> ScoreFunction:
 
 
 def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -> EncoderInfo | None:
-    """Return the facts of an encoder for clients, or None for a model that writes text."""
+    """Return the facts of an encoder that clients may know, or None for a model that writes text."""
     ending = spec.ending
     if ending is None:
         return None
@@ -119,7 +119,7 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return names of tensors outside of layers -> our names. Only models that write text have an output matrix."""
+    """Return file's name -> our name of tensors outside of layers. The output matrix is only in models that write text."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 
@@ -144,7 +144,10 @@ def hf_names(
 def shapes_with_made(
     architecture: Architecture, spec: ModelSpec, wanted: Shapes, found: Mapping[str, tuple[int, int]], path: Path
 ) -> Mapping[str, tuple[int, int]]:
-    """Return the shapes with sources replaced by the weights that `Architecture.made` computes from them. Raises ModelError."""
+    """Return the shapes `found` in a file, with source tensors replaced by the weights in `Architecture.made`.
+
+    Raises ModelError if a source tensor is missing or has another shape.
+    """
     shapes = dict(found)
     for name, made in architecture.made.items():
         if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):

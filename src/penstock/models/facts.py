@@ -15,7 +15,7 @@ MAX_WORD_CHARS = 80  # longest part of a file's text that is shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """All tensors of a file in one format."""
+    """The totals of all tensors of one format in a model's files."""
 
     name: str  # GGML's or safetensors' name, in capitals
     num_tensors: int
@@ -26,7 +26,7 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts of a model's files. Clients may know all but the path. Missing texts are empty."""
+    """Facts of a model that need no loading. Clients may know all but the path. Unknown strings are empty."""
 
     path: Path = Path()
     container: str = ""  # the kind of files
@@ -49,7 +49,7 @@ class ModelFacts:
 
     @property
     def num_parameters(self) -> int | None:
-        """None for packed weights: their number is unknown."""
+        """Number of parameters; None for packed weights, where it is unknown."""
         return self.num_values if self.formats and not self.quantisation else None
 
     @property
@@ -63,7 +63,7 @@ class ModelFacts:
 
 
 def read_facts(source: ModelSource) -> ModelFacts:
-    """Return the facts of a source that is present. Raises ModelError, and OSError."""
+    """Return the facts of a model from its files on disk. Raises ModelError if they are damaged, and OSError."""
     return _directory_facts(source.path) if source.kind is SourceKind.DIRECTORY else _gguf_facts(source.path)
 
 
@@ -138,7 +138,6 @@ def _quantisation(settings: object) -> str:
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    """Return a text in one printable, short line; empty if missing."""
     value = values.get(key)
     return "".join(char if char.isprintable() else " " for char in value[:MAX_WORD_CHARS]) if isinstance(value, str) else ""
 

@@ -27,7 +27,7 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 
 
 class WeightFormat(StrEnum):
-    """Formats that every backend computes with; it may round floats to bf16. Loaders convert all others to one of these."""
+    """Formats of weights that every backend reads. It may round floats to bf16. Loaders convert all other formats to these."""
 
     F32 = "f32"
     F16 = "f16"
@@ -88,7 +88,7 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
 
 
 class Floats(StrEnum):
-    """How a backend holds matrices that are floats in a file."""
+    """The format in which a backend keeps matrices that a file stores as floats."""
 
     BF16 = "bf16"  # all become bf16, as in the native backend
     AS_STORED = "as stored"  # fp8 stays; all others become bf16
@@ -98,7 +98,7 @@ class Floats(StrEnum):
 def held_bytes(
     fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
 ) -> int:
-    """Return the bytes of a matrix in memory. docs/kernels.md has the native backend's layout."""
+    """Return the bytes that a matrix takes in a backend's memory. docs/kernels.md has the native backend's layout."""
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)
@@ -114,7 +114,7 @@ def held_bytes(
 
 
 def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Return the memory of an embedding whose rows the native backend looks up: only fp8 takes any, as float32."""
+    """Return the bytes that an embedding takes in the native backend if rows stay in the file: 0, but fp8 becomes float32."""
     return stored_bytes(WeightFormat.F32, num_rows, num_cols) if fmt is WeightFormat.F8_E4M3 else 0
 
 
@@ -124,7 +124,7 @@ def _padded(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a quantised matrix: a value is scale * integer (+ offset)."""
+    """Decoded rows of a quantised matrix. A value is scale * integer (+ offset); a group of columns shares a scale."""
 
     integers: I8  # [num_rows, num_cols]
     scales: F32  # [num_rows, num_groups]
@@ -148,7 +148,7 @@ def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int
 
 
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
-    """Return the values of raw rows, float32 [num_rows, num_cols]. F8_E4M3 is not scaled."""
+    """Decode raw rows of any format. Scales of F8_E4M3 are not applied. float32 [num_rows, num_cols]"""
     if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
@@ -200,7 +200,6 @@ def _q8_0(blocks: U8) -> Parts:
 
 
 def _affine_k(blocks: U8, q: U8) -> Parts:
-    """Decode Q4_K or Q5_K, whose blocks begin alike; q is [num_blocks, 8, 32]."""
     a, b, c = (blocks[:, at : at + 4] for at in (4, 8, 12))
     s = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1).astype(np.float32)
     t = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1).astype(np.float32)
@@ -208,12 +207,10 @@ def _affine_k(blocks: U8, q: U8) -> Parts:
 
 
 def _nibbles_k(packed: U8) -> U8:
-    """Unpack nibbles, [num_blocks, 128] -> [num_blocks, 8, 32]. The high ones of 32 bytes are the next group."""
     return _halves(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
 def _pairs_k(packed: U8) -> U8:
-    """Unpack pairs of bits, [num_blocks, 64] -> [num_blocks, 16, 16]."""
     shifts = _PAIRS[:, None]
     pairs: U8 = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
     return pairs.reshape(-1, 16, 16)
@@ -277,7 +274,6 @@ def _q2_0(blocks: U8) -> Parts:
 
 
 def _digits(packed: U8, num: int) -> U8:
-    """Return the first `num` digits of base 3 of each byte. [num_blocks, n] -> [num_blocks, num * n]"""
     rests = packed[:, None] * np.array([1, 3, 9, 27, 81], np.uint8)[:num, None]
     return (rests.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
 
@@ -321,7 +317,7 @@ _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 @cache
 def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Read a codebook. `sizes` has the value of each code of a column."""
+    """Read a codebook from codebooks.h. `sizes` has the value that each code of a column stands for."""
     found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _CODEBOOKS.read_text())
     assert found is not None
     packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
@@ -341,7 +337,7 @@ def _signs() -> NDArray[np.uint64]:
 
 @cache
 def _even_signs() -> NDArray[np.uint64]:
-    """Return the signs for 7 bits. The eighth sign makes the number of minus signs even."""
+    """Return the eight signs of each 7-bit code. The eighth sign makes the number of minus signs even."""
     codes = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1, dtype=np.uint8) & 1
     factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
@@ -402,7 +398,7 @@ def _iq3_s(blocks: U8) -> Parts:
 
 
 def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
-    """Look up codes of IQ1 and shift each run of columns by an eighth. `is_down` is [num_blocks, runs]."""
+    """Look up codes of IQ1 and add 1/8 to each run of columns, or subtract it where `is_down`. [num_blocks, runs]"""
     entries = _entries(_book("kIq1", _OF_IQ1), codes)
     shifts = np.where(is_down, np.int8(-1), np.int8(1))
     return (entries.reshape(*shifts.shape, -1) + shifts[..., None]).reshape(entries.shape)
@@ -419,7 +415,6 @@ def _iq1_s(blocks: U8) -> Parts:
 
 
 def _iq1_m(blocks: U8) -> Parts:
-    """Decode IQ1_M. A block's scale is in the highest bits of four words."""
     upper, words = _fields(blocks[:, 32:48], _NIBBLES, 15), _words(blocks[:, 48:], np.uint16)
     parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
     scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)

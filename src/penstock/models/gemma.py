@@ -1,4 +1,4 @@
-"""Architectures with norms behind both halves of a layer: Gemma 2 and 3, GLM 4 of 2025, OLMo 2 and EXAONE 4.
+"""Architectures with norms after attention and after the MLP: Gemma 2 and 3, GLM 4 of 2025, OLMo 2 and EXAONE 4.
 
 Sources: arXiv 2408.00118 and 2503.19786 (Gemma), 2501.00656 (OLMo 2), 2507.11407 (EXAONE 4); modeling_NAME.py of transformers
 and src/models/NAME.cpp of llama.cpp.
@@ -59,7 +59,7 @@ def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply Gemma's keys. The scale of the scores has no key. Missing keys have llama.cpp's values."""
+    """Apply Gemma's keys. No key has the scale of attention scores. Missing keys have llama.cpp's values."""
     key, attention = spec.architecture, spec.layers[0].attention
     is_27b = spec.num_layers == _LAYERS_OF_27B[key]
     scale = (spec.hidden_size / attention.num_heads if is_27b else attention.head_dim) ** -0.5
@@ -168,7 +168,7 @@ GLM4 = replace(
 
 
 def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Refuse OLMo 3, which has the same name, and windows."""
+    """Refuse OLMo 3: its files name the same architecture, but it has attention windows."""
     if window := file.get("olmo2.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"olmo2.attention.sliding_window is {window}", "OLMo 2, which has none, is")
     return spec

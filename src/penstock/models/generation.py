@@ -59,9 +59,9 @@ _log = logging.getLogger(__name__)
 
 
 def obeying(model: LoadedModel, choice: str) -> LoadedModel:
-    """Return the model with sampling defaults: `choice` is `none`, `auto` for the model's own, or a folder with the file.
+    """Return the model with the sampling defaults of `choice`: `none`, `auto` (the model's own), or a folder with the file.
 
-    The folder's end tokens are added. Raises ModelError for a value out of range, and ConfigError if the file is missing.
+    End tokens in the folder's file are added. Raises ModelError for a value out of range, ConfigError if it is missing.
     """
     if choice == "none":
         return model
@@ -93,7 +93,7 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
 
 
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
-    """Return the settings that we use. Raises ModelError for a value that a request may not have."""
+    """Return the sampling defaults in a model's settings. Raises ModelError for a value that a request may not have."""
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}
     for key, (name, kind, low, high) in _NUMBERS.items():
@@ -111,7 +111,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
 
 
 def not_obeyed(generation: Generation) -> list[str]:
-    """Return the keys that we ignore though they would change answers, with their value if it is short."""
+    """Return the keys that would change answers and that we ignore, each with its value if that is short."""
     known = {*_NUMBERS, *_SUPPRESSED, *_FACTS}
     names = []
     for key, value in generation.values.items():

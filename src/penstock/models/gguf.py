@@ -70,7 +70,7 @@ def load_gguf(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """Return the model of a GGUF file, or of a split one by its first file. `name` defaults to the file's stem.
+    """Load the model of a GGUF file, or of a split one by its first file. `name` defaults to the file's stem.
 
     `load.LoadOptions` describes the other options. Raises ModelError before any weight is read.
     """
@@ -172,7 +172,7 @@ def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: 
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
-    """Return a tensor as the weight `name`. Row i (in a vector: number i) is `order[i]` of the tensor."""
+    """Return a tensor as the weight `name`. Its row i (in a vector: value i) is row `order[i]` of the tensor."""
     num_rows, num_cols = matrix_shape(entry)
     stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) > 1:
@@ -318,7 +318,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
 
 
 def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
-    """Return a factor, or `default` if it is missing or 0, which converters write for an unset one."""
+    """Return a number, or `default` if it is missing or 0, which converters write for an unset one."""
     value = file.get(key, float) or default
     if not math.isfinite(value) or value <= 0.0:
         raise file.error(f"{key} is {value}, not a positive number")
@@ -335,7 +335,7 @@ def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[f
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
-    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError."""
+    """Return the tokenizer's vocabulary, with llama.cpp's values for missing keys. Raises ModelError."""
     model = file.require("tokenizer.ggml.model", str)
     pre = file.get("tokenizer.ggml.pre", str) or ""
     tokens = file.get_list("tokenizer.ggml.tokens", str)
@@ -371,7 +371,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
 
 
 def read_chat_templates(file: GgufFile) -> dict[str, str]:
-    """Return the templates by name. The one without a name is `default`."""
+    """Return the chat templates by name. The one without a name is `default`."""
     prefix = "tokenizer.chat_template"
     keys = [key for key in file.metadata if key == prefix or key.startswith(f"{prefix}.")]
     return {key.removeprefix(prefix).removeprefix(".") or "default": file.require(key, str) for key in keys}
@@ -383,7 +383,7 @@ def _read_generation(file: GgufFile) -> Generation | None:
 
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
-    """Return the tokens that end a reply: `eos`, `eot` and `eom`, then added tokens with a known text."""
+    """Return the ids of tokens that end a reply: `eos`, `eot` and `eom`, then known ones such as `<|im_end|>`."""
     named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
     named += _ids(file, len(vocab.tokens), "eot", "eom").values()
     by_text = [
@@ -397,7 +397,6 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 
 
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
-    """Raise ModelError for tokenizer settings that we lack: tokens would differ."""
     num = len(file.get_list(_CHARSMAP, int))
     if num and model != "t5":
         raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only an empty one is, but for the model 't5'")

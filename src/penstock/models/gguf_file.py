@@ -39,7 +39,7 @@ _UNSUPPORTED = "Use another file of this model, or convert it again with the pre
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The place of a tensor. The last axis of `shape` is contiguous."""
+    """The name, format, shape and place of a tensor in the file. The last axis of `shape` is contiguous."""
 
     name: str
     format: WeightFormat
@@ -50,13 +50,16 @@ class TensorEntry:
 
 
 def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
-    """Return (num_rows, num_cols). A vector is one row; leading dimensions count as rows."""
+    """Return a tensor's (num_rows, num_cols) as a matrix. A vector is one row; all axes but the last count as rows."""
     return math.prod(entry.shape[:-1]), entry.shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """The metadata of a model's first file, and the tensors of all. The mapping lives as long as an array made from it."""
+    """An open GGUF model: the metadata of its first file, and the tensors of all files.
+
+    A file stays mapped into memory as long as an array made from it.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -106,7 +109,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map a file, or all files of a split model by the first one. Raises ModelError."""
+    """Map a GGUF file into memory, or all files of a split model by the first one. Raises ModelError."""
     first = _open_part(path)
     count, number = first.get("split.count", int) or 1, first.get("split.no", int) or 0
     if count == 1:
@@ -144,7 +147,7 @@ def _open_part(path: Path) -> GgufFile:
 
 
 def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
-    """Parse a file that is mapped, or that was read because it may change or vanish. Raises ModelError."""
+    """Parse a GGUF file's content: mapped, or read because the file may change or vanish. Raises ModelError."""
     if data[:4] != b"GGUF":
         raise damaged(path, "this is not a GGUF file (its first bytes are not 'GGUF')")
     cursor = _Cursor(path, data, 4)
@@ -180,7 +183,6 @@ def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
 
 
 def _read_entry(path: Path, cursor: _Cursor) -> TensorEntry:
-    """Read an entry with an offset from the start of the data section."""
     name = cursor.string()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= 4:
@@ -212,7 +214,6 @@ class _Cursor:
         return int(self._scalar(_U64))
 
     def count(self, what: str, limit: int, *, min_bytes: int) -> int:
-        """Read how many items follow, each of at least `min_bytes`."""
         count = self.u64()
         if count > limit or count * min_bytes > self._end - self.position:
             raise damaged(self._path, f"the header promises {count} {what}, more than the file can hold")
@@ -222,7 +223,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, num: int) -> list[str]:
-        """Read strings. Opening a file spends most of its time here, so the loop calls no function of ours."""
+        """Read `num` strings. Opening a file spends most of its time here, so the loop calls no function of ours."""
         data, end, position = self._data, self._end, self.position
         unpack = _U64.unpack_from
         out: list[str] = []

@@ -43,8 +43,6 @@ _DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; config.json says the sam
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A model by its JSON files alone."""
-
     config: JsonFile  # the text model's part, with the keys that its architecture adds
     is_wrapped: bool  # the text model is a part of another one
     name: str
@@ -95,7 +93,7 @@ def load_hf_directory(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """Return the model of a directory with config.json, safetensors and a tokenizer. `name` defaults to the directory's.
+    """Load the model of a directory with config.json, safetensors and a tokenizer. `name` defaults to the directory's.
 
     `load.LoadOptions` describes the other options. Raises ModelError before any weight is read.
     """
@@ -172,7 +170,7 @@ def load_hf_directory(
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    Its biases are those that the settings name, and in Qwen 2 also q, k and v.
+    Without weights, only the settings tell which biases there are. Qwen 2 always has those of q, k and v.
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}
@@ -182,7 +180,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
 
 
 def _is_copy(output: Stored, embed: Stored) -> bool:
-    """Return whether the output equals the embedding. Packed ones are assumed to."""
+    """Return whether the output matrix equals the embedding. Packed matrices are assumed to be equal."""
     if not (isinstance(output, StoredTensor) and isinstance(embed, StoredTensor)):
         return True
     if len(embed.shape) != 2 or (output.dtype, output.shape) != (embed.dtype, embed.shape):
@@ -203,12 +201,12 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def name_in_tables(architecture: Architecture, name: str) -> str:
-    """Return the name that the architecture's tables have for a directory's tensor."""
+    """Return a tensor's name in the architecture's tables: without a prefix such as `language_model.`."""
     return _text_name(architecture.hf_name(name) or name)
 
 
 def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """Return the pieces of each of our weights. `names` are as `name_in_tables` returns them."""
+    """Return our weights' names, each with the pieces of tensors that make it. `names` come from `name_in_tables`."""
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     return find_pieces(names, top=top, block=block, layer=architecture.hf_layer)
 
@@ -279,7 +277,7 @@ def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | No
 
 
 def _looked_up_bytes(table: Stored, floats: Floats) -> int:
-    """Return the memory of an embedding without logits: 0 unless its rows are unpacked or widened."""
+    """Return the bytes in memory of an embedding that is only looked up: 0 unless its rows are unpacked or widened."""
     if isinstance(table, PackedIntegers):
         return stored_bytes(table.format, *table.shape)
     num_rows, num_cols = table.shape
@@ -309,7 +307,6 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
 def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
-    """Return a tensor as a weight. Row i (in a vector: number i) is `order[i]` of the tensor."""
     assert not isinstance(tensor, Mxfp4Cube)  # its names are always in `Parts`
     num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):

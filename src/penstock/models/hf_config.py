@@ -56,7 +56,7 @@ class JsonFile:
         return value
 
     def only(self, key: str, value: object) -> None:
-        """Raise ModelError if the key is there with another value."""
+        """Raise ModelError if the key has another value than this one, the only supported one. It may be missing."""
         found = self.values.get(key)
         if found is not None and found != value:
             raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
@@ -66,7 +66,7 @@ class JsonFile:
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
-    """Parse a JSON object. An optional file that is missing gives an empty one. Raises ModelError."""
+    """Parse a file with a JSON object. A missing file is an error, or empty if it `is_optional`. Raises ModelError."""
     if is_optional and not path.is_file():
         return JsonFile(path, {})
     try:
@@ -85,7 +85,7 @@ def json_file(path: Path, data: bytes) -> JsonFile:
 
 
 def text_part(config: JsonFile) -> JsonFile:
-    """Return the settings of the text model, completed by those outside of `text_config`."""
+    """Return the text model's settings in a multimodal config.json: `text_config`, completed by keys outside of it."""
     text = config.get("text_config", dict)
     if text is None:
         return config
@@ -106,7 +106,7 @@ def read_spec(
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
     `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `served_len`: tokens of
-    the longest text; None: all positions.
+    the longest text to serve; None: all positions.
     """
     config.only("is_causal", True)
     sizes = _read_sizes(config)
@@ -127,7 +127,7 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Return the biases that config.json says the first layer has -> the key that says so."""
+    """Return biases of the first layer that config.json announces (`layers.0.q_bias`) -> the key that does so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
@@ -138,7 +138,7 @@ _NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2")
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
-    """Return the token that begins a text, or None; from a list, the first."""
+    """Return the id of the token that begins a text, or None. If config.json has a list, return its first id."""
     ids = _token_ids(config, "bos_token_id", vocab_size)
     if len(ids) > 1:
         _log.warning("%s: bos_token_id is %r: the first is used, the others are ignored", config.path, ids)
@@ -146,7 +146,7 @@ def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
 
 
 def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a reply, by generation_config.json, then by config.json."""
+    """Return the ids of tokens that end a reply, by generation_config.json, then by config.json."""
     ids = [token_id for file in (generation, config) for token_id in _token_ids(file, "eos_token_id", vocab_size)]
     return tuple(dict.fromkeys(ids))
 
@@ -205,7 +205,6 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 def _read_rotations(
     config: JsonFile, sizes: Mapping[str, int], served_len: int, *, may_be_partial: bool
 ) -> list[Rotation | None]:
-    """Return each layer's rotation; None for a type of layer whose parameters are null."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
     parameters = config.get(key, dict) or {}
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
@@ -270,7 +269,7 @@ _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = {
 
 
 def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapping[str, int]) -> rope.RopeParameters:
-    """Check the rotary parameters. `settings` has the values under `key`, completed by values beside it."""
+    """Return the rotary parameters, checked. `settings` are the values under `key`, completed by keys beside it."""
     name = "rope_type" if settings.values.get("rope_type") else "type"
     kind = _ROPE_KINDS.get(settings.get(name, str) or "default")
     if kind is None:
@@ -333,7 +332,7 @@ _DEFAULT = "default"
 
 
 def find_tokenizer(path: Path) -> Path:
-    """Return the first of `TOKENIZERS` that is there. Raises ModelError."""
+    """Return the path of the directory's tokenizer: the first of `TOKENIZERS` that exists. Raises ModelError if none does."""
     for name in TOKENIZERS:
         if (path / name).is_file():
             return path / name
@@ -354,7 +353,7 @@ def read_ends(path: Path) -> tuple[bool, bool] | None:
 
 
 def read_chat_templates(path: Path) -> Mapping[str, str]:
-    """Return the templates of a directory by name. One without a name is `default`. Raises ModelError.
+    """Return a directory's chat templates by name. One without a name is `default`. Raises ModelError.
 
     Source: https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
     """

@@ -29,7 +29,7 @@ Stored = StoredTensor | PackedIntegers | Mxfp4Cube
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The settings that decide how matrices are read."""
+    """The quantisation settings of a directory: how its matrices are packed and scaled."""
 
     method: Literal["floats", "gptq", "awq", "compressed", "mxfp4"]
     """`floats`: no matrix is packed, though some may be in fp8. `compressed`: compressed-tensors."""
@@ -51,7 +51,7 @@ _BITS = (4, 8)
 
 
 def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
-    """Read the settings in config.json, or else in AutoGPTQ's quantize_config.json. Raises ModelError."""
+    """Read the quantisation in config.json, or else in AutoGPTQ's quantize_config.json. Raises ModelError."""
     settings = config.get("quantization_config", dict)
     if settings is None:
         settings = {"quant_method": "gptq", **separate.values} if separate.values else {}
@@ -154,7 +154,7 @@ class Matrices:
 
 
 def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
-    """Combine the tensors of quantised matrices. Reads scales and zero points, but no weights. Raises ModelError."""
+    """Combine the tensors of each quantised matrix: integers (not read yet), scales, zero points. Raises ModelError."""
     packed, used = (_cubes if quantisation.method == "mxfp4" else _packed)(quantisation, tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     rest, scales = _split_scales(rest, quantisation.block)
@@ -173,7 +173,6 @@ def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
 
 
 def _cubes(_: Quantisation, tensors: Tensors) -> tuple[Mapping[str, PackedIntegers | Mxfp4Cube], set[str]]:
-    """Return the matrices by name, and the names of all their tensors."""
     found: dict[str, Mxfp4Cube] = {}
     used: set[str] = set()
     for name in tensors:
@@ -201,7 +200,7 @@ def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The tensors of one matrix. `name` is that of its integers."""
+    """The tensors of one matrix. `name` is its tensor of integers; other tensors have another ending than `end`."""
 
     name: str
     end: str
@@ -238,7 +237,7 @@ class _Parts:
 
 
 def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
-    """Combine qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows] and g_idx [columns], the groups."""
+    """Combine qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows], and g_idx: each column's group."""
     integers = Integers(parts.matrix(".qweight", "I32").T, quantisation.bits)
     num_cols = integers.shape[1]
     scales, scale_format = _scales(parts, ".scales")
@@ -265,7 +264,7 @@ def _column_order(parts: _Parts, end: str, num_cols: int, num_groups: int) -> ND
 
 
 def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
-    """Combine qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]. Words have rows in AWQ's order."""
+    """Combine qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]. Words have AWQ's order of rows."""
     words, zeros = (
         Integers(parts.matrix(end, "I32").T, quantisation.bits, is_of_columns=True, nibbles=AWQ_ORDER)
         for end in (".qweight", ".qzeros")
@@ -306,7 +305,6 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
-    """Return scales as a matrix: a vector becomes a column, a number [1, 1]."""
     tensor = parts.require(end)
     values = tensor.array()
     if values.ndim > 2 or tensor.dtype == FLOAT8:
@@ -336,7 +334,6 @@ def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Return the tensors without scales, and the scales of fp8 matrices by name."""
     wanted = [name for name, tensor in tensors.items() if tensor.dtype == FLOAT8]
     if not wanted:
         return dict(tensors), {}

@@ -22,7 +22,7 @@ _PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, 
 
 
 def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with the experts of config.json in every layer. `width` is the key of an expert's columns."""
+    """Return the spec with config.json's experts in every layer. `width` is the key with an expert's intermediate size."""
     one, other = config.get("num_experts", int), config.get("num_local_experts", int)
     if one is not None and other is not None and one != other:
         raise config.error(f"num_experts is {one}, and num_local_experts is {other}")
@@ -36,7 +36,7 @@ def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormali
 
 
 def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with the experts of a GGUF file in every layer."""
+    """Return the spec with a GGUF file's experts in every layer. Raises ModelError for shared experts or dense layers."""
     key = file.architecture
     for name in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
         if number := file.get(f"{key}.{name}", int):
@@ -51,7 +51,7 @@ def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = 
 
 
 def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
-    """Return the spec with these experts in every layer. Raises ModelError for impossible numbers."""
+    """Return the spec with these experts as the MLP of every layer. Raises ModelError for impossible numbers."""
     if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:
         chosen = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts"
         raise damaged(path, f"{chosen} of {mlp.intermediate_size} columns are not a possible mixture")
@@ -59,7 +59,7 @@ def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
 
 
 def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:
-    """Return the spec with another activation in its gated MLPs, and unless None with this `has_bias`."""
+    """Return the spec with this activation in its gated MLPs, and with this `has_bias` unless it is None."""
 
     def changed(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, GatedMlp)
@@ -70,7 +70,7 @@ def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool |
 
 
 def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
-    """Return the spec with a window in the layers that `layer_types` of config.json names, or else in those of `usual`."""
+    """Return the spec with an attention window in the layers that config.json's `layer_types` names, or else `usual` marks."""
     is_local = usual
     if config.values.get("layer_types") is not None:
         kinds = read_layer_types(config, spec.num_layers)
@@ -81,7 +81,7 @@ def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence
 
 
 def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> list[bool]:
-    """Return which layers have a window: a GGUF file has a value for each layer, a period, or neither."""
+    """Return for each layer whether it has an attention window. The file has a value per layer, a period, or neither."""
     key = f"{file.architecture}.attention.sliding_window_pattern"
     if isinstance(file.metadata.get(key), list):
         is_local = file.get_list(key, bool)
@@ -92,7 +92,10 @@ def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> 
 
 
 def local_layers(spec: ModelSpec, period: int | None = None, *, first: int = 1) -> list[bool]:
-    """Return which layers have a window: all but one in each period. `first` is the number of the first layer."""
+    """Return for each layer whether it has an attention window: all but the last of each period have one.
+
+    `first`: number of the first layer within its period. With 0, the first of each period has no window instead.
+    """
     period = period or _PERIODS[spec.architecture]
     return [(layer + first) % period != 0 for layer in range(spec.num_layers)]
 

@@ -70,7 +70,7 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
-    """Return the columns of the MLP: the given number or, unless switched off, 2/3 of it, times a factor, rounded up."""
+    """Return the MLP's intermediate size: as given or, unless switched off, 2/3 of that, times a factor, rounded up."""
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, GatedMlp)
     width = mlp.intermediate_size
@@ -86,7 +86,6 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply LFM2's keys. Layers without key-value heads have a convolution."""
     key = file.architecture
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
@@ -99,7 +98,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply the experts' keys. Shares are always divided by their sum, as in llama.cpp."""
+    """Apply the experts' keys. The chosen experts' weights are always divided by their sum, as in llama.cpp."""
     key = "lfm2moe"
     if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
         raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")

@@ -38,9 +38,9 @@ def describe(
     norms: Literal["before", "behind", "both"] = "before",
     has_positions: bool = False,
 ) -> Program:
-    """Return the program of one step. The halves of a layer, attention and MLP, add to the residual stream.
+    """Return the program of one step of a Llama-like model. Attention and MLP both add to the residual stream.
 
-    `norms`: a half has a norm before it, behind it, or both. `has_positions`: positions are learned embeddings.
+    `norms`: both have a norm before them, behind them, or both. `has_positions`: positions are learned embeddings.
     """
     build = Decoder(spec)
     x = build.add_positions(build.embed()) if has_positions else build.embed()
@@ -86,7 +86,7 @@ def _is_ministral3(values: Mapping[str, Any]) -> bool:
 
 
 def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the window of the first Mistral 7B if the key is missing. Null means no window."""
+    """Return config.json with the first Mistral 7B's window if the key is missing. Null means no window."""
     return values if _is_ministral3(values) else {"sliding_window": 4096, **values}
 
 
@@ -105,7 +105,7 @@ MISTRAL = Architecture(
 
 
 def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Add windows if a setting turns them on: in the layers that `layer_types` names, or else in the last ones."""
+    """Add windows if `use_sliding_window` is on: in the layers that `layer_types` names, or else in the last ones."""
     config.only("hidden_act", "silu")
     if not config.get("use_sliding_window", bool):
         return spec
@@ -171,7 +171,7 @@ def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Apply Granite's factors. A missing factor is 1, or Llama's for the scores."""
+    """Apply Granite's scale factors. A missing one is 1, or Llama's for the attention scores."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
@@ -199,7 +199,7 @@ GRANITE = Architecture(
 
 
 def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename `yarn`, by which old files mean longrope."""
+    """Return config.json with longrope for a rotation called `yarn`, as in old files."""
     for key in ("rope_scaling", "rope_parameters"):
         scaling = values.get(key)
         if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) == "yarn":
@@ -300,7 +300,7 @@ def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _gpt2_name(name: str) -> str | None:
-    """Return the name without `transformer.`, which old files lack, or None for a layer's causal mask."""
+    """Return a tensor's name without `transformer.`, which old files lack, or None for a causal mask: it is no weight."""
     bare = name.removeprefix("transformer.")
     return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
 

@@ -35,7 +35,7 @@ def load_model(
     generation: str = "none",
     **options: Unpack[LoadOptions],
 ) -> LoadedModel:
-    """Return the model of a source that is present. `generation` is the setting `generation_config`.
+    """Load a model with files on disk. `generation` is the setting `--generation-config`.
 
     `check_vocab` raises ModelError for a vocabulary that the caller can't use. Raises ModelError before any weight is read.
     """
@@ -56,7 +56,7 @@ def load_model(
 def load_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of an adapter in a folder of PEFT or a GGUF file. Raises ModelError. `files` limits the reading."""
+    """Load a LoRA adapter, a PEFT folder or a GGUF file. `files` limits the reading. Raises ModelError."""
     from penstock.models.peft import read_gguf_adapter, read_peft
 
     if path.suffix == ".gguf":
@@ -65,7 +65,7 @@ def load_adapter(
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
-    """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
+    """Return 32 bytes that identify a model's file, all files of a split one, or the files of a folder. Raises OSError.
 
     The bytes depend on names, sizes, samples of the content and, with `has_times`, on the times of the last change.
     """

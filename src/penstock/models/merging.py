@@ -35,9 +35,9 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
-    """Return the model with an adapter in its weights. Raises ModelError.
+    """Return the model with the adapter at `path` added to its weights. Raises ModelError.
 
-    Its path stays the same, so keys of caches must add the adapter's fingerprint.
+    The model's path stays the same, so keys of caches must add the adapter's fingerprint.
     """
     program = architectures.describe(model.spec)
     if path.suffix == ".gguf":
@@ -49,9 +49,9 @@ def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
 def merged(
     model: LoadedModel, factors: AdapterFactors, whole: Mapping[str, WeightTensor] = MappingProxyType({})
 ) -> LoadedModel:
-    """Return the model with these factors in its weights. `whole` weights replace the model's.
+    """Return the model with these factors added to its weights. `whole` has matrices that replace the model's.
 
-    An output that is tied to the embedding becomes a matrix of its own if the adapter changes either.
+    If output and embedding are one matrix and the adapter changes either, the output becomes a matrix of its own.
     """
     weights, spec = dict(model.weights), model.spec
     if spec.tie_word_embeddings and (factors.by_weight.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
@@ -85,7 +85,7 @@ class MergedRows:
         return stored if isinstance(stored, np.ndarray) else stored.packed
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Return some rows in `format`. Raises ModelError for a number that the format can't hold."""
+        """Return some merged rows, encoded in `format`. Raises ModelError for a number that is not finite."""
         if not isinstance(rows, slice):
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
         begin, end, step = rows.indices(self.base.num_rows)
@@ -103,7 +103,6 @@ class MergedRows:
 
 
 def _to_bf16(values: F32) -> NDArray[np.uint16]:
-    """Round to bfloat16, ties to even."""
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
     return rounded

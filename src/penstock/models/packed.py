@@ -1,4 +1,4 @@
-"""Matrices in packings that backends can't read: integers and MXFP4. Rows become GGML's blocks when they are read.
+"""Quantised matrices in packings that backends can't read: integers and MXFP4. Rows become GGML's blocks when they are read.
 
 Sources: GPTQ, arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978,
 https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors. A weight is scale * (q - zero).
@@ -27,7 +27,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word for each of eight c
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Integers:
-    """Unsigned integers [num_rows, num_cols] in words of 32 bits, the first in the lowest bits."""
+    """A matrix [num_rows, num_cols] of unsigned integers, packed in 32-bit words, the first in the lowest bits."""
 
     words: NDArray[np.generic]
     """int32 [num_rows, words], or [words, num_cols] with `is_of_columns`; or int8, not packed."""
@@ -45,7 +45,7 @@ class Integers:
         return (rows * each, cols) if self.is_of_columns else (rows, cols * each)
 
     def take(self, rows: Index) -> U8:
-        """Return some rows, at least one."""
+        """Return the unpacked integers of some rows, at least one."""
         if self.words.dtype == np.int8:
             return (self.words[rows].astype(np.int16) + (1 << self.bits - 1)).astype(np.uint8)
         if not self.is_of_columns:
@@ -69,7 +69,7 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """A matrix of packed integers. Its rows become
+    """A matrix of GPTQ, AWQ or compressed-tensors. Reading its rows gives
 
     - floats if half precision can't hold the scales
     - Q4_0 or Q8_0 if all zero points are the middle of the range
@@ -97,7 +97,7 @@ class PackedIntegers:
         return None if self.format is WeightFormat.F32 else self._order
 
     def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
-        """Return some rows: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
+        """Return some rows in `format`: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
         index = np.arange(self.shape[0])[rows]
         is_float = self.format is WeightFormat.F32
         cols, num_bytes = (1, 1) if is_float else BLOCKS[self.format]
@@ -148,10 +148,11 @@ def packed_integers(
     zero_shift: int = 0,
     order: Index | None = None,
 ) -> PackedIntegers:
-    """Return the matrix `name`. Reads scales and zero points, but no integers. Raises ModelError.
+    """Return the matrix `name` of these integers. Reads scales and zero points, but no integers. Raises ModelError.
 
-    `scales` are [num_rows, num_groups]. `zero_shift` is added to zero points. `order` has the columns of the first group, then
-    of the next.
+    - `scales`: [num_rows, num_groups] and their format
+    - `zero_shift`: added to zero points
+    - `order`: indices of columns, those of the first group first; None: the columns are in this order
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
@@ -194,7 +195,6 @@ def packed_integers(
 
 
 def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
-    """Return zero points [n, num_groups], or [n, 1] if all are the middle of the range."""
     if zeros is None:
         return np.full((len(index), 1), 1 << bits - 1, np.float32)
     return zeros.take(index).astype(np.float32) + np.float32(shift)
@@ -205,7 +205,7 @@ def _half_bytes(values: F32, repeats: int) -> U8:
 
 
 def _is_half(values: F32) -> bool:
-    """Return whether half precision changes no value by more than 2^-11 of its row's largest."""
+    """Return whether float16 is precise enough: no value changes by more than 2^-11 of its row's largest."""
     with np.errstate(over="ignore"):
         moved = np.abs(values.astype(np.float16).astype(np.float32) - values)
     return bool((moved <= 2.0**-11 * np.abs(values).max(axis=1, keepdims=True)).all())
@@ -217,7 +217,7 @@ def _is_half(values: F32) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Cube:
-    """A matrix in MXFP4 for each expert."""
+    """The MXFP4 matrices of all experts of a layer, stored as one tensor."""
 
     path: Path
     name: str
@@ -245,7 +245,7 @@ class _Mxfp4Rows:
     scales: U8  # [num_rows, groups]
 
     def __getitem__(self, rows: slice | Index) -> U8:
-        """Return some rows, uint8 [n, groups * 17]. Raises ModelError for a scale that is NaN."""
+        """Return some rows as GGML's blocks, uint8 [n, groups * 17]. Raises ModelError for a scale that is NaN."""
         packed, scales = self.packed[rows], self.scales[rows]
         if (scales == 255).any():  # the code of NaN
             raise damaged(self.path, f"a scale of {self.name} is not a number")
@@ -263,7 +263,7 @@ class _Mxfp4Rows:
 
 
 def mxfp4_cube(path: Path, name: str, blocks: NDArray[np.generic], scales: NDArray[np.generic]) -> Mxfp4Cube:
-    """Combine two tensors of bytes without reading them. Raises ModelError if they do not fit."""
+    """Combine the tensors of blocks and of scales without reading them. Raises ModelError if they do not fit."""
     if blocks.ndim != 4 or blocks.shape[3] != 16 or blocks.shape[:3] != scales.shape or not scales.size:
         shapes = f"{name} is {blocks.shape}, and its scales are {scales.shape}"
         raise damaged(path, f"{shapes}: blocks of 16 bytes have a scale each")

@@ -125,8 +125,8 @@ def read_peft(
 ) -> AdapterFactors:
     """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
 
-    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. An embedding or output that the
-    adapter replaces as a whole is put into `whole`, by site, and refused if it is None.
+    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. If the adapter contains a complete
+    embedding or output matrix, it is put into `whole`, by site, or refused if `whole` is None.
     """
     files = files or AdapterFiles()
     files.check(folder)
@@ -176,8 +176,6 @@ def read_peft(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The pair of factors that changes one matrix."""
-
     name: str  # of the pair in the file
     rows: NDArray[np.intp] | None  # rows of B for this matrix; None: all, in order
 
@@ -193,7 +191,7 @@ def _place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
-    """Return the pair of factors that changes each site. Raises ModelError.
+    """Return the pair of factors for each site. Raises ModelError if a shape or name does not fit the model.
 
     `is_interleaved`: neighbouring rows of q and k rotate as a pair. `known`: names for the error message.
     """
@@ -231,7 +229,6 @@ def _place(
 
 
 def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) -> AdapterFactors:
-    """Return the factors by site. Sites of one pair share its A."""
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
@@ -255,7 +252,6 @@ def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F
 
 
 def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
-    """Return the shape that the pair's matrix has in a model's file. PEFT never transposes factors."""
     inputs, outputs = pair[0][1], pair[1][0]
     is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
     return (inputs, outputs) if is_transposed else (outputs, inputs)
@@ -326,7 +322,7 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
 def _wholes(
     entries: Mapping[str, TensorEntry], spec: ModelSpec, program: Program, path: Path, *, may_have: bool
 ) -> dict[str, str]:
-    """Return the tensors that replace the embedding or output as a whole, by site. Without `may_have` they are refused.
+    """Return the names of complete embedding and output matrices, by site. Without `may_have` they are refused.
 
     Copies of the model's own embedding, which PEFT saves beside an adapter of it, are skipped.
     """
@@ -373,7 +369,7 @@ class _Settings:
         self._config = config
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the scale of a module. Raises ModelError if `rank`, which its factors have, differs from the settings."""
+        """Return the scale of a module's factors, of rank `rank`. Raises ModelError if the settings have another rank."""
         expected = _of_module(self._ranks, module, self._rank)
         if expected != rank:
             cause = f"the factors of {module} have rank {rank}, and the settings say {expected:g}"

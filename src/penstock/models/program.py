@@ -15,12 +15,12 @@ from penstock.types.model_spec import Activation, Mask, Scoring
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation. `out` may be an input of the same shape."""
+    """An operation of a program. Its fields name buffers and weights. `out` may be an input of the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Map(Op):
-    """An operation from `x` to `out`."""
+    """An operation that reads buffer `x` and writes buffer `out`."""
 
     out: str
     x: str
@@ -98,7 +98,10 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Store k and v [num_tokens, num_kv_heads * head_dim]. Backends may subtract `rope.key_centre`."""
+    """Store keys and values in the cache. [num_tokens, num_kv_heads * head_dim]
+
+    Backends may subtract `rope.key_centre` from the keys.
+    """
 
     layer: int
     k: str
@@ -291,7 +294,7 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of a step. Raises ModelError if layers differ in the shape of their keys and values."""
+    """The operations of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]  # (name, width), in order of first use
@@ -316,7 +319,7 @@ class Program:
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether each text is computed in one step and nothing is kept."""
+        """Whether the model only reads text: a request's whole input is computed in one step, and no KV is kept."""
         return any(isinstance(op, TextAttention) for op in self.ops)
 
     @property
@@ -329,7 +332,7 @@ class Program:
 
     @property
     def ending(self) -> Logits | States:
-        """The operation that the step is computed for. Raises ModelError unless there is exactly one."""
+        """The operation that makes the step's result. Raises ModelError unless there is exactly one."""
         endings = [op for op in self.ops if isinstance(op, Logits | States)]
         if len(endings) != 1:
             raise ModelError(

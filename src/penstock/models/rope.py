@@ -45,9 +45,9 @@ class RopeParameters:
 
 
 def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> Rotation:
-    """Return the rotation of heads of `head_dim` columns for texts of up to `served_len` tokens.
+    """Return the rotary frequencies of heads of `head_dim` columns for texts of up to `served_len` tokens.
 
-    Texts of different lengths share cached keys, so all get the rotation of the longest.
+    Texts of different lengths share cached keys, so all get the frequencies of the longest.
     """
     rope, dim = parameters, parameters.dim
     inv_freq, attention_factor = inverse_frequencies(dim, rope.theta), 1.0
@@ -82,7 +82,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
 
 
 def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
-    """Return a message on the rotation that all texts get, or None if the kind has only one."""
+    """Return a log message on the frequencies that all texts get, or None if they do not depend on the length."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
@@ -135,9 +135,9 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
-    """Return the order that makes the rows of q or k (or columns of their biases) half-split; None for other weights.
+    """Return indices that put rows of q or k (columns of their biases) in half-split order; None for other weights.
 
-    In the file, columns 2 i and 2 i + 1 of a head rotate as a pair.
+    In the file, columns 2 i and 2 i + 1 of a head rotate as a pair; in half-split order, columns i and i + n / 2.
     """
     layer, _, kind = name.rpartition(".")
     if kind.removesuffix("_bias") not in ("q", "k"):
@@ -155,7 +155,7 @@ F32 = NDArray[np.float32]
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
-    """Return the pairs of columns that rotate by less than one radian over `num_positions`."""
+    """Return the indices of the pairs of columns that rotate by less than one radian over `num_positions`."""
     return [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
 
 

@@ -29,7 +29,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {**FLOATS, **_INTEGERS}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The place of a tensor, in bytes from the start of its file."""
+    """The type, shape and place of a tensor, in bytes from the start of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is mapped, or was read."""
+    """A tensor of a safetensors file, mapped or read into memory."""
 
     path: Path
     dtype: str  # safetensors' name, such as `BF16`
@@ -51,7 +51,7 @@ class StoredTensor:
         return self._raw.nbytes
 
     def array(self) -> NDArray[np.generic]:
-        """Return the values of floats, bf16 and e4m3 as bits, copied only if not aligned. Raises ModelError for other types."""
+        """Return a float tensor's values (bf16, e4m3: bits), copied only if not aligned. Raises ModelError for other types."""
         if self.dtype not in FLOATS:
             raise ModelError(
                 f"{self.path}: tensors of type {self.dtype} are not supported.",

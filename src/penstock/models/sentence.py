@@ -47,7 +47,7 @@ _PROBLEMS: Mapping[str, ScoreFunction] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceFiles:
-    """The settings in a directory's files."""
+    """The settings of sentence-transformers in a model's directory."""
 
     pooling: Pooling | None = None  # None without modules.json
     dense: Mapping[str, Dense] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
-    """Read the settings of a directory. Raises ModelError for damaged files and unsupported settings."""
+    """Read sentence-transformers' settings. Raises ModelError for damaged files and unsupported settings."""
     max_tokens = _read_max_tokens(path)
     prompts, default_prompt = _read_prompts(path)
     found = SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
@@ -83,7 +83,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """Return the function that config.json names for a head's scores, or `usual`."""
+    """Return the function from a head's outputs to scores that config.json names, or `usual`."""
     named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
     named = config.get("sbert_ce_default_activation_function", str) if named is None else named
     if named is not None:
@@ -163,7 +163,6 @@ def _lowers_case(file: Path) -> bool:
 
 
 def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
-    """Return the prompts by name, and the name of the default one."""
     config = read_json(path / "config_sentence_transformers.json", is_optional=True)
     prompts = config.get("prompts", dict) or {}
     if not all(type(text) is str for text in prompts.values()):

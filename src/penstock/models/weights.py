@@ -25,14 +25,14 @@ _PART_VALUES = 1 << 23  # values of one of `WeightTensor.parts`: 32 MiB of float
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
-    """Yield slices of at least one row, small enough for NumPy's temporaries to fit into the second-level cache."""
+    """Yield slices that cover all rows, each small enough for NumPy's temporaries to fit into the second-level cache."""
     step = max(1, (1 << 17) // max(1, num_cols))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))
 
 
 def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
-    """Fill `out` and return it. `convert` makes some rows of `num_cols` values, in several threads."""
+    """Fill `out` slice by slice, in several threads, and return it. `convert` returns the rows of a slice."""
     slices = list(row_slices(len(out), num_cols))
 
     def fill(rows: slice) -> None:
@@ -61,19 +61,19 @@ class BlockScales:
 
 
 class Rows(Protocol):
-    """Rows that are computed from a file's array when they are read."""
+    """Rows of a matrix that are computed from a file's array when they are read."""
 
     @property
     def packed(self) -> NDArray[np.generic]:
-        """The file's array, in whatever order."""
+        """The array in the file from which rows are computed."""
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Return some rows in the form of `WeightTensor.stored`."""
+        """Return some rows in the format of `WeightTensor.stored`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTensor:
-    """A matrix [num_rows, num_cols]; a vector is [1, n]. A row is one output channel."""
+    """A weight as files store it: a matrix [num_rows, num_cols]; a vector is [1, n]. A row is one output channel."""
 
     name: str
     num_rows: int
@@ -100,13 +100,13 @@ class WeightTensor:
         return self.ordered_rows(begin, end)
 
     def ordered_rows(self, begin: int, end: int, step: int = 1) -> NDArray[np.generic]:
-        """Return every `step`-th of some rows. The caller must apply the `column_order`."""
+        """Return every `step`-th row of [begin, end), columns as stored. The caller must apply the `column_order`."""
         if isinstance(self.stored, Stacked):
             return self.stored.rows(begin, end)[::step]
         return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Divide [first, end) into ranges of at most 32 MiB as float32; all but the last have a multiple of `multiple` rows."""
+        """Divide rows [first, end) into ranges of at most 32 MiB as float32; all but the last are multiples of `multiple`."""
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
         stop = self.num_rows if end is None else end
         for begin in range(first, stop, step):
@@ -117,7 +117,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the file's pages of `stored` rows [begin, end), whatever the `order`."""
+        """Let the system drop the memory pages of `stored` rows [begin, end), whatever the `order`."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -168,7 +168,7 @@ class WeightTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Every `step`-th row of a matrix from `first` on."""
+    """Some rows of a matrix: every `step`-th from row `first` on."""
 
     tensor: WeightTensor
     first: int
@@ -180,14 +180,14 @@ class Cut:
         return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1, self.step)
 
     def scales(self) -> NDArray[np.float32]:
-        """[num_rows, blocks of columns]"""
+        """Return the scales of the cut's rows. [num_rows, blocks of columns]"""
         assert self.tensor.scales is not None
         return self.tensor.scales.of_rows(self.first, self.first + (self.num_rows - 1) * self.step + 1)[:: self.step]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """A matrix made of rows of others."""
+    """A matrix made by stacking rows of other matrices."""
 
     cuts: tuple[Cut, ...]
 
@@ -209,7 +209,7 @@ class Stacked:
 
 
 def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
-    """Return a matrix of the rows of all cuts. Raises ModelError if they are stored in different ways."""
+    """Return the matrix `name`, made by stacking the rows of all cuts. Raises ModelError if their formats differ."""
     first = cuts[0].tensor
     kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
     if len(kinds) > 1 or not all(np.array_equal(_columns(cut.tensor), _columns(first)) for cut in cuts):
@@ -237,7 +237,7 @@ def is_of_experts(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The settings of sampling in a model's file."""
+    """The sampling defaults in a model's file, as read."""
 
     path: Path
     values: Mapping[str, Any]
@@ -274,7 +274,7 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory in the native backend. An embedding takes none if its rows are read from the file."""
+        """Bytes of all weights in the native backend. An embedding takes none if its rows are read from the file."""
         return sum(self._held_bytes(name) for name in self.weights)
 
     @property

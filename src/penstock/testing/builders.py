@@ -1,4 +1,4 @@
-"""Builders of requests, schedulers and cores with defaults that suit tests."""
+"""Builders of requests, schedulers and engine cores with defaults that suit tests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields:
 
 
 def text_capacity(max_model_len: int = 64, *, max_rows: int = 8, max_step_tokens: int = 128) -> Capacity:
-    """Return the capacity of an executor that computes texts in one step, with blocks for two steps."""
+    """Return the capacity of a text encoder's executor: it computes each input in one step, and has blocks for two steps."""
     return Capacity(2 * max_rows + 1, max_model_len, max_rows, max_step_tokens, max_model_len, is_one_pass=True)
 
 
 def sizes_of(capacity: Capacity) -> dict[str, int]:
-    """Return the five sizes that an executor is made with."""
+    """Return the five sizes in a capacity that an executor's constructor takes, by name."""
     return {
         name: getattr(capacity, name) for name in ("num_blocks", "block_size", "max_rows", "max_step_tokens", "max_model_len")
     }

@@ -1,4 +1,4 @@
-"""A synchronous driver for tests: runs a core and an executor under a virtual clock until nothing is left to do."""
+"""A synchronous driver for tests: runs an engine core and an executor under a virtual clock until nothing is left to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class LateWorker:
-    """A `Worker` that queues its jobs. `run` runs them, urgent ones first, and so does `turn` with a probability."""
+    """A `Worker` that queues its jobs, urgent ones first. `run` runs them; `turn` runs each with a probability."""
 
     def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
         self._promptness = promptness
@@ -63,7 +63,7 @@ class LateWorker:
 
 @dataclass(slots=True)
 class Driver:
-    """One core, one executor, one clock. Each step takes `STEP_NS`."""
+    """Runs one engine core with one executor and a virtual clock. Each step takes `STEP_NS`."""
 
     core: EngineCore
     executor: Executor
@@ -90,7 +90,7 @@ class Driver:
         )
 
     def turn(self, *commands: Command) -> StepPlan | None:
-        """Run one turn, advancing the clock if a step finished. Return the plan that was made.
+        """Run one turn of the engine's loop, advancing the clock if a step finished. Return the plan that was made.
 
         Raises AssertionError if an ended request gets an event.
         """

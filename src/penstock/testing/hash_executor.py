@@ -53,7 +53,7 @@ def root_of(adapter: AdapterRef | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashModel:
-    """Samples from tokens [first_token_id, vocab_size); prompts may have any token of the vocabulary."""
+    """A fake model. It samples from tokens [first_token_id, vocab_size); prompts may have any token of the vocabulary."""
 
     vocab_size: int = 1000
     first_token_id: int = 0
@@ -66,7 +66,7 @@ class HashModel:
             raise ValueError(f"at least two tokens must be left of [{self.first_token_id}, {self.vocab_size})")
 
     def sample(self, value: int, sampling: SamplingParams, num_generated: int, mask: bytes | None = None) -> int:
-        """Return the token after a prefix of this value. Stop tokens wait for `min_tokens` unless the mask allows no others."""
+        """Return the token after a prefix with hash `value`. Stop tokens wait for `min_tokens` if the mask allows others."""
         state = mix(value, sampling.seed if sampling.temperature > 0 else 0)
         banned = sampling.stop_token_ids if num_generated < sampling.min_tokens else ()
         if mask is not None:
@@ -113,7 +113,7 @@ def expected_tokens(
     matcher: Matcher | None = None,
     adapter: AdapterRef | None = None,
 ) -> Expected:
-    """Return the answer computed from the whole prefix, without cache, blocks or steps. `matcher` is advanced."""
+    """Return the correct answer, computed from the whole prefix, without cache, blocks or steps. `matcher` is advanced."""
     value = root_of(adapter)
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
@@ -144,7 +144,10 @@ STATE_WIDTH = 4
 
 
 def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
-    """Return the answer to a text: depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
+    """Return the correct result for an encoder's input: depends on each token, and on where the second text begins.
+
+    float32 [STATE_WIDTH]
+    """
     value = mix(ROOT, second_at)
     for token_id in token_ids:
         value = mix(value, token_id)
@@ -445,7 +448,6 @@ class HashExecutor:
             self._holders[block_id] += 1
 
     def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
-        """Take blocks that no other row has, and wipe them."""
         self._hold(row, block_ids)
         for block_id in block_ids:
             assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
@@ -531,7 +533,6 @@ class HashExecutor:
         return tuple([self.model.prompt_logprobs(self._content(row, at), token_ids[at + 1], num_top) for at in positions])
 
     def _read_adapter(self, row: HashRow) -> int:
-        """Return the value before position 0, after checking all pages of the row's adapter."""
         if row.placed is None:
             return ROOT
         for block_id, page in zip(row.placed.block_ids, row.placed.pages, strict=True):
@@ -561,7 +562,7 @@ class HashExecutor:
         return value
 
     def _read(self, row: HashRow, position: int) -> int:
-        """Return the value of a position, after checking the block's recurrent state if it has any."""
+        """Return the hash at a position, after checking the block's recurrent state if it has any."""
         block_id, offset = divmod(self._slot(row, position), self.capacity.block_size)
         if self.capacity.has_state and block_id != NULL_BLOCK_ID:
             end = self._ends[block_id]

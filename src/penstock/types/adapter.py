@@ -23,7 +23,7 @@ class AdapterRef:
 
 
 class PackedAdapter(Protocol):
-    """An adapter as the kernels of all executors of the same model and settings read it."""
+    """An adapter in the layout that kernels read. All executors of the same model and settings can share it."""
 
     @property
     def num_pages(self) -> int: ...
@@ -82,9 +82,9 @@ class NoAdapters:
         return 0
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Raise ValueError: the caller ignored `max_adapter_rank`."""
+        """Raise ValueError: this executor computes no adapters, as its `max_adapter_rank` of 0 says."""
         del packed, block_ids
         raise ValueError(f"adapter {number} is to be placed in an executor that computes none")
 
     def drop_adapter(self, number: int) -> None:
-        """Do nothing."""
+        """Do nothing: no adapter was placed."""

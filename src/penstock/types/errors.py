@@ -25,7 +25,7 @@ class PenstockError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
     def without_folders(self) -> str:
-        """Return the text for clients that must not see where files lie: absolute paths are cut to their last part."""
+        """Return the message for clients that must not see where files lie: absolute paths are cut to their last part."""
         return _FOLDERS.sub("", str(self))
 
 
@@ -37,7 +37,7 @@ class PolicyError(PenstockError):
     """A user's own policy failed while it ran, or gave an answer that the scheduler can't use."""
 
     def __init__(self, seam: str, policy: object, what: str) -> None:
-        """`what`: what the policy did, with the method and the value."""
+        """`seam`: the kind of policy. `what`: what the policy did wrong, with the method and the value."""
         name = getattr(policy, "policy_name", "") or type(policy).__qualname__
         remedy = "It is a policy of your own; docs/how-to/policy.md says what is asked."
         super().__init__(f"The {seam} {name!r} {what}.", remedy=remedy)
@@ -81,7 +81,7 @@ class RejectReason(StrEnum):
 
     @property
     def is_deadline(self) -> bool:
-        """A time limit has passed or can't be met, so retrying does not help."""
+        """Whether a time limit has passed or can't be met, so that retrying does not help."""
         return self in (RejectReason.DEADLINE, RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
 
 
@@ -97,7 +97,7 @@ class Rejected(PenstockError):
         retry_after_s: float | None = None,
         sizes: tuple[int, int] | None = None,
     ) -> None:
-        """`sizes`: tokens of a prompt that is too long, and tokens of the context."""
+        """`param`: the invalid field. `sizes`: tokens of a prompt that is too long, and tokens of the context."""
         super().__init__(detail)
         self.reason = reason
         self.sizes = sizes
@@ -107,7 +107,7 @@ class Rejected(PenstockError):
 
 
 def wrong(detail: str, param: str) -> Rejected:
-    """Return the error for an invalid field of a request."""
+    """Return the error for an invalid field `param` of a request."""
     return Rejected(RejectReason.INVALID, detail, param=param)
 
 
@@ -129,7 +129,7 @@ def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
 
 
 def shorten(text: str) -> str:
-    """Return at most `MAX_TOLD_CHARS` of a client's own text, for a message."""
+    """Return the first `MAX_TOLD_CHARS` of a client's own text, for a message."""
     return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
 
 
@@ -142,7 +142,7 @@ class ModelAway(Exception):
 
 
 class NameUnknown(Exception):
-    """A request names an unknown model. `serve` looks on the disk for such an adapter, off the event loop."""
+    """A request names a model that was not looked for yet. `serve` looks on the disk for such an adapter."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"nobody has asked yet where {name!r} lies")

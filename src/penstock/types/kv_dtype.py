@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class KvDtype(StrEnum):
-    """The values of `--kv-cache-dtype`."""
+    """Storage formats of keys and values; the values of `--kv-cache-dtype`."""
 
     INT8 = "int8"  # keys have a bf16 scale per head and 32 columns, values one per head
     BF16 = "bf16"
@@ -29,5 +29,5 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def state_bytes(num_columns: int, width: int) -> int:
-    """Return the bytes of recurrent state per block in the native backend, for `num_columns` over all layers."""
+    """Return the bytes of recurrent state per block in the native backend, with `num_columns` in all layers together."""
     return -(-2 * num_columns * width // 64) * 64

@@ -30,7 +30,10 @@ class PaddingId(str):
 
 @dataclass(slots=True)
 class AdmitRow:
-    """A request that the executor does not know (new, or back from preemption), in full. Treat as frozen (see `RowPlan`)."""
+    """A request in full, for an executor that does not know it: new, or back from preemption.
+
+    Treat as frozen (see `RowPlan`).
+    """
 
     request_id: str
     token_ids: tuple[int, ...]  # prompt and what was generated before a preemption
@@ -138,7 +141,7 @@ def scored_positions(context_len: int, query_len: int, num_prompt_tokens: int, n
 
 @dataclass(slots=True)
 class Ticket:
-    """A step in flight. Treat as frozen (see `RowPlan`)."""
+    """A handle of a step that was submitted and not yet collected. Treat as frozen (see `RowPlan`)."""
 
     step_id: int
     ready_ns: int | None = None  # when it will be done, if known beforehand (simulation)

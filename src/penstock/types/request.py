@@ -87,12 +87,12 @@ class Request:
 
     @property
     def num_behind(self) -> int:
-        """Tokens not yet computed: 1 for a decode."""
+        """Tokens not yet computed: 1 for a request in decode."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_jumping(self) -> bool:
-        """Whether the grammar forced all tokens to compute but one. Valid only if `num_behind` > 1."""
+        """Whether the grammar forced all tokens that are left to compute, except the first. Valid only if `num_behind` > 1."""
         return 0 < self.forced_from <= self.num_computed_tokens + 1
 
     @property

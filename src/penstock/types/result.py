@@ -18,7 +18,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepTiming:
-    """In the executor's monotonic clock. Treat as frozen (see `RowPlan`)."""
+    """When a step began and ended, in the executor's monotonic clock. Treat as frozen (see `RowPlan`)."""
 
     start_ns: int
     end_ns: int

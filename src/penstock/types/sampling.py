@@ -38,10 +38,9 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> bytes | None:
-        """Return the tokens allowed next: bit i % 8 of byte i // 8 is token i, in whole little-endian 32-bit words. None:
-        any.
+        """Return the tokens allowed next as bits: bit i % 8 of byte i // 8 is token i. None: any token. [ceil(vocab / 32) * 4]
 
-        At least one is allowed: a complete answer may be followed by an end token. [ceil(vocab / 32) * 4]
+        At least one token is allowed: a complete answer may be followed by an end token.
         """
         ...
 
@@ -75,7 +74,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A number that a request can set to say how tokens are chosen."""
+    """A numeric setting of a request that changes how tokens are chosen, such as `top_p`."""
 
     kind: type[int] | type[float]
     neutral: float | None
@@ -104,9 +103,10 @@ def _number(
     also_neutral: tuple[float, ...] = (),
     **others: tuple[float, float] | tuple[float, float, bool],
 ) -> Parameter:
-    """Return a parameter. `names`: its name, then the APIs that have it, as `api` or `api=name`. `others`: bounds by API.
+    """Return a sampling parameter.
 
-    Bounds are (least, most), and True if the least value is excluded.
+    - `bounds`: (least, most), and True if the least value is excluded; `others` has an API's own bounds
+    - `names`: its name, then each API that has it: `api`, or `api=name` if its name differs there
     """
     name, *apis = names.split()
     spelled = [(api, own or name) for api, _, own in (word.partition("=") for word in apis)]
@@ -223,7 +223,7 @@ class BeamParams:
     stop tokens."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a width below 1 or a length penalty whose scores can't be compared."""
+        """Raise ValueError for a width below 1 or a length penalty with which scores can't be compared."""
         if self.width < 1:
             raise ValueError(f"a beam search has a width of at least 1, not {self.width}")
         if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
@@ -272,7 +272,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated where a request enters (`serve`), trusted everywhere else."""
+    """How to choose a request's tokens. Validated where the request enters (`serve`), trusted everywhere else."""
 
     max_tokens: int = 16
     """>= 1."""

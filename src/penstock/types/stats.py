@@ -25,7 +25,7 @@ class WaitReason(StrEnum):
 
 
 class PrefixEnd(StrEnum):
-    """Why a prefix cache lookup ended."""
+    """Why a lookup in the prefix cache found no more tokens."""
 
     WHOLE = "whole"  # everything possible was found: the last token is always computed
     OFF = "caching off"
@@ -47,7 +47,7 @@ class PrefixStop:
 
 @dataclass(slots=True)
 class Admission:
-    """A request began to run or resumed after preemption. Treat as frozen."""
+    """A record that a request began to run, or resumed after preemption. Treat as frozen."""
 
     request_id: str
     num_tokens: int
@@ -63,7 +63,7 @@ class PreemptReason(StrEnum):
 
 @dataclass(slots=True)
 class Preemption:
-    """A running request lost its place. Treat as frozen."""
+    """A record that a running request was preempted. Treat as frozen."""
 
     request_id: str
     reason: PreemptReason
@@ -73,7 +73,7 @@ class Preemption:
 
 @dataclass(slots=True)
 class PlanNews:
-    """The effect of a plan, or of the lack of one, on requests. Treat as frozen."""
+    """The effects of a plan, or of the lack of one, on requests: admissions, preemptions and waits. Treat as frozen."""
 
     planned_ns: int
     waits_for: WaitReason

@@ -11,7 +11,7 @@ SpecialTokens = Mapping[str, str | tuple[str, ...] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GgufVocab:
-    """The `tokenizer.ggml.*` keys. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+    """A GGUF file's vocabulary: `tokenizer.ggml.*`. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
     model: str
     """`gpt2` and `gemma4` (BPE), `llama` (SentencePiece BPE), `t5` (SentencePiece unigram) or `bert` (WordPiece)."""

@@ -53,7 +53,7 @@ PROBED_CACHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The speed of all threads together: the best of several short measurements."""
+    """Measured peak speeds of all threads together: the best of several short measurements."""
 
     variant: str
     quantised: str  # the arithmetic of quantised weights: int8, or bf16 tiles
@@ -63,7 +63,7 @@ class Peaks:
 
 
 def probed_bytes() -> int:
-    """Return how many bytes a probe reads: much more than the caches hold, at most half of the free memory."""
+    """Return how many bytes to read to measure memory's speed: much more than the caches hold, at most half of what is free."""
     wanted, most = max(1 << 28, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
     if wanted > most:
         _log.warning(

@@ -316,7 +316,6 @@ class NativeExecutor:
         return StepTiming(start_ns + waited_ns, time.monotonic_ns(), parts, waited_ns)
 
     def _forget_stale(self, plan: StepPlan) -> None:
-        """Overwrite with NaN all buffers, and all KV beyond the computed tokens, to expose reads of stale data."""
         self._engine.poison_buffers()
         if self._capacity.is_one_pass:
             return

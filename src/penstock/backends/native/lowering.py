@@ -177,7 +177,6 @@ def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
 
 
 def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedProduct | None:
-    """Return the two operations at `at` as one product of rounded weights, or None."""
     if at + 1 >= len(ops):
         return None
     op, act = ops[at : at + 2]
@@ -188,7 +187,6 @@ def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedPro
 
 
 def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
-    """Return the three operations at `at` as one product, or None."""
     if at + 2 >= len(ops):
         return None
     gate, up, act = ops[at : at + 3]
@@ -209,7 +207,7 @@ def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
 
 
 def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
-    """Yield the operations from `at` on that read buffer `name` before it is overwritten."""
+    """Yield the operations from index `at` on that read buffer `name` before it is overwritten."""
     for op in ops[at:]:
         if name in _read_by(op):
             yield op
@@ -226,7 +224,7 @@ def _is_only_gathered(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights) -> bool:
-    """Return whether every reader of buffer `name` is a product with input of form `GROUPS` in the usual column order."""
+    """Return whether only products read buffer `name` from index `at` on, all as `_Form.GROUPS` in the usual column order."""
     return all(
         isinstance(op, prog.Linear | prog.Logits)
         and weights.form(op.weight) is _Form.GROUPS
@@ -249,7 +247,7 @@ def _read_by(op: Op) -> set[str | None]:
 
 
 class _Emitter:
-    """Adds groups of operations to the engine, in order."""
+    """Adds groups of operations to the engine as instructions, in order."""
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
         self._widths = dict(program.buffers)
@@ -506,7 +504,6 @@ class _Emitter:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether heads need no padding."""
         return self._head_dim == padded_head_dim(self._head_dim)
 
     def _padded_buffer(self, name: str, num_heads: int) -> int:
@@ -515,7 +512,6 @@ class _Emitter:
         return self._buffer(wide)
 
     def _padded(self, name: str, num_heads: int) -> int:
-        """Return a buffer with heads padded by zeros if the engine needs wider ones."""
         if self._is_whole:
             return self._buffer(name)
         wide = self._padded_buffer(name, num_heads)
@@ -553,7 +549,7 @@ class _Emitter:
         self._with_zero.discard(name)
 
     def _activation(self, name: str, weight: str) -> int:
-        """Return the id of a value in the form that a weight multiplies. Convert it unless a copy is current."""
+        """Return the id of a buffer in the number format that `weight` multiplies. Convert it unless a copy is current."""
         form, order = key = self._weights.form(weight), self._weights.order(weight)
         forms = self._converted.setdefault(name, {})
         if key not in forms:
@@ -573,7 +569,6 @@ class _Emitter:
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
-        """Copy a buffer with its columns reordered. All orders share one target."""
         ordered = f"{name}, in order"
         self._widths[ordered] = self._widths[name]
         x, out = self._buffer(name), self._buffer(ordered)
@@ -640,7 +635,6 @@ class _Weights:
         return name in self._multiplied
 
     def order(self, name: str) -> bytes | None:
-        """Return the column order of a matrix as int32 bytes, or None for the usual order."""
         order = self.tensor(name).column_order
         return None if order is None else order.astype(np.int32).tobytes()
 
@@ -675,7 +669,7 @@ class _Weights:
             self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
 
     def experts(self, names: Sequence[str], num_experts: int) -> int:
-        """Return the id of one matrix: for each expert, its rows of each weight, padded to whole panels."""
+        """Return the id of one matrix: for each expert, its rows of each weight, padded to whole panels of rows."""
         tensors = [self.tensor(name) for name in names]
         first, sizes = tensors[0], [tensor.num_rows // num_experts for tensor in tensors]
         if any(tensor.format is not first.format for tensor in tensors):

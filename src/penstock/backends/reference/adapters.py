@@ -13,7 +13,7 @@ from penstock.models.program import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedFactors:
-    """An adapter as pages: A and B of one site after the other, without gaps."""
+    """An adapter packed into pages of the size of a KV block: A and B of one site after the other."""
 
     pages: tuple[memoryview, ...]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # site -> shapes of A and B
@@ -27,7 +27,7 @@ class PagedFactors:
         return sum(page.nbytes for page in self.pages)
 
     def factors(self, content: bytes) -> AdapterFactors:
-        """Return the factors in the content of the pages, one after the other."""
+        """Return the factors, read back from the joined bytes of all pages."""
         numbers, at = np.frombuffer(content, np.float32), 0
         found = {}
         for site, (a, b) in self.shapes.items():
@@ -38,7 +38,7 @@ class PagedFactors:
 
 
 def pack_factors(factors: AdapterFactors, program: Program, *, page_bytes: int, max_rank: int) -> PagedFactors:
-    """Pack an adapter. Raises ModelError if it is of another model, or its rank is above `max_rank`."""
+    """Pack an adapter into pages. Raises ModelError if it is of another model, or its rank is above `max_rank`."""
     factors.check(program, max_rank=max_rank)
     numbers = b"".join(np.ascontiguousarray(x, np.float32).tobytes() for pair in factors.by_weight.values() for x in pair)
     num_pages = max(1, -(-len(numbers) // page_bytes))

@@ -36,15 +36,16 @@ from penstock.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Awaits:
-    """A step that waits for the masks of `request_ids`."""
-
     batch: StepBatch
     start_ns: int
     request_ids: set[str]
 
 
 class ReferenceExecutor:
-    """Computes rows independently. With `poison`, positions without KV are NaN, so that a stale read makes its row fail."""
+    """Computes steps with NumPy, each row independently.
+
+    With `poison`, positions without KV are NaN, so that a stale read makes its row fail.
+    """
 
     def __init__(
         self,
@@ -133,7 +134,6 @@ class ReferenceExecutor:
             self._cache.forget(block_ids, 0)
 
     def _adapter(self, number: int) -> AdapterFactors | None:
-        """Return an adapter's factors, read back from its pages, or None for the base model."""
         if number == BASE:
             return None
         if number not in self._adapters:
@@ -148,7 +148,7 @@ class ReferenceExecutor:
             raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Compute the step, unless it waits for masks. Raises ValueError on a broken contract."""
+        """Compute the step, unless it waits for grammar masks. Raises ValueError if the plan is invalid."""
         if self._is_closed:
             raise ExecutorFailure("the reference executor is closed")
         if self._awaits is not None:
@@ -262,7 +262,7 @@ class ReferenceExecutor:
     def _run_rows(
         self, batch: StepBatch, masks: Mapping[str, bytes]
     ) -> tuple[dict[str, Sample | None], dict[str, tuple[TokenLogprobs, ...]]]:
-        """Return what each row sampled, or None without a usable logit, and the log-probabilities of prompts."""
+        """Return by request id each sampled token (None if no logit was usable), and log-probabilities of prompt tokens."""
         samples: dict[str, Sample | None] = {}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         sampling_rows = set(batch.sample_rows.tolist())
@@ -279,7 +279,7 @@ class ReferenceExecutor:
         return samples, prompt_logprobs
 
     def _scored(self, batch: StepBatch, i: int) -> range:
-        """Return the positions of a row whose logits score its prompt."""
+        """Return the positions of row `i` at which the log-probability of the next prompt token was requested."""
         slot = int(batch.row_slots[i])
         if slot not in self._num_scored:
             return range(0)
@@ -288,7 +288,7 @@ class ReferenceExecutor:
         return scored_positions(int(batch.context_lens[i]), query_len, num_prompt_tokens, self._num_scored[slot])
 
     def _run_row(self, batch: StepBatch, i: int, scored: range, *, samples: bool) -> NDArray[np.float32]:
-        """Return logits of the scored positions, then of the last one if it samples; or the states of a text."""
+        """Return row i's logits at the `scored` positions, then at the last one if it samples; or a text encoder's states."""
         start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
         gathered = [at - int(batch.context_lens[i]) for at in scored] + [end - start - 1] * samples
         return self._interpreter.run(
@@ -313,6 +313,5 @@ class ReferenceExecutor:
 
 
 def _samplers(batch: StepBatch) -> Iterator[tuple[str, int]]:
-    """Yield (request id, slot) of the rows that sample."""
     for row in batch.sample_rows.tolist():
         yield batch.request_ids[row], int(batch.row_slots[row])

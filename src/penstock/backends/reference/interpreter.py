@@ -29,7 +29,7 @@ PRODUCT_TILE = 8  # rows of every matrix product
 
 @dataclass(slots=True)
 class RowRun:
-    """One row of a step on its way through the program."""
+    """The inputs and buffers of one row of the batch while the program runs."""
 
     cache: KvCache | None  # None for programs that read each text in one pass
     token_ids: NDArray[np.int32]  # [T]
@@ -52,7 +52,7 @@ class RowRun:
 
 
 class Interpreter:
-    """A program and its weights, which become float32 when they are first used."""
+    """Runs a program for one row at a time. Weights become float32 when they are first used."""
 
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor], *, num_positions: int = 1) -> None:
         self._program = program
@@ -86,7 +86,7 @@ class Interpreter:
         }
 
     def run(self, row: RowRun) -> F32:
-        """Return logits [S, vocab_size], or states, and write the KV of the row's tokens."""
+        """Run the program for a row: write the KV of its tokens and return logits [S, vocab_size], or states."""
         if row.context_len and self._program.is_one_pass:
             raise ValueError("the text must be computed in one step")
         for op in self._program.ops:
@@ -141,7 +141,6 @@ class Interpreter:
         return out
 
     def _adapted_product(self, op: prog.Linear | prog.Logits, row: RowRun) -> F32:
-        """Return x @ weight.T, plus (x @ A.T) @ B.T of the row's adapter."""
         x = row.buffers[op.x]
         out = product(x, self._matrix(op.weight), row.first)
         if factors := _factors(op, row):
@@ -233,7 +232,7 @@ class Interpreter:
         return out
 
     def _choose(self, op: prog.Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
-        """Return the experts of one token by falling preference, and their shares."""
+        """Return the experts of one token, best first, and their weights in the sum. `raw` is the router's output."""
         if op.scoring == "softmax":
             scores = np.exp(raw - raw.max())
             scores = scores / scores.sum()
@@ -283,8 +282,8 @@ def _factors(op: prog.Linear | prog.Embed | prog.Logits, row: RowRun) -> tuple[F
 def product(x: F32, weight: F32, first_position: int) -> F32:
     """Return x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
 
-    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place follows
-    from its position.
+    BLAS adds in another order when a product has another shape. So all products have `PRODUCT_TILE` rows, and a token's row in
+    its product follows from its position.
     """
     lead = first_position % PRODUCT_TILE
     num_tiles = -(-(lead + len(x)) // PRODUCT_TILE) if len(x) else 0
@@ -338,7 +337,7 @@ def gated(gate: F32, up: F32, activation: Activation) -> F32:
 
 
 def activate(x: F32, activation: Activation) -> F32:
-    """Apply an activation of single numbers; `GatedActivation` has the formulas."""
+    """Apply an activation function to each number; `GatedActivation` has the formulas."""
     result: F32
     match activation:
         case "silu":

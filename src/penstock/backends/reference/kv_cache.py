@@ -66,7 +66,7 @@ class KvCache:
         return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
-        """Store the columns [num_tokens, width] of each block's last positions."""
+        """Store columns [num_tokens, width] of the recurrent state. A block keeps only those of its last positions."""
         blocks, offsets = slots // self._block_size, slots % self._block_size
         later = blocks[self._num_columns :]
         is_kept = np.full(len(slots), True)
@@ -74,7 +74,7 @@ class KvCache:
         self._states[layer, blocks[is_kept], offsets[is_kept] % self._num_columns] = columns[is_kept]
 
     def read_state(self, layer: int, block_table: NDArray[np.int32], context_len: int) -> F32:
-        """Return the columns of the last positions before `context_len`; 0 before the first. [num_columns, width]"""
+        """Return the recurrent state's columns before `context_len`; 0 before the first position. [num_columns, width]"""
         positions = context_len - self._num_columns + np.arange(self._num_columns)
         blocks, places = block_table[positions // self._block_size], positions % self._block_size % self._num_columns
         columns: F32 = self._states[layer, blocks, places]
@@ -89,7 +89,7 @@ class KvCache:
         return int(sum(cache[:, 0].nbytes for cache in (self._keys, self._values, self._states)))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copy keys, then values, then the state."""
+        """Copy a block's keys, then values, then recurrent state to `out`."""
         out[:] = b"".join(cache[:, block_id].tobytes() for cache in (self._keys, self._values, self._states))
 
     def write_block(self, block_id: int, content: memoryview) -> None:
@@ -100,7 +100,10 @@ class KvCache:
             start += size
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """Poison these blocks after their first `num_kept` positions, and the state of blocks with none of them."""
+        """With `poison`, set all positions of these blocks after the first `num_kept` to NaN.
+
+        The recurrent state of a block is set to NaN if none of its positions is kept.
+        """
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):

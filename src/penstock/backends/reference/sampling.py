@@ -80,7 +80,7 @@ def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
 def restrict(
     logits: F32, params: SamplingParams, token_ids: Sequence[int], num_output_tokens: int, *, mask: bytes | None = None
 ) -> F32:
-    """Step 2: set logits to -inf, of tokens that are not allowed, of banned ones, and of stop tokens before `min_tokens`.
+    """Step 2: set logits to -inf for tokens that are not allowed, banned ones, and stop tokens before `min_tokens`.
 
     If no token would be left, banned and stop tokens are allowed.
     """
@@ -177,7 +177,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11. All words are 32 bits."""
+    """Return four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
