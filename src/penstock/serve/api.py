@@ -54,7 +54,7 @@ class Parts:
 
     @property
     def off_loop(self) -> OffLoop:
-        """Threads for large bodies, before the body's model is known."""
+        """Threads that parse large bodies, before the body's model is known."""
         return self.deployment.off_loop
 
     def has_field(self, name: str) -> When:
@@ -73,7 +73,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method of one or more paths. The docstring of `answer` describes it in the OpenAPI document."""
+    """An endpoint: a method on one or more paths. The docstring of `answer` describes it in the OpenAPI document."""
 
     at: str
     """`GET /v1/models /models`. Parameters stand in braces, as in Starlette's routes: `/v1/models/{model_id:path}`."""
@@ -101,7 +101,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A route of an API that this server does not have."""
+    """A route of the original API that this server only answers with an error, such as 501."""
 
     at: str
     """A method and a path."""

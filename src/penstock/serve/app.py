@@ -65,7 +65,7 @@ def create_app(
     keys: KeyRing | None = None,
     apis: Sequence[Api] = APIS,
 ) -> Starlette:
-    """Return the ASGI application over started models. Raises `ConfigError` for useless key files and origins."""
+    """Return the ASGI application that serves started models. Raises `ConfigError` for unusable key files and origins."""
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     in_flight = InFlight(config)
     reader = Reader(deployment, config, ignored)
@@ -110,7 +110,7 @@ def create_app(
 
 
 def key_ring(config: ServerConfig) -> KeyRing | None:
-    """Return the keys that open the server, or None if it needs none. Raises `ConfigError`."""
+    """Return the API keys that clients can use, or None if no key is needed. Raises `ConfigError`."""
     keys = api_keys(config)
     return KeyRing(keys) if keys else None
 
@@ -147,7 +147,7 @@ def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRou
 
 
 def _chosen(operation: Operation) -> JsonEndpoint:
-    """Return an endpoint that picks the route of an operation by the conditions."""
+    """Return an endpoint that runs the operation's first route with a true condition `when`, or else the last route."""
     _, base = operation.routes[-1]
     answer_base, others = _answering(base), [(api, route, _answering(route)) for api, route in operation.routes[:-1]]
     if not others:
@@ -207,7 +207,7 @@ def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> 
 
 
 async def _no_page(request: HttpRequest) -> Response:
-    """Answer 404 at `/` without the page, but 200 to HEAD: Ollama's clients probe the server in this way."""
+    """Answer 404 at `/` if the page is switched off, but 200 to HEAD: Ollama's clients probe the server in this way."""
     if request.method != "HEAD":
         raise HTTPException(404)
     return Response()

@@ -1,6 +1,6 @@
 """Turns a request of any API into a call and an answer: finds its model, reads its headers, and waits for a missing model.
 
-`Asked` makes a call of a neutral request, and `CallEndpoint` answers it. `app` wraps every endpoint in `Waits.around`. If the
+`Asked` makes a call of a checked request, and `CallEndpoint` answers it. `app` wraps every endpoint in `Waits.around`. If the
 endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the endpoint
 is called again. Functions may run on any thread. Only `look_up` blocks, because it reads the disk.
 """
@@ -145,7 +145,7 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
 
 
 def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
-    """Look for an adapter in the folders of adapters. Return its model and the adapter, or None. Reads the disk.
+    """Search the folders of adapters for this name. Return the adapter with its model, or None. Reads the disk.
 
     Raises 503 if that fails, or if there are too many names.
     """
@@ -187,9 +187,9 @@ def read_terms(
     cache_salt: str = "",
     conversation: str = "",
 ) -> Terms:
-    """Return the terms from the headers and from three fields of the body.
+    """Return a request's terms, such as deadline and priority, from the headers and from three fields of the body.
 
-    `arrival_ns`: now. Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
+    `arrival_ns`: now.  Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
     values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
@@ -271,7 +271,7 @@ def _priority(from_header: int | None, from_body: int | None, least: int | None,
 
 
 def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:
-    """Return the time of the client's or the server's limit, whichever is earlier, or None without a limit."""
+    """Return when the client's or the server's time limit ends, whichever is earlier, or None without a limit."""
     limits_ns = [] if asked_ns is None else [asked_ns]
     if server_s is not None:
         limits_ns.append(int(server_s * 1e9))
@@ -279,7 +279,7 @@ def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> 
 
 
 def _milliseconds(scope: Scope, name: str) -> int | None:
-    """Return the nanoseconds of a header in milliseconds, or None."""
+    """Return a header's milliseconds as nanoseconds, or None without the header."""
     value_ms = _integer(scope, name, 1, MAX_DEADLINE_MS)
     return None if value_ms is None else value_ms * 1_000_000
 
@@ -309,7 +309,7 @@ def _bad_header(name: str, rule: str) -> ApiError:
 
 
 class FolderWatch:
-    """Looks for new models in the folder of models when a request names an unknown one. For the event loop."""
+    """Scans the folder of models again when a request names an unknown model. For the event loop."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -326,7 +326,7 @@ class FolderWatch:
         return self._deployment.find(name)
 
     async def look(self) -> None:
-        """Wait for a look into the folder that begins after this call, for `MAX_LOOK_S` at most. Callers share looks."""
+        """Wait for a scan of the folder that begins after this call, for `MAX_LOOK_S` at most. Callers share scans."""
         if not self._deployment.may_grow:
             return
         asked_s = time.monotonic()
@@ -345,7 +345,7 @@ class FolderWatch:
 
 
 class Waits:
-    """Makes requests wait for missing models and adapters. For the event loop."""
+    """Makes requests wait for models to be loaded and for adapters to be found. For the event loop."""
 
     def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight) -> None:
         self._deployment = deployment
@@ -354,7 +354,7 @@ class Waits:
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
-        """Wrap `answer` so that it is retried after a missing model or adapter was found. `loads`: also load models."""
+        """Wrap `answer` so that it waits for a missing model or adapter and is then called again. `loads`: also load models."""
 
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
@@ -517,9 +517,10 @@ class Asked:
     scope: Scope
 
     def find(self, name: str | None, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
-        """As `find_allowed`, but a split name leads to one of its models.
+        """As `find_allowed`, but a name that is split between models leads to one of them.
 
-        Tenant and `user` decide which one, or the request's id. So every call for one request finds the same model.
+        Tenant and `user` decide which one, or without `user` the request's id. So every call for one request finds the same
+        model.
         """
         scope, deployment = self.scope, self.reader.deployment
         served, adapter = find_allowed(name, deployment, scope)
@@ -529,7 +530,7 @@ class Asked:
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
     def call(self, request: ChatRequest | CompletionRequest) -> Call:
-        """Return the checked call, and begin to load its adapter. Raises `ApiError` and `Rejected`."""
+        """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
         served, adapter = self.find(request.model, request.user)
         running = served.answerer()
         if adapter is not None and running.adapters is not None and request.model is not None:
@@ -565,7 +566,7 @@ class CallEndpoint:
     """Answers requests of all APIs that generate text. Only the functions passed in depend on the API."""
 
     def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
-        """`off_loop`: threads for large bodies, before the body's model is known."""
+        """`off_loop`: threads that parse large bodies, before the body's model is known."""
         self.reader = reader
         self._in_flight = in_flight
         self._off_loop = off_loop

@@ -192,7 +192,7 @@ def has_not_yet(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
 
 
 def _extended(body_type: type[_BodyType], fields: dict[str, Any]) -> type[_BodyType]:
-    """Return a class with further fields that replaces the body."""
+    """Return a subclass of the body with further fields, under the same name."""
     name, module, text = body_type.__name__, body_type.__module__, body_type.__doc__
     return create_model(name, __base__=body_type, __module__=module, __doc__=text, **fields)
 
@@ -204,7 +204,7 @@ def sampling_of(body: Body, api: str) -> dict[str, float]:
 
 
 def at_most(num_entries: int) -> BeforeValidator:
-    """Limit an object before its entries are validated; `Field(max_length=...)` does so afterwards."""
+    """Return a validator that limits an object before its entries are validated; `Field(max_length=...)` does so afterwards."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:
@@ -286,7 +286,7 @@ class CalledFunction(Body):
 
 
 class ToolCallBody(Body):
-    """An assistant's call in the history."""
+    """A tool call by the assistant, earlier in the conversation."""
 
     id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
     type: Literal["function"] = "function"
@@ -343,7 +343,7 @@ def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | 
 
 
 def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
-    """Check a part of a body, at `place` in it. Raises 400."""
+    """Return a checked part of a body, such as a message. `place`: its path in the body. Raises 400."""
     try:
         part = part_type.model_validate(value)
     except ValidationError as error:
@@ -413,7 +413,7 @@ def _count(data: bytes, marks: bytes) -> int:
 
 
 def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
-    """Return a tool call of the history. `arguments`: an object or its JSON text. `at`: place in the body. Raises 400."""
+    """Return an earlier tool call of the conversation. `arguments`: an object or JSON. `at`: path in the body. Raises 400."""
     if not TOOL_NAME.fullmatch(name):
         raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
     if isinstance(arguments, str):
@@ -469,7 +469,7 @@ SchemaOrText = Annotated[
 
 @has_not_yet("whitespace_pattern disable_fallback=false disable_any_whitespace=false disable_additional_properties=false")
 class StructuredOutputs(Body):
-    """vLLM's field for the form of an answer. Exactly one field besides `grammar_syntax` is set."""
+    """vLLM's field that constrains an answer, for example to a JSON schema. Only one field besides `grammar_syntax` is set."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -516,13 +516,13 @@ class GenerationFields(Body):
 
 
 class PythonFields(GenerationFields):
-    """`penstock.SamplingParams`."""
+    """The fields of `penstock.SamplingParams`, checked like a request's body."""
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 def fields_of(body: GenerationFields) -> dict[str, Any]:
-    """Return the body's fields for a neutral request, except the grammar."""
+    """Return the body's fields for a request of any API, except the grammar."""
     return {
         "n": body.n or 1,
         "max_tokens": body.max_tokens,
@@ -540,7 +540,7 @@ def fields_of(body: GenerationFields) -> dict[str, Any]:
 
 
 def structured_grammar(asked: StructuredOutputs | None) -> Grammar | None:
-    """Return the grammar of `structured_outputs`. Raises 400 unless exactly one form is given."""
+    """Return the grammar of `structured_outputs`. Raises 400 unless exactly one kind of grammar is given."""
     if asked is None:
         return None
     values = {"json": asked.json_, **{name: getattr(asked, name) for name in _KINDS if name != "json"}}
@@ -563,7 +563,7 @@ def structured_grammar(asked: StructuredOutputs | None) -> Grammar | None:
 
 
 def grammar_of(kind: GrammarKind, value: Any, param: str) -> Grammar:
-    """Return the grammar of a text or a JSON value. Raises 400 for a value that is nested too deeply."""
+    """Return a grammar of this kind from a text or a JSON value. Raises 400 for a value that is nested too deeply."""
     if isinstance(value, str):
         return Grammar(kind, value, param=param)
     try:
@@ -620,7 +620,7 @@ class ChatTemplateFields(Body):
 
 
 def read_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Return the conversation without its tools. Raises 400, also for parts other than text."""
+    """Return the conversation without its tools. Raises 400, also for message parts other than text."""
     continues = bool(fields.continue_final_message)
     # To continue the last message means that no new turn is opened.
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
@@ -629,7 +629,7 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
 
 
 def read_tools(tools: Sequence[ToolBody], at: str = "tools[{}].function") -> list[FunctionTool]:
-    """Return the tools in neutral form. `at`: a tool's path in the body, by index. Raises 400 for schemas nested too deeply."""
+    """Return the tools in the form for all APIs. `at`: a tool's path in the body. Raises 400 for schemas nested too deeply."""
     for index, tool in enumerate(tools):
         check_depth(tool.function.parameters, f"{at.format(index)}.parameters")
     return [

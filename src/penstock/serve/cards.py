@@ -23,7 +23,7 @@ from penstock.serve.shapes import Count
 
 
 class ModelCards:
-    """Reads each model's files once, at first use. A hanging disk blocks one thread for each model."""
+    """Reads the facts of each model's files once, at first use. A hanging disk blocks one thread for each model."""
 
     def __init__(self) -> None:
         self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelFacts]] = WeakKeyDictionary()
@@ -97,7 +97,7 @@ class ModelsEndpoint:
         return await self.tell(http, _written)
 
     async def tell(self, http: HttpRequest, write: Callable[[Sequence[Listed]], bytes]) -> Response:
-        """Write the list with `write`, in a thread because there may be a hundred thousand adapters."""
+        """Answer with the list, formatted by `write` in a thread because there may be a hundred thousand adapters."""
         await self._folder.look()
         data = await asyncio.to_thread(lambda: write(self._listed(http.scope)))
         return Response(data, media_type="application/json")

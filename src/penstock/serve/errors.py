@@ -75,7 +75,7 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
         sizes: tuple[int, int] | None = None,
     ) -> None:
-        """`sizes`: see `Rejected`."""
+        """`sizes`: tokens of a prompt that is too long, and tokens of the context."""
         super().__init__(status, detail=message, headers=headers)
         self.sizes = sizes
         self.message = message
@@ -88,7 +88,7 @@ class ApiError(HTTPException):
         return orjson.dumps(openai_words(self))
 
     def response(self, words: ErrorWords | None = None) -> Response:
-        """Return the response. `words`: the form of another API than OpenAI's."""
+        """Return the response. `words` writes the body in the form of another API than OpenAI's."""
         body = orjson.dumps((words or openai_words)(self))
         return Response(body, self.status_code, headers=self.headers, media_type="application/json")
 
@@ -156,7 +156,7 @@ MODEL_NOT_FOUND = "model_not_found"
 
 
 def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
-    """`is_no_adapter`: the folder of adapters was searched, too."""
+    """Return the 404 for an unknown model. `is_no_adapter`: no adapter has this name either."""
     names = ", ".join(repr(name) for name in served)
     sought = ", and no adapter of that name is in --lora-dir" if is_no_adapter else ""
     message = f"The model {shorten(model)!r} is not served here{sought}. Served: {names}."
@@ -306,7 +306,7 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether orjson read an integer beyond 64 bits, which becomes a float."""
+    """Return whether the value is an integer beyond 64 bits, which orjson reads as a float."""
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 

@@ -90,7 +90,7 @@ class CompletionLogprobs:
         return begins[-1] - num_chars
 
     def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
-        """Move past this token, and return where it begins. `is_shown`: count the token even if it is special."""
+        """Move past this token, and return its position in the text. `is_shown`: count the token even if it is special."""
         begin = self._offset
         if self._skips_special_tokens and not is_shown and self._tokenizer.is_special(token_id):
             return begin

@@ -164,7 +164,7 @@ class Server:
         self._tell_of_keys()
 
     def _tell_of_keys(self) -> None:
-        """Give the metrics the names in the file of keys, and warn of priorities without effect."""
+        """Give the metrics the names of the API keys, and warn if the keys' priorities have no effect."""
         if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
@@ -305,7 +305,7 @@ def _first_request(running: RunningModel | None) -> tuple[str, dict[str, object]
 
 
 def _reach(listener: socket.socket) -> str:
-    """Return a note if the server listens on all addresses of the machine."""
+    """Return a note on the address if the server listens on all addresses of the machine, else an empty text."""
     address, port = listener.getsockname()[:2]
     return f" and on every network ({address}:{port})" if ipaddress.ip_address(address).is_unspecified else ""
 

@@ -30,7 +30,7 @@ Version = TypedDict("Version", {"version": str})
 
 
 class TokenUsage(TypedDict):
-    """Token counts of texts for an encoder, which generates none."""
+    """Token counts of a request to an encoder, which generates no tokens."""
 
     prompt_tokens: Count
     total_tokens: Count

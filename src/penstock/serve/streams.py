@@ -104,7 +104,7 @@ class Usage:
         self._num_cached[index] = chunk.num_cached_tokens
 
     def counts(self) -> tuple[int, int]:
-        """Return the tokens of all prompts, and of all answers so far."""
+        """Return the number of tokens in all prompts, and in all answers so far."""
         return self._num_prompt_tokens, sum(self._num_generated)
 
     @property
@@ -164,7 +164,7 @@ class Writer(ABC):
         return _comment("keepalive")
 
     def begin(self, timing: str) -> bytes:
-        """Return the bytes before the first chunk; may be empty. The adapter is loaded. `timing`: value of `Server-Timing`."""
+        """Return the bytes before the first chunk. The adapter is loaded by now. `timing`: value of `Server-Timing`."""
         del timing
         return b""
 

@@ -39,7 +39,7 @@ class Timings:
         }
 
     def _times(self, index: int, chunk: OutputChunk) -> tuple[int, int]:
-        """Return the times of the choice's first step and of its first token."""
+        """Return when the choice's first step began and when its first token came, in nanoseconds."""
         if index not in self._times_ns and chunk.first_token_ns is not None:
             begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
             self._times_ns[index] = begun_ns, chunk.first_token_ns

@@ -1,4 +1,4 @@
-"""Reads bodies of Anthropic's Messages API into neutral requests."""
+"""Reads bodies of Anthropic's Messages API into requests common to all APIs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
 
 
 def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
-    """Return the template variables for reasoning. Without `thinking`, the model does not reason, as at Anthropic."""
+    """Return the template variables that control reasoning. Without `thinking`, the model does not reason, as at Anthropic."""
     variables: dict[str, Any] = {}
     if dialect.takes_enable_thinking:
         variables["enable_thinking"] = body.thinking is not None and body.thinking.type != "disabled"
@@ -121,7 +121,10 @@ def _variables(body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
 
 
 def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
-    """Return the token limit of the reasoning, or None. 0 disables it if the template has no variable for that. Raises 400."""
+    """Return the limit of reasoning tokens, or None. Raises 400.
+
+    0 disables reasoning if the chat template has no variable for that.
+    """
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     budget = None if thinking is None else thinking.budget_tokens
@@ -172,7 +175,7 @@ def _tool_choice(body: CountTokensBody) -> ToolChoice:
 
 
 def _messages(body: CountTokensBody) -> dict[str, Any]:
-    """Return the messages as fields of a `Conversation`. Raises 400."""
+    """Return the body's messages as arguments for a `Conversation`. Raises 400."""
     made = _Messages()
     if body.system not in (None, "", []):
         made.add("system", body.system, "system")
@@ -186,7 +189,7 @@ def _messages(body: CountTokensBody) -> dict[str, Any]:
 
 
 class _Messages:
-    """Builds messages from blocks. Consecutive messages of one role are joined, as many chat templates require."""
+    """Turns Anthropic's messages into a template's. Consecutive messages of one role are joined, as many templates require."""
 
     def __init__(self) -> None:
         self._found: list[Message] = []
@@ -202,7 +205,7 @@ class _Messages:
         return self._found
 
     def add(self, role: str, content: Any, param: str) -> None:
-        """Add a message. Raises 400. A later `system` message joins a user's, since many templates refuse it there."""
+        """Add a message. Raises 400. A later `system` message becomes a user's, since many templates refuse it there."""
         turn = "user" if role == "system" and (self._found or self._role) else role
         if turn != self._role:
             self._end_turn()
@@ -255,7 +258,7 @@ class _Messages:
         self._role = "user"
 
     def _end_turn(self) -> None:
-        """Finish the message. An assistant's texts are joined directly, other texts by line breaks."""
+        """Finish the message being built. An assistant's texts are joined directly, other texts by line breaks."""
         if self._texts or self._calls or self._reasoning:
             between = "" if self._role == "assistant" else "\n"
             message = Message(
@@ -269,7 +272,7 @@ class _Messages:
 
 
 def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the blocks of a content, each with its place in the body. Raises 400 for a block that the role may not have."""
+    """Return a message's content blocks, each with its path in the body. Raises 400 for a block that the role may not have."""
     if not isinstance(blocks, list) or not blocks:
         raise invalid(f"'{param}' must be a string, or a list of blocks that is not empty.", param)
     checked: list[tuple[str, dict[str, Any]]] = []

@@ -86,7 +86,7 @@ class OutputConfigBody(Body):
 
 
 class ClearThinking(Body):
-    """An edit that drops earlier reasoning. Only `keep` `all` is supported, which drops nothing."""
+    """A context edit that drops earlier reasoning. Only `keep` `all` is supported, which drops nothing."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -103,7 +103,7 @@ class MetadataBody(Body):
 @has_unread("cache_control speed")
 @has_not_yet("mcp_servers=[]")
 class CountTokensBody(Body):
-    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
+    """`POST /v1/messages/count_tokens`: the fields that make up the prompt."""
 
     model: str
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

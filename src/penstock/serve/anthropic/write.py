@@ -72,7 +72,7 @@ class AnthropicMessage(MessageHead, MessageEnd):
 
 
 class AnthropicEvent(TypedDict):
-    """An event. Further fields depend on its type."""
+    """An event of a stream. Further fields depend on `type`."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str
@@ -108,7 +108,7 @@ AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error":
 
 
 def anthropic_words(error: ApiError) -> AnthropicError:
-    """Return an error in Anthropic's shape, which has no field for the parameter's name."""
+    """Return an error as JSON data in Anthropic's shape, which has no field for the parameter's name."""
     kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
     lead = "Prompt is too long: " if error.code == "context_length_exceeded" else ""  # Claude Code looks for these words
     told: AnthropicErrorDetail = {"type": kind, "message": lead + error.message}
@@ -118,7 +118,7 @@ def anthropic_words(error: ApiError) -> AnthropicError:
 
 
 class MessageWriter(Writer):
-    """A stream has the head of the message, its blocks one after the other, and its end."""
+    """Writes Anthropic's messages. A stream has `message_start`, one content block after the other, and the message's end."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
@@ -133,7 +133,7 @@ class MessageWriter(Writer):
         self._signature = hashlib.blake2b(digest_size=16)
 
     def open(self) -> bytes:
-        """Return the head. Its usage counts the whole prompt; only the last event knows the cached tokens."""
+        """Return `message_start`. Its usage counts the whole prompt; only the last event knows the cached tokens."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event({"type": "message_start", "message": message}) + _PING
 
@@ -218,7 +218,7 @@ class MessageWriter(Writer):
         return opened + self._text_head + orjson.dumps(text) + b"}}\n\n"
 
     def _open(self, block: dict[str, Any]) -> bytes:
-        """Open a block of this type and close any other. Nothing happens if such a block is open."""
+        """Return the events that open a content block and close the previous one. Empty if a block of this type is open."""
         if self._kind == block["type"]:
             return b""
         closed = self._close()
@@ -244,7 +244,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 def _blocks(parts: Sequence[Part]) -> list[Block]:
-    """Return the blocks of a whole answer: reasoning, text and calls. An incomplete call becomes text."""
+    """Return the content blocks of a whole answer: reasoning, text and tool calls. An incomplete call becomes text."""
     answer = gather(parts)
     blocks: list[Block] = []
     if answer.reasoning:

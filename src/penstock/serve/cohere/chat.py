@@ -92,7 +92,6 @@ def chat(body: CohereChatBody, asked: Asked) -> tuple[Call, NewWriter]:
 
 
 def _request(body: CohereChatBody) -> ChatRequest:
-    """Return the neutral request of a body. Raises 400."""
     thinking, names = body.thinking, [tool.function.name for tool in body.tools or ()]
     is_disabled = thinking is not None and thinking.type == "disabled"
     budget = None if thinking is None or thinking.token_budget == -1 else thinking.token_budget
@@ -147,7 +146,7 @@ def _is_thinking(part: Any) -> bool:
 
 
 def _reasoning(content: Any, param: str) -> str:
-    """Return the text of all parts with reasoning. Raises 400."""
+    """Return the joined texts of a message's reasoning parts. Raises 400."""
     texts: list[str] = []
     for index, part in enumerate(content if isinstance(content, list) else ()):
         if _is_thinking(part):
@@ -159,7 +158,7 @@ def _reasoning(content: Any, param: str) -> str:
 
 
 def _as_text(part: Any) -> Any:
-    """Return a part as text. Reasoning becomes an empty text, so that errors have the client's indices."""
+    """Return a content part as text. Reasoning becomes an empty text, so that errors have the indices of the client's parts."""
     if _is_thinking(part):
         return {"type": "text", "text": ""}
     document = part.get("document") if isinstance(part, dict) and part.get("type") == "document" else None

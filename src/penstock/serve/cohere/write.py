@@ -45,7 +45,7 @@ class CohereAnswer(TypedDict):
 
 
 class CohereEvent(TypedDict):
-    """An event. Further fields depend on its type."""
+    """An event of a stream. Further fields depend on `type`."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str
@@ -60,7 +60,7 @@ def cohere_words(error: ApiError) -> CohereError:
 
 
 class CohereWriter(Writer):
-    """A stream has a start, blocks of content and calls one after the other, and an end."""
+    """Writes answers of Cohere's chat. A stream has a start, blocks of content and tool calls, one by one, and an end."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
@@ -135,7 +135,7 @@ class CohereWriter(Writer):
                 return _event("tool-call-end", index=index)
 
     def _say(self, kind: str, text: str) -> bytes:
-        """Return the events of a piece of text or reasoning. A change of kind begins a new block."""
+        """Return the events for a piece of text or reasoning. A change between these begins a new content block."""
         opened = b""
         if self._kind != kind:
             opened = self._close() + self._content_event("content-start", {"type": kind, kind: ""})

@@ -116,7 +116,7 @@ class LoggedRequests:
 
 
 def client_name(client: tuple[str, int] | None) -> str:
-    """Return address and port, or an empty text if unknown."""
+    """Return the client's address and port, or an empty text if unknown."""
     if client is None:
         return ""
     return f"[{client[0]}]:{client[1]}" if ":" in client[0] else f"{client[0]}:{client[1]}"
@@ -129,12 +129,12 @@ def refusal(client: tuple[str, int] | None, method: bytes, url: bytes, status: i
 
 
 def json_line(entry: Entry) -> str:
-    """Return a line with a JSON object that always has the same names. Unknown values are null."""
+    """Return the entry as a JSON object that always has the same names. Unknown values are null."""
     return _quoted(_fields(entry)) + "\n"
 
 
 def text_line(entry: Entry) -> str:
-    """Return a line for people, and for tools that split at spaces outside of quotes. Unknown values are `-`."""
+    """Return the entry as a line for people, and for tools that split at spaces outside of quotes. Unknown values are `-`."""
     fields = _fields(entry)
     words = [
         str(fields["time"]),
@@ -174,7 +174,7 @@ def _words(text: bytes) -> str:
 
 
 def _quoted(value: object) -> str:
-    """Return JSON in printable ASCII. Python's `json` would leave the control character DEL."""
+    """Return the value as JSON in printable ASCII. Python's `json` would leave the control character DEL."""
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 

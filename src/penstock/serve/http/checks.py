@@ -81,7 +81,7 @@ def values_of(scope: Scope, name: bytes) -> Sequence[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """An API's form of errors, and the requests that get it."""
+    """The form of one API's errors, and the paths and clients that get it."""
 
     words: ErrorWords
     paths: str = ""
@@ -103,7 +103,7 @@ class RequestIdentity:
     is_from_header: bool
 
     def adopt(self, request_id: str) -> None:
-        """Replace the id by the one in the body. Raises 400 if it is malformed, or if the header has another id."""
+        """Replace the request's id by the body's. Raises 400 if that is malformed, or if X-Request-Id has another id."""
         if not _VALID_ID.fullmatch(request_id):
             raise invalid(f"'request_id' must be {_ID_RULE}.", "request_id")
         if self.is_from_header and request_id != self.request_id:
@@ -375,7 +375,7 @@ def _keep_other_sites_out(scope: Scope) -> None:
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a page of another site sent the request. Programs other than browsers send neither header."""
+    """Return whether a page of another site sent the request. Only browsers send Sec-Fetch-Site and Origin."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in _OWN_SITES
@@ -408,7 +408,7 @@ def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[
 
 
 def words_of(scope: Scope) -> ErrorWords | None:
-    """Return the form of this request's errors. None: OpenAI's form."""
+    """Return the function that writes this request's errors in its API's form. None: OpenAI's form."""
     words: ErrorWords | None = scope.get(_WORDS_KEY)
     return words
 

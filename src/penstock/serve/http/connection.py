@@ -243,7 +243,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.write(data if self._encryption is None else self._encryption.encrypt(data))
 
     def on_answered(self, exchange: Exchange) -> None:
-        """Go on to the next request after a complete answer."""
+        """Continue after a complete answer: run the next request, wait for one, or close."""
         self.exchanges.popleft()
         if not exchange.keeps_alive:
             self.exchanges.clear()
@@ -260,7 +260,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._be_idle_when_taken()
 
     def leave(self, error: ApiError) -> None:
-        """Close after all due answers. An incomplete request is answered with the error."""
+        """Close the connection when all requests are answered. An incomplete request is answered with the error."""
         if self.is_reading and not (self.is_refused or self._is_behind()):
             self._refuse(error, lingers=False)
         elif self.exchanges:
@@ -319,7 +319,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _wrong_in_head(self, version: str) -> ApiError | None:
-        """Return why a head that can be parsed is refused, or None.
+        """Return the error for a request's head that can be parsed but is refused, or None.
 
         The rules for host and version (RFC 9112, 2.3, 3.2, 6.1) prevent request smuggling by a proxy that reads the head in
         another way.
@@ -347,7 +347,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise self._refusal
 
     def _meaning_of(self, error: Exception) -> ApiError:
-        """Return the answer to a parser's error, by the error's text."""
+        """Return the answer to an error of the HTTP parser, chosen by the error's text."""
         match str(error):
             case "Content-Length overflow":  # 2^64 or more
                 return request_too_large(self._max_body_bytes)
@@ -380,7 +380,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return Exchange(self, scope, keeps_alive=keeps_alive, expects_continue=expects_continue)
 
     def _address(self, name: str) -> tuple[str, int] | None:
-        """Return one end of the connection, or None if the client has already left."""
+        """Return address and port of the `peername` or the `sockname`, or None if the client has already left."""
         address: Sequence[Any] | None = self.transport.get_extra_info(name)
         return (address[0], address[1]) if address else None
 
@@ -451,8 +451,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _num_untaken_bytes(self) -> int:
         """Return the number of bytes that asyncio and the system still have for the client (tcp(7), SIOCOUTQ).
 
-        asyncio's part alone would change by megabytes at a time, since a socket is writable only when a third of the system's
-        buffer is free.
+        asyncio's part alone would change by megabytes at a time.
         """
         queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)

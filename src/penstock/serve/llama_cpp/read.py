@@ -1,5 +1,5 @@
-"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), read into neutral
-requests. May run on any thread and never waits.
+"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), read into
+requests common to all APIs. May run on any thread and never waits.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class LlamaBody(Body):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Return the field that limits the answer's tokens, and its value."""
+        """Return name and value of the field that limits the answer's tokens."""
         return _said(self, *_LIMITS)
 
     @property
@@ -167,7 +167,7 @@ class LlamaBody(Body):
         return _said(self, *_PROBS)[1] or 0
 
     def names(self) -> Names:
-        """Return the client's names of fields, for errors."""
+        """Return the names that the client used for fields, so that errors mention these."""
         fields = {"max_tokens": self.limit[0], "logprobs": _said(self, *_PROBS)[0], "n": _said(self, *_CHOICES)[0]}
         return Names("llama_cpp", fields=fields)
 
@@ -187,7 +187,7 @@ class LlamaCompletionBody(LlamaBody):
 
 
 class LlamaFileBody(Body):
-    """Another file, as context for the hole."""
+    """A file of the client's project: context for the hole that `/infill` fills."""
 
     text: str
     filename: Annotated[str, Field(max_length=MAX_FILE_NAME_CHARS)] | None = None
@@ -206,12 +206,12 @@ class LlamaInfillBody(LlamaBody):
 
 
 def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
-    """Return the first of the fields `names` with a value, and the value. Otherwise return the first name and None."""
+    """Return name and value of the first field of `names` that is set. If none is, return the first name and None."""
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
 
 
 def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """Return the body of a JSON value. Raises 400. `ignored` is that of `parse_body`."""
+    """Return the body of a JSON value, checked. Raises 400. `ignored`: see `parse_body`."""
     body = check_body(value, body_type, ignored)
     for names in (_LIMITS, _CHOICES, _PROBS):
         said = {value: name for name in names if (value := getattr(body, name)) is not None}
@@ -328,7 +328,7 @@ def read_mixed(parts: Sequence[Any], param: str) -> MixedPrompt:
 
 
 def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
-    """Raise 400 if the prompts have more than `MAX_TEXTS_BETWEEN` texts between token ids."""
+    """Raise 400 if the prompts mix token ids with more than `MAX_TEXTS_BETWEEN` texts."""
     parts = [part for prompt in prompts if isinstance(prompt, MixedPrompt) for part in prompt.parts]
     num_texts = sum([isinstance(part, str) for part in parts])
     if num_texts > MAX_TEXTS_BETWEEN:
@@ -351,7 +351,7 @@ def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, floa
 
 
 def _sampler_names(value: Any) -> list[str]:
-    """Return the samplers of a list of names or of a string of letters. Raises 400."""
+    """Return the names of the samplers in a list of names or in a string with a letter for each. Raises 400."""
     if isinstance(value, str):
         if unknown := next((letter for letter in value if letter not in _LETTERS), ""):
             raise invalid(f"'samplers' has the letter {unknown!r}; known are {''.join(_LETTERS)}.", "samplers")
@@ -369,7 +369,7 @@ def _sampler_names(value: Any) -> list[str]:
 
 
 def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
-    """Raise 400 for an order of samplers with other answers than this server's order.
+    """Raise 400 for an order of samplers that would give other answers than this server's order.
 
     llama.cpp's default is accepted, also from older versions with fewer samplers, since clients send it without choosing it.
     """
@@ -416,7 +416,7 @@ def _grammar(body: LlamaBody) -> Grammar | None:
 
 
 def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float], tuple[tuple[int, ...], ...]]:
-    """Return token id -> bias, and the banned tokens. Raises 400."""
+    """Return the biases by token id, and the banned sequences of token ids. Raises 400."""
     if value is None:
         return {}, ()
     if isinstance(value, dict):
@@ -461,7 +461,7 @@ _OFF: Mapping[str, Any] = MappingProxyType(
 
 
 def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
-    """Return the settings of an answer in llama.cpp's words. `n_predict` is the client's; -1: the rest of the context."""
+    """Return an answer's settings under llama.cpp's names. `n_predict` is the client's; -1: the rest of the context."""
     lines = sampling.lines
     return {
         **_OFF,

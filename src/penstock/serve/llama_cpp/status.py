@@ -1,6 +1,6 @@
 """`GET /props` and `/slots`, in the shapes of llama.cpp's server.
 
-A slot is a row of the engine's steps. Slots show no text. Slots of other owners show only that they are busy.
+A slot is a place for one running request. Slots show no text. Slots of other owners show only that they are busy.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
 
 
 def _num_slots(running: RunningModel) -> tuple[int, int]:
-    """Return the number of rows in a step, and the number of busy rows."""
+    """Return the number of slots, and the number of busy slots."""
     load = running.engine.load()
     return load.num_running + load.num_rows_free, load.num_running
 
 
 def _told(request: Request) -> tuple[dict[str, Any], NextToken]:
-    """Return a request's settings and progress.
+    """Return a request's settings and progress, as its slot shows them.
 
     Without API keys, the caller may be another client, so stop strings are left out. Biases are left out because of their
     number.

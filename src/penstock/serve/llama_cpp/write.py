@@ -92,7 +92,7 @@ def llama_words(error: ApiError) -> LlamaError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """The request's fields for the answer."""
+    """Settings of the request that its answer shows, or that choose the answer's fields."""
 
     settings: Mapping[str, Any]
     """`generation_settings`, without the seed."""
@@ -194,7 +194,7 @@ class LlamaWriter(Writer):
         return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
 
     def _is_at_limit(self, chunk: OutputChunk) -> bool:
-        """Return whether the choice ended at a limit below the requested tokens."""
+        """Return whether the choice ended early, at a limit below the number of tokens that the client asked for."""
         asked = self._call.max_tokens
         return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
 

@@ -167,7 +167,7 @@ def _not_done(message: str) -> ApiError:
 
 
 def _named(served: ServedModel, name: str, card: ModelFacts) -> OllamaModel:
-    """Return the fields of a model in all lists.
+    """Return the fields that describe a model in all lists.
 
     The digest covers the model's facts without its path. It is equal on every machine, and needs no reading of weights.
     """

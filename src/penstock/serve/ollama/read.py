@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), read into neutral requests.
+"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), read into requests common to all APIs.
 
 May run on any thread and never waits.
 """
@@ -152,7 +152,7 @@ def error_words(error: ApiError) -> OllamaError:
 
 
 def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
-    """Return the body of a JSON value. Raises 400. `ignored` is that of `parse_body`, and also gets unknown options."""
+    """Return the body of a JSON value, checked. Raises 400. `ignored`: see `parse_body`. It also gets unknown options."""
     options = value.get("options") if isinstance(value, dict) else None
     if isinstance(options, dict) and ignored is not None:
         passed_over = [name for name in options if name not in OptionsBody.field_names]
@@ -191,7 +191,7 @@ def keep_ns(body: OllamaBody) -> int | None:
 
 
 def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: Scope) -> bool:
-    """Apply `keep_alive` if the server unloads idle models and the client is an admin. Return whether both hold."""
+    """Apply `keep_alive` if the server unloads idle models and the client is an admin. Return whether it was applied."""
     duration_ns = keep_ns(body)
     may = served.idle_unload_ns is not None and is_admin(scope)
     if duration_ns is not None and may:
@@ -241,7 +241,7 @@ def _chat(
 
 
 def _fields(body: _AnswerBody, asked: Asked) -> dict[str, Any]:
-    """Return the fields that chats and completions share."""
+    """Return the fields that requests for chats and completions share."""
     options = body.options or OptionsBody()
     return {
         "names": _NAMES,
@@ -262,7 +262,6 @@ def _limit(num_predict: int | None) -> int | None:
 
 
 def _check_words(body: _AnswerBody) -> None:
-    """Check `format` and `think`. Raises 400."""
     if body.format not in (None, "", "json") and not isinstance(body.format, dict):
         raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
     if body.think is not None and not isinstance(body.think, bool) and body.think not in _EFFORTS:
@@ -314,7 +313,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
 
 
 class _OpenCalls:
-    """Calls without a result, in order. There may be tens of thousands, so nothing here iterates over all."""
+    """Tool calls that have no result yet, oldest first. There may be tens of thousands, so nothing here iterates over all."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -328,7 +327,7 @@ class _OpenCalls:
         self._ids_of.setdefault(name, OrderedDict())[call_id] = None
 
     def answered(self, message: OllamaMessage) -> str | None:
-        """Remove the call with the result `message`, and return its id, or None."""
+        """Remove the tool call that `message` answers, and return its id. None if there is no such call."""
         ids = self._names if message.tool_name is None else self._ids_of.get(message.tool_name, ())
         call_id = message.tool_call_id or next(iter(ids), None)
         return call_id if call_id is not None and self._close(call_id) else None

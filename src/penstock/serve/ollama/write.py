@@ -40,7 +40,7 @@ class OllamaAnswerMessage(TypedDict):
 
 
 class OllamaLine(TypedDict):
-    """The fields of every line. Optional fields are in the last line."""
+    """A line of an answer. Optional fields are in the last line."""
 
     model: str
     created_at: str
@@ -128,7 +128,7 @@ class OllamaWriter(Writer):
         return {**self._head, "response": said["content"], **thinking, "done": False}
 
     def _said(self, part: Part) -> dict[str, Any] | None:
-        """Return a part as fields of a message, or None within a call."""
+        """Return a part of the answer as fields of a message, or None within a tool call."""
         match part:
             case Content(text):
                 return {"content": text}

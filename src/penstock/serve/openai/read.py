@@ -1,4 +1,4 @@
-"""Reads bodies of `/v1/completions` and `/v1/chat/completions` into neutral requests. May run on any thread."""
+"""Reads bodies of `/v1/completions` and `/v1/chat/completions` into requests common to all APIs. May run on any thread."""
 
 from __future__ import annotations
 
@@ -194,7 +194,6 @@ def _prompt(value: str | list[Any], param: str) -> TextPrompt | TokenPrompt:
 
 
 def _choice(body: ChatCompletionBody) -> ToolChoice:
-    """Return the rules for the answer's tool calls. Raises 400."""
     has_functions = body.functions not in (None, [])
     if has_functions or body.function_call not in (None, "none", "auto"):
         field, instead = ("functions", "tools") if has_functions else ("function_call", "tool_choice")
@@ -237,7 +236,7 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
 
 
 def _budget(body: ChatCompletionBody) -> tuple[str, int | None]:
-    """Return the field that limits reasoning, and the limit or None. Raises 400 if two such fields differ."""
+    """Return name and value of the field that limits reasoning. Raises 400 if two such fields differ."""
     given: dict[str, int] = {name: value for name in _BUDGETS if (value := getattr(body, name)) not in (None, -1)}
     names = [*given, *_BUDGETS]
     if len(set(given.values())) > 1:

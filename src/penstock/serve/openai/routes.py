@@ -1,4 +1,4 @@
-"""OpenAI's API: completions, chats, embeddings and the list of models. Paths of no API have OpenAI's errors, too."""
+"""OpenAI's API: completions, chats, embeddings and the list of models. Paths outside all APIs have OpenAI's errors, too."""
 
 from __future__ import annotations
 

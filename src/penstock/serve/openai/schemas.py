@@ -64,7 +64,7 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """OpenAI's field. Answers always follow the schema, also without `strict`."""
+    """OpenAI's field `json_schema`. Answers always follow the schema, also without `strict`."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -81,7 +81,7 @@ class TagStructure(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's field for the form of an answer."""
+    """OpenAI's `response_format`, which constrains an answer, for example to a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None

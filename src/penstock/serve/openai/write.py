@@ -150,7 +150,7 @@ class ChatChunk(AnswerHead):
 
 
 class AnswerWriter(Writer):
-    """The parts of writing that chats and completions share."""
+    """Base of the writers of chats and completions."""
 
     kind: ClassVar[str]
     event_kind: ClassVar[str]
@@ -213,7 +213,6 @@ class AnswerWriter(Writer):
         }
 
     def _prompt_logprobs(self, index: int) -> PromptTokens | None:
-        """Return the log-probabilities of a choice's prompt, or None if they were not requested."""
         num_top = self._options.prompt_logprobs
         if num_top is None:
             return None
@@ -226,7 +225,7 @@ class AnswerWriter(Writer):
         return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
 
     def _count(self, index: int, chunk: OutputChunk) -> None:
-        """Count a chunk before its events are written."""
+        """Count a chunk's tokens and times, before its events are written."""
         self.usage.add(index, chunk)
         if self._timings is None:
             return
@@ -405,7 +404,7 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _scored_echo(self, index: int) -> bytes:
-        """Return the event of a prompt with its log-probabilities. Empty if the request failed before they were computed."""
+        """Return the event with a prompt and its log-probabilities. Empty if the request failed before they were computed."""
         if not self._call.scores_of(index).is_scored:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}

@@ -59,7 +59,6 @@ class LifeEndpoint:
         return _success()
 
     def _find(self, name: str) -> ServedModel:
-        """Return the model of this name. Raises 404."""
         served = self._deployment.find(name)
         if served is None:
             raise model_not_found(name, self._deployment.names)

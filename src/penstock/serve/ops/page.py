@@ -1,7 +1,6 @@
 """`/` and `/page/...`: the page for a browser, from the files in `serve/page`.
 
-Files are listed here, so no path of a request reaches the disk. They need no key, but the requests of their scripts do. A file
-is read when it is first requested.
+Files are listed here, so no path of a request reaches the disk. They need no key, but the requests of their scripts do.
 """
 
 from __future__ import annotations

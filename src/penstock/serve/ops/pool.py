@@ -75,7 +75,7 @@ class PoolEndpoint:
 
 
 def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> Pool:
-    """Return the answer. `names` has the caller's requests: engine id -> (client's id, index of the choice)."""
+    """Return the map as JSON data. `names` has the caller's requests: engine id -> (client's id, index of the choice)."""
     return {
         "block_size": drawn.block_size,
         "blocks": drawn.num_blocks,

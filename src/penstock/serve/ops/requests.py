@@ -161,7 +161,7 @@ def _call(told: Told) -> Request:
 
 
 def _candidates(request_id: str) -> list[str]:
-    """Return the id itself, and the id without the prefix of an answer's id."""
+    """Return the id itself, and the id without an answer's prefix such as `chatcmpl-`."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]
 
 
@@ -217,7 +217,7 @@ def _prefix(told: Explanation) -> Prefix | None:
 
 
 def _gap(gap: Gap) -> LongestGap:
-    """Return a gap between two tokens. Other requests of the step appear only as numbers."""
+    """Return a gap between two tokens of an answer. Other requests in the same step appear only as counts."""
     told: LongestGap = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
     if gap.step is not None:
         told["step"] = {

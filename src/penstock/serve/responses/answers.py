@@ -110,7 +110,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """An event. Further fields depend on its type."""
+    """An event of a stream. Further fields depend on `type`."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     type: str

@@ -38,7 +38,7 @@ _CANCELLED = "the response was cancelled"
 
 
 class _Running(NamedTuple):
-    """A response in the background."""
+    """A response that is generated in the background."""
 
     task: asyncio.Task[None]
     """Reads the answer to its end."""
@@ -133,7 +133,7 @@ class ResponsesEndpoint:
         return _json(kept.response)
 
     async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
-        """Read an answer to its end."""
+        """Generate a response in the background, and store it."""
         writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
         try:
             response = await self._answered(opened, question, kept, writer)

@@ -1,4 +1,4 @@
-"""Reads bodies of `/v1/responses`, with the conversation before them, into neutral requests.
+"""Reads bodies of `/v1/responses`, with the conversation before them, into requests common to all APIs.
 
 May run on any thread and never waits.
 """
@@ -64,7 +64,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The conversation before a response."""
+    """The conversation that a response continues."""
 
     items: Sequence[bytes]
     """Items as JSON, oldest first."""
@@ -76,7 +76,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The parts of a request that its answer needs."""
+    """The parts of a request that are needed to write its response."""
 
     response_id: str
     told: Response
@@ -130,7 +130,6 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
 
 
 def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
-    """Return the items of `input`. Raises 400."""
     given = body.input
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -169,12 +168,10 @@ def _checked(item: Any, index: int) -> ItemBody:
 
 
 def _body_of(item: Item) -> ItemBody:
-    """Return the body of an item from the store."""
     return _ITEMS[item["type"]].model_validate(item)
 
 
 def _text(content: Any, *place: str | int) -> str:
-    """Return the text of a content: a string, or a list of parts. Raises 400."""
     if isinstance(content, str):
         return content
     param = f"{place[0]}[{place[1]}].{place[2]}"
@@ -193,7 +190,7 @@ def _text(content: Any, *place: str | int) -> str:
 
 
 def _kept(item: ItemBody, index: int, response_id: str) -> Item:
-    """Return an item of `input` in the form in which it is kept."""
+    """Return an item of `input` in the form in which it is stored."""
     kind = item.type or "message"
     kept: Item = {"id": item.id or _item_id(kind, response_id, index), "type": kind, "status": item.status or "completed"}
     match item:
@@ -270,7 +267,6 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Messa
 
 
 def _request(body: ResponsesBody, messages: list[Message], tools: Tools) -> ChatRequest:
-    """Return the neutral request. Raises 400."""
     if body.background and body.stream:
         raise invalid("'background' with 'stream' is not supported yet: leave one of them out.", "background")
     has_logprobs = LOGPROBS in (body.include or ())
@@ -316,7 +312,6 @@ def _grammar(asked: TextFormat) -> Grammar | None:
 
 
 def _choice(choice: Any, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    """Return the rules for the answer's tool calls. Raises 400."""
     match choice:
         case "required" if not names:
             raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
@@ -394,7 +389,7 @@ def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Resp
 
 
 def _told_choice(choice: Any) -> Any:
-    """Return a checked `tool_choice` in the form that the response shows."""
+    """Return a checked `tool_choice` in the form that the response repeats."""
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "name": name}

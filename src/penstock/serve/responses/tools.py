@@ -23,13 +23,13 @@ _TOOLS: Mapping[str, type[FunctionBody | NamespaceTool]] = MappingProxyType(
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a function."""
+    """Return the model's name of a function, which is `NAMESPACE__NAME` in a namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 @dataclass(slots=True)
 class Tools:
-    """The tools of one response."""
+    """The tools of one response, as the model sees them and as the response repeats them."""
 
     functions: list[FunctionTool] = field(default_factory=list)
     """The functions that the model can call."""

@@ -147,7 +147,7 @@ class ResponsesWriter(Writer):
     # Items
 
     def _read(self, chunk: OutputChunk) -> None:
-        """Add a chunk to the items, with its events."""
+        """Add a chunk of the answer to the response's items, and make its events."""
         parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
         if self._choice is not None:
             parts = self._choice.read(chunk)
@@ -190,7 +190,7 @@ class ResponsesWriter(Writer):
                 self._close(is_whole=is_whole)
 
     def _open(self, kind: str) -> None:
-        """Open an item of this kind for text, unless such an item is open."""
+        """Begin an item of this kind with text, unless such an item is open."""
         if self._is_open and self._items[-1]["type"] == kind:
             return
         self._close()
@@ -253,7 +253,7 @@ class ResponsesWriter(Writer):
         self._tell("response.output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
     def _place(self, *, in_content: bool = False) -> dict[str, Any]:
-        """Return the fields that identify the open item, or its content."""
+        """Return the fields by which an event identifies the open item, or its content."""
         place: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return place | ({"content_index": 0} if in_content else {})
 

@@ -1,6 +1,6 @@
 """The API of text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference).
 
-Other APIs have `/rerank`, `/tokenize` and `/`, too. A wrong body is a 400, as in all APIs here.
+Other APIs have `/rerank`, `/tokenize` and `/`, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Side = Literal["left", "right", "Left", "Right"]
 
 
 class TruncatedBody(Body):
-    """Fields of all bodies. Null is the same as absent."""
+    """Base of bodies with input texts that may be cut. Null is the same as absent."""
 
     truncate: bool | None = None
     """True cuts a text that is too long. Otherwise it is refused."""
@@ -165,7 +165,7 @@ class TeiEndpoint:
         self.predict = parts.texts.answers(PredictBody, predict)
 
     async def reads_texts(self, _data: bytes, http: HttpRequest) -> bool:
-        """Return whether the default model is an encoder."""
+        """Return whether the default model is an encoder: the condition for answering `/`."""
         return self._model(http).model.encoder is not None
 
     async def root(self, data: bytes, http: HttpRequest) -> Response:

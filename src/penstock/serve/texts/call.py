@@ -1,4 +1,4 @@
-"""A `TextsCall`: the texts of one request for an encoder. APIs make it from their bodies, and `desk.run` answers it."""
+"""A `TextsCall`: the input texts of one request to an encoder. APIs make it from their bodies, and `desk.run` answers it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_TEXTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A text as token ids. No special tokens are added."""
+    """An input text given as token ids. No special tokens are added."""
 
     token_ids: tuple[int, ...]
 
@@ -27,7 +27,7 @@ TextInput = str | tuple[str, str] | TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a text that is too long is cut."""
+    """How an input text that is too long is cut."""
 
     max_tokens: int
     """Tokens to keep, including special tokens, at most the model's context."""
@@ -54,7 +54,7 @@ class TextsCall:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text or a pair of texts as tokens. Compared by name, which is faster than hashing all tokens."""
+    """The tokens of an input text or of a pair of texts. Compared by `name`, which is faster than hashing all tokens."""
 
     name: bytes
     """A hash of the tokens: texts with equal names have equal tokens."""
@@ -67,7 +67,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TextResult:
-    """The numbers that the encoder computed for one text."""
+    """The encoder's output for one input text."""
 
     states: bytes
     """float32 in the machine's order of bytes: [width], or [num_tokens, width]."""
@@ -83,7 +83,7 @@ class TextResults:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts. A text that was sent twice counts twice."""
+        """Number of tokens in all texts. A text that was sent twice counts twice."""
         return sum([result.num_tokens for result in self.results])
 
     @property

@@ -1,8 +1,8 @@
-"""Runs the texts of encoders: admission, tokens, and a `Desk` for each model, which computes equal texts once.
+"""Computes the input texts of requests to encoders. Each model has a `Desk`, which computes equal texts once.
 
-Each text is one small request. A call submits a few at a time, and the next when one ends, so the engine's queue stays short
-even for long lists. Calls share equal texts, and the results of earlier calls with `--embedding-cache`. Tenants share them only
-if they may share prefixes: a fast answer reveals that the text was computed before.
+Each text is one small request to the engine. A call submits a few at a time, and the next when one ends, so the engine's queue
+stays short even for long lists. Calls share equal texts, and the results of earlier calls with `--embedding-cache`. Tenants
+share them only if they may share prefixes: a fast answer reveals that the text was computed before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Key = tuple[str, Text]
 
 
 class Urgency(NamedTuple):
-    """Priority and limits of a call's texts. Smaller is stricter, and None means no limit."""
+    """Priority and time limits of a call's input texts. Smaller is stricter, and None means no limit."""
 
     priority: int = 0
     deadline_ns: int | None = None
@@ -52,13 +52,13 @@ class Urgency(NamedTuple):
     slo_ttft_ns: int | None = None
 
     def is_enough_for(self, other: Urgency) -> bool:
-        """Return whether a request with this urgency is strict enough in every field for one with the other urgency."""
+        """Return whether a request with this urgency is strict enough in every field to serve the other urgency, too."""
         limits = [(mine, its) for mine, its in zip(self, other, strict=True) if its is not None]
         return all(mine is not None and mine <= its for mine, its in limits)
 
 
 async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) -> TextResults:
-    """Return the numbers of all texts. Cancelling this coroutine cancels the texts.
+    """Return the encoder's outputs for all texts of a call. Cancelling this coroutine cancels the texts.
 
     `in_flight` lists the call until it ends. Raises `Rejected` if the call is not admitted or a text does not fit, and
     `ApiError` if the call ends early.
@@ -86,7 +86,7 @@ async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) ->
 
 
 class RunningTexts:
-    """A call with texts at the desk. Implements `CallInFlight`."""
+    """A running call. The desk computes its texts, a few at a time. Implements `CallInFlight`."""
 
     def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], place: Place) -> None:
         self.running: RunningModel = call.running
@@ -109,7 +109,7 @@ class RunningTexts:
         """The last chunk with numbers."""
 
     def fill(self) -> None:
-        """Give the desk texts until `WINDOW_STEPS` are filled."""
+        """Submit texts to the desk until they fill `WINDOW_STEPS` steps of the engine."""
         texts = []
         while self._waiting and self._num_asked_tokens < self._window_tokens:
             text = self._waiting.popleft()
@@ -120,7 +120,7 @@ class RunningTexts:
             self._desk.ask(texts, self, self.terms.owner.tenant)
 
     async def finish(self) -> TextResults:
-        """Give the desk the remaining texts and wait for all. Raises `ApiError` if the call ends early."""
+        """Submit the remaining texts and wait for all outputs. Raises `ApiError` if the call ends early."""
         while self._error is None and (self._waiting or self._asked):
             if self._asked:
                 self._waker = asyncio.get_running_loop().create_future()
@@ -141,7 +141,7 @@ class RunningTexts:
         return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
 
     def close(self, in_flight: InFlight | None) -> None:
-        """Cancel texts that are not computed yet."""
+        """Cancel texts that are not computed yet, and take the call out of `in_flight`."""
         if self._asked:
             self._desk.leave(self, "the client left")
         if in_flight is not None:
@@ -151,7 +151,7 @@ class RunningTexts:
 
     @property
     def urgency(self) -> Urgency:
-        """The urgency of the remaining texts. After the first numbers, limits of waiting no longer apply."""
+        """The urgency of the remaining texts. After the first output, limits of waiting no longer apply."""
         terms, has_begun = self.terms, self._last is not None
         return Urgency(
             priority=terms.priority,
@@ -186,7 +186,7 @@ class RunningTexts:
         self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns())
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
-        """Store the numbers of a text. `chunk` is None if they were cached."""
+        """Store the encoder's output for a text. `chunk` is None if the output was cached."""
         self._found[text] = states
         self._num_asked_tokens -= text.num_tokens
         del self._asked[text]
@@ -197,7 +197,7 @@ class RunningTexts:
         self._error = self._error or error_of(self.terms, chunk)
 
     def ask_again(self, text: Text) -> None:
-        """Queue a text again. Another call's request was computing it, and that call was cancelled."""
+        """Queue a text again: another call's request was computing it, and was aborted for that call's sake."""
         del self._asked[text]
         self._num_asked_tokens -= text.num_tokens
         self._waiting.appendleft(text)
@@ -223,12 +223,12 @@ class RunningTexts:
 
 
 def _size(text: TextInput) -> int:
-    """Return the characters of a text, or the number of its token ids."""
+    """Return the number of a text's characters, or of its token ids."""
     return len(text.token_ids) if isinstance(text, TokenIds) else sum(map(len, parts_of(text)))
 
 
 def _ask(call: TextsCall) -> Ask:
-    """Return the question to admission for the first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
+    """Return the question to admission for a call's first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
     model = call.running.model
     texts: list[TextInput] = []
     num_tokens = 0
@@ -249,7 +249,7 @@ def _ask(call: TextsCall) -> Ask:
 
 
 class _Work:
-    """One text at the engine."""
+    """An input text that the engine computes, with the calls that need it."""
 
     __slots__ = ("askers", "key", "owner", "request_id", "urgency")
 
@@ -263,7 +263,7 @@ class _Work:
 
 
 class Desk:
-    """The texts that one model's engine is computing, shared between calls. Receives the chunks of their requests."""
+    """The input texts that one model's engine is computing, shared between calls. Receives the engine's chunks for them."""
 
     def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
         self._bridge = bridge
@@ -279,12 +279,12 @@ class Desk:
         self._num_calls = 0
 
     def new_engine_id(self, request_id: str) -> str:
-        """Return a unique prefix for the engine's ids of a call, since clients may use an id more than once."""
+        """Return a unique prefix for the ids of a call's engine requests, since clients may use an id more than once."""
         self._num_calls += 1
         return f"{request_id}/{self._num_calls}"
 
     def ask(self, texts: Sequence[Text], asker: RunningTexts, tenant: str) -> None:
-        """Compute different texts for a call, or take their numbers from the cache. Raises like `Bridge.submit`."""
+        """Compute a call's texts, all different, or take cached outputs. Raises like `Bridge.submit`."""
         requests = []
         urgency = asker.urgency
         for text in texts:
@@ -315,7 +315,7 @@ class Desk:
                 self._bridge.abort(work.request_id, detail)
 
     def put(self, chunk: OutputChunk) -> None:
-        """Give a chunk of the engine to the calls that need its text. The bridge calls this."""
+        """Give a text's output from the engine to the calls that need it. The bridge calls this."""
         work = self._by_id.get(chunk.request_id)
         if work is None or chunk.finish_reason is None:
             return
@@ -351,7 +351,7 @@ class Desk:
 
 
 class _Cache:
-    """The numbers of recently used texts, up to a number of bytes."""
+    """The encoder's outputs for recently used texts, within a limit of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -369,7 +369,7 @@ class _Cache:
         return states
 
     def put(self, key: _Key, states: bytes) -> None:
-        """Cache the numbers of a text, unless they are cached already."""
+        """Cache the output for a text, unless it is cached already."""
         size = len(states) + ENTRY_BYTES
         if size > self._max_bytes or self.find(key) is not None:
             return

@@ -1,4 +1,4 @@
-"""Makes endpoints of encoders, which read a body, run its texts and write the numbers.
+"""Makes endpoints for encoders, which read a body, compute its texts and write the results.
 
 An API provides a function from its body to an `Answer`: the call, and a function from the results to JSON.
 """

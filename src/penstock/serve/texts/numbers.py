@@ -53,7 +53,7 @@ def as_base64(vector: Vector) -> str:
 
 
 def rows(result: TextResult, encoder: EncoderInfo) -> Vector:
-    """Return the result unchanged: [width], or [num_tokens, width] if the model has a row for each token."""
+    """Return the result unchanged, as an array: [width], or [num_tokens, width] if the model has a row for each token."""
     import numpy as np
 
     values = np.frombuffer(result.states, np.float32)

@@ -25,7 +25,7 @@ class Pairs:
     second_name: Callable[[int], str]
 
     def call(self, opened: Opened, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
-        """Return the call that computes the scores. `is_search` is that of `texts`. Raises 400 if the model has no scores."""
+        """Return the call that computes the scores. `is_search`: see `texts`. Raises 400 if the model has no scores."""
         require_scores(opened)
         texts = self.texts(opened.encoder, is_search=is_search)
         if opened.encoder.task is Task.RERANK:
@@ -33,7 +33,7 @@ class Pairs:
         return opened.call(texts, self._name, truncation)
 
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
-        """Return the texts that the model reads: pairs, or the firsts followed by the seconds.
+        """Return the texts that the model reads: pairs for a reranker, otherwise the firsts followed by the seconds.
 
         `is_search` adds the model's prompts: for questions to the firsts, for documents to the seconds.
         """

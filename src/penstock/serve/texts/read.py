@@ -1,4 +1,4 @@
-"""Checks fields common to the APIs of encoders, and makes a `TextsCall` of them. Nothing here needs a tokenizer.
+"""Checks fields common to the APIs of encoders, and makes a `TextsCall` of them.
 
 These functions may run on any thread and never wait. Errors are `ApiError` with status 400.
 """
@@ -62,7 +62,7 @@ _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLAS
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A request with its model and its terms."""
+    """The model and the terms of a request, before its texts are read."""
 
     running: RunningModel
     encoder: EncoderInfo

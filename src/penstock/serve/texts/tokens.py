@@ -28,7 +28,7 @@ MAX_TOLD_TOKENS = 1 << 16
 
 
 def parts_of(text: TextInput) -> tuple[str, ...]:
-    """Return the one or two texts to tokenise. Token ids have none."""
+    """Return the one or two texts to tokenise. Empty for token ids."""
     if isinstance(text, str):
         return (text,)
     return () if isinstance(text, TokenIds) else text
@@ -72,7 +72,7 @@ def tokenise(call: TextsCall) -> list[Text]:
 
 
 def named(tokens: TextTokens) -> Text:
-    """Return the tokens with their hash as the name."""
+    """Return a tokenised text, named by a hash of its tokens."""
     digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=16)
     return Text(digest.digest(), tokens)
 

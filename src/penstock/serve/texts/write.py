@@ -41,7 +41,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield runs of consecutive items, up to `PIECE_SIZE`. A larger item is a run by itself."""
+    """Yield lists of consecutive items, each up to `PIECE_SIZE` large. A larger item is alone in its list."""
     run: list[Any] = []
     size = 0
     for item in items:
@@ -56,7 +56,7 @@ def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """Return the work of writing a value, in numbers."""
+    """Return about how many numbers take as long to write as this value."""
     if isinstance(value, str):
         return 1 + len(value) // 16
     if isinstance(value, dict):

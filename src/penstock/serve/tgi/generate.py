@@ -138,7 +138,6 @@ def tgi_words(error: ApiError) -> TgiError:
 
 
 def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> CompletionRequest:
-    """Return the neutral request. Raises 400."""
     sampling = sampling_of(parameters, "tgi")
     samples = parameters.do_sample or not sampling.keys().isdisjoint(("temperature", "top_k", "top_p"))
     if parameters.do_sample is False and samples:
@@ -160,7 +159,6 @@ def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> 
 
 
 def _grammar(asked: TgiGrammar | None) -> Grammar | None:
-    """Return the grammar, or None. Raises 400."""
     if asked is None:
         return None
     param, value = "parameters.grammar.value", asked.value
@@ -177,7 +175,7 @@ def _grammar(asked: TgiGrammar | None) -> Grammar | None:
 
 
 class TgiWriter(Writer):
-    """A stream has an event for each token. The last token of a step has the text of all its tokens."""
+    """Writes answers. A stream has an event for each token. The last token of a step has the text of all the step's tokens."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, prefix: str, has_details: bool, is_list: bool) -> None:
         """`prefix` is put before the text of the whole answer."""
@@ -223,7 +221,6 @@ class TgiWriter(Writer):
         return [answer] if self._is_list else answer
 
     def _tokens(self, chunk: OutputChunk) -> list[TgiToken]:
-        """Return the chunk's tokens without their texts."""
         return [
             {"id": entry.token_id, "text": "", "logprob": entry.logprob, "special": self._tokenizer.is_special(entry.token_id)}
             for entry in chunk.logprobs

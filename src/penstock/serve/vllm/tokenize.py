@@ -40,7 +40,7 @@ _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 class TokenizeBody(ChatTemplateFields):
-    """Either `prompt`, or `messages` with the fields of a chat."""
+    """The body of `/tokenize`: either `prompt`, or `messages` with the fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
