@@ -189,7 +189,7 @@ def read_terms(
 ) -> Terms:
     """Return a request's terms, such as deadline and priority, from the headers and from three fields of the body.
 
-    `arrival_ns`: now.  Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
+    `arrival_ns`: now. Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
     values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
@@ -519,8 +519,7 @@ class Asked:
     def find(self, name: str | None, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
         """As `find_allowed`, but a name that is split between models leads to one of them.
 
-        Tenant and `user` decide which one, or without `user` the request's id. So every call for one request finds the same
-        model.
+        Tenant and `user` decide which one, or the request's id. So every call for one request finds the same model.
         """
         scope, deployment = self.scope, self.reader.deployment
         served, adapter = find_allowed(name, deployment, scope)

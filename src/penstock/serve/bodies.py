@@ -469,7 +469,7 @@ SchemaOrText = Annotated[
 
 @has_not_yet("whitespace_pattern disable_fallback=false disable_any_whitespace=false disable_additional_properties=false")
 class StructuredOutputs(Body):
-    """vLLM's field that constrains an answer, for example to a JSON schema. Only one field besides `grammar_syntax` is set."""
+    """vLLM's field that constrains an answer, such as to a JSON schema. Exactly one field besides `grammar_syntax` is set."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None

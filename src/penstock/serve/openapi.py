@@ -58,7 +58,7 @@ def write_document(operations: Sequence[Operation], open_paths: Set[str] | None 
 
 
 class _Schemas:
-    """The schemas of all types of the operations."""
+    """The JSON schemas of the types in all operations' bodies and answers."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         routes = [pair for operation in operations for pair in operation.routes]

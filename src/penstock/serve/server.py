@@ -113,7 +113,6 @@ class Server:
         self.ended_cleanly = True
 
     def run(self) -> None:
-        """Serve until the end."""
         try:
             with self._handled_signals():
                 # docs/notes/2026-11-20-threads.md says why the event loop is asyncio's own.

@@ -1,7 +1,4 @@
-"""Types that the answers of several APIs share. pydantic derives the schemas of the OpenAPI document from them.
-
-Other types of answers are `TypedDict`s next to the code that fills them.
-"""
+"""Types that the answers of several APIs share. pydantic derives the schemas of the OpenAPI document from them."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Writer(ABC):
         return _comment("keepalive")
 
     def begin(self, timing: str) -> bytes:
-        """Return the bytes before the first chunk. The adapter is loaded by now. `timing`: value of `Server-Timing`."""
+        """Return the bytes before the first chunk, if any. The adapter is loaded by now. `timing`: value of `Server-Timing`."""
         del timing
         return b""
 

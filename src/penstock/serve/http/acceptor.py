@@ -113,7 +113,7 @@ class Acceptor:
         task.add_done_callback(self.tasks.discard)
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection, now that it has its transport."""
+        """Add a connection, now that asyncio has given it a transport."""
         self._num_opening -= 1
         self.connections.add(connection)
         self.idle(connection)
@@ -195,7 +195,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _report(self, cause: str = "") -> None:
-        """Log how many connections were closed or refused, unless the last such line is less than a second old."""
+        """Log how many connections were closed or refused, at most once a second."""
         now_s = self._loop.time()
         if now_s - self._reported_at_s < _REPORT_EVERY_S:
             return

@@ -246,7 +246,7 @@ class RequestChecks:
         return RequestIdentity(self._new_request_id(), is_from_header=False)
 
     def _check_head(self, scope: Scope, identity: RequestIdentity) -> None:
-        """Check id, origin and keys, and note the key. Raises `ApiError`."""
+        """Check the request's id, origin and key, and note the key. Raises `ApiError`."""
         if not identity.is_from_header and (given := values_of(scope, ID_HEADER)):
             rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
             raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")

@@ -202,7 +202,6 @@ class AnswerWriter(Writer):
         """Return one choice of a whole answer."""
 
     def _answer_head(self, kind: str) -> dict[str, object]:
-        """Return the first fields of every answer and event."""
         options = self._options
         return {
             "id": options.answer_id,
@@ -239,7 +238,6 @@ class AnswerWriter(Writer):
         return self.usage.body()
 
     def _stop_reason(self, chunk: OutputChunk) -> int | str | None:
-        """Return the client's stop string or stop token that ended the choice, or None."""
         return None if chunk.stop_reason in self._options.end_token_ids else chunk.stop_reason
 
 

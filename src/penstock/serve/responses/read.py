@@ -222,7 +222,7 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
 
 
 def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
-    """Return the messages.
+    """Return the items as messages for the chat template.
 
     Leading system messages are joined, since templates expect one. Consecutive items of the assistant become one message.
     Incomplete calls are left out.

@@ -23,7 +23,7 @@ _TOOLS: Mapping[str, type[FunctionBody | NamespaceTool]] = MappingProxyType(
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a function, which is `NAMESPACE__NAME` in a namespace."""
+    """Return the name under which the model sees a function: `namespace__name`, or only `name`."""
     return name if namespace is None else f"{namespace}__{name}"
 
 

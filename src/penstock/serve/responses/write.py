@@ -227,7 +227,6 @@ class ResponsesWriter(Writer):
             self._events.append(self._prefix + orjson.dumps(text) + rest + b"}\n\n")
 
     def _close(self, *, is_whole: bool = True) -> None:
-        """End the open item, if any."""
         if not self._is_open:
             return
         self._is_open = False

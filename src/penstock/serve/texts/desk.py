@@ -197,7 +197,7 @@ class RunningTexts:
         self._error = self._error or error_of(self.terms, chunk)
 
     def ask_again(self, text: Text) -> None:
-        """Queue a text again: another call's request was computing it, and was aborted for that call's sake."""
+        """Queue a text again. Another call's request was computing it, and was aborted together with that call."""
         del self._asked[text]
         self._num_asked_tokens -= text.num_tokens
         self._waiting.appendleft(text)
@@ -214,7 +214,7 @@ class RunningTexts:
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """One id for the whole call, since a long list of texts would evict other calls from the journal."""
+        """One id for the whole call, since a long list of texts would evict other calls from the journal of requests."""
         return (self._engine_id,)
 
     def abort(self, detail: str) -> None:
@@ -228,7 +228,7 @@ def _size(text: TextInput) -> int:
 
 
 def _ask(call: TextsCall) -> Ask:
-    """Return the question to admission for a call's first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
+    """Return the `Ask` for admission of a call's first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
     model = call.running.model
     texts: list[TextInput] = []
     num_tokens = 0

@@ -16,7 +16,7 @@ from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of texts. Pair i is `firsts[i]` and `seconds[i]`. A single first is used for all pairs."""
+    """Pairs of texts. Pair i is `firsts[i]` and `seconds[i]`. A single text in `firsts` is used for all pairs."""
 
     firsts: Sequence[str]
     seconds: Sequence[str]

@@ -43,7 +43,7 @@ Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
 
 
 class TextsBody(Body):
-    """Fields of several APIs, with vLLM's names. Null means absent."""
+    """Fields common to bodies of several APIs, with vLLM's names. Null means absent."""
 
     model: str | None = None
     user: Annotated[str | None, NoEffect()] = None
