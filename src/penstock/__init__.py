@@ -1,7 +1,7 @@
 """Penstock: an LLM inference server for ordinary machines.
 
 The Python API is `LLM` and `AsyncLLM` (`penstock.llm`) with their parameters and results (`penstock.inprocess`). This module
-has their names, and imports each on first use. Everything else may change in any release: docs/python-api.md.
+exports their names. Everything else may change in any release: docs/python-api.md.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m penstock` is the `penstock` command."""
+"""Runs the `penstock` command for `python -m penstock`."""
 
 from penstock.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Time as a value: integer nanoseconds from a clock that is passed in, never read from a global."""
+"""Clocks that are passed in, never read from a global. Times are integer nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_ns(self) -> int:
-        """Return monotonic time in nanoseconds; only differences mean anything."""
+        """Return monotonic time in nanoseconds. Only differences mean anything."""
         ...
 
     def busy_ns(self) -> int:
@@ -17,14 +17,14 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's monotonic clock."""
+    """The real clock: the machine's monotonic time."""
 
     now_ns = staticmethod(time.monotonic_ns)
     busy_ns = staticmethod(time.thread_time_ns)
 
 
 class VirtualClock:
-    """A clock that moves only when it is told to."""
+    """A clock for simulations and tests. It moves only by `advance`."""
 
     def __init__(self, start_ns: int = 0) -> None:
         self._now_ns = start_ns

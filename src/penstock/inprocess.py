@@ -1,4 +1,4 @@
-"""Parameters and outputs of the Python API, and the code that turns calls into engine requests and chunks into outputs."""
+"""Parameters and outputs of `LLM` and `AsyncLLM`. Turns calls into engine requests and the engine's chunks into outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The required form of an answer. Set exactly one of json, regex, choice, grammar, structural_tag and json_object."""
+    """The required format of an answer. Set exactly one of json, regex, choice, grammar, structural_tag and json_object."""
 
     json: str | Mapping[str, object] | None = None
     """A JSON schema, as an object or as text."""
@@ -138,7 +138,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Times of a request, in seconds on a monotonic clock."""
+    """Times when a request arrived and got tokens, in seconds on a monotonic clock."""
 
     arrival_time_s: float
     first_token_time_s: float | None
@@ -187,7 +187,7 @@ class ClassificationOutput:
 
     @property
     def label(self) -> str:
-        """The likeliest label."""
+        """The label with the highest score."""
         return self.labels[self.probs.index(max(self.probs))]
 
 
@@ -201,11 +201,11 @@ class ScoringOutput:
 
 
 class ScoringRequestOutput(_TextOutput[ScoringOutput]):
-    """The score of a pair. The token ids are the pair's or, from an embedding model, those of the second text."""
+    """The score of a pair of texts. The token ids are the pair's or, from an embedding model, those of the second text."""
 
 
 class _Choice:
-    """One of a prompt's answers while it is generated."""
+    """One of a prompt's `n` answers while it is generated."""
 
     def __init__(self, *, has_logprobs: bool) -> None:
         self.last: OutputChunk | None = None
@@ -246,7 +246,7 @@ class _Choice:
 
 
 class Answer:
-    """The answers to a prompt while they are generated."""
+    """All `n` answers to one prompt while they are generated, with their engine requests."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class Answer:
         *,
         has_logprobs: bool,
     ) -> None:
-        """`end_token_ids`: tokens that `stop_reason` does not report."""
+        """`end_token_ids`: the model's end tokens, which outputs do not report as `stop_reason`."""
         self.running = running
         self.requests = requests
         self._prompt = prompt
@@ -288,7 +288,7 @@ class Answer:
 
 
 class Reading:
-    """Answers and their stream. Leaving the context aborts unfinished requests."""
+    """Reads the engine's chunks into the answers of one call. Leaving the `with` block aborts unfinished requests."""
 
     def __init__(self, stream: Stream, answers: Sequence[Answer]) -> None:
         self.answers = answers
@@ -307,9 +307,9 @@ class Reading:
         self._stream.close()
 
     async def more(self) -> set[Answer]:
-        """Wait for more text, and return the answers that have grown. Empty at the end.
+        """Wait for the engine. Return the answers that have grown, or an empty set if all are finished.
 
-        Raises PenstockError if an answer failed, once its last text was returned.
+        After an answer has failed, the next call raises PenstockError.
         """
         if self._failure is not None:
             raise self._failure
@@ -324,7 +324,7 @@ class Reading:
 
 
 def ended_early(chunk: OutputChunk, what: str) -> PenstockError:
-    """Return the error of a request that the engine ended. Its remedy is to ask again, unless the request was refused."""
+    """Return the error of a request that the engine ended. The remedy is to ask again, unless the engine refused it."""
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
     return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
 
@@ -339,7 +339,7 @@ def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logpr
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A caller's prompts, or conversations if `template` is set."""
+    """The arguments of a call of `generate` or `chat`. If `template` is set, the prompts are conversations."""
 
     prompts: Sequence[Prompt | Sequence[Message]]
     params: SamplingParams | Sequence[SamplingParams] | None
@@ -348,7 +348,7 @@ class Asked:
     """The name of an adapter for all, or one for each."""
 
     def answers(self, running: RunningModel) -> list[Answer]:
-        """Return an `Answer` with engine requests for each prompt. Slow for long prompts. Raises PenstockError."""
+        """Return an `Answer` with engine requests for each prompt. Tokenising long prompts is slow. Raises PenstockError."""
         from penstock.calls.run import check_encoded
 
         if running.model.encoder is not None:
@@ -372,7 +372,6 @@ class Asked:
         return answers
 
     def _each(self, given: Any, kind: Any, what: str) -> Sequence[Any]:
-        """Return a value for each prompt. A single value is repeated."""
         values = [given] * len(self.prompts) if isinstance(given, kind) else given
         if len(values) != len(self.prompts):
             raise ConfigError(
@@ -385,7 +384,6 @@ class Asked:
         return name if len(self.prompts) == 1 else f"{name}[{index}]"
 
     def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> str | Sequence[int]:
-        """Return the prompt's text, or the ids of its tokens."""
         if self.template is None:
             if isinstance(prompt, str):
                 return prompt
@@ -407,7 +405,7 @@ class Asked:
 
 
 def _adapter(running: RunningModel, name: str) -> AdapterRef:
-    """Return the adapter, and begin to load it. Raises ConfigError for an unknown name, or if it can't be loaded."""
+    """Find a LoRA adapter by name and begin to load it. Raises ConfigError."""
     adapter = None if running.adapters is None else running.adapters.find(name)
     if running.adapters is None or adapter is None:
         remedy = "Name it in lora_modules, or the folder that it lies in as lora_dir."
@@ -426,7 +424,7 @@ def _requests(
     name: str,
     adapter: AdapterRef | None = None,
 ) -> list[Request]:
-    """Return a request for each of the `n` answers to a prompt. Raises `Rejected`."""
+    """Return an engine request for each of the `n` answers to a prompt. Raises PenstockError."""
     from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
     from penstock.calls.check import make_call
     from penstock.calls.run import make_requests, seed_of, tokenise
@@ -458,7 +456,6 @@ def _requests(
 
 
 def _fields_of(params: SamplingParams) -> PythonFields:
-    """Return the parameters with types and ranges checked. Raises `Rejected`."""
     from penstock.serve.bodies import PythonFields
 
     fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
@@ -472,7 +469,6 @@ def _fields_of(params: SamplingParams) -> PythonFields:
 
 
 def _plain(value: object) -> object:
-    """Return a mapping as a dict and a sequence as a list."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
@@ -480,7 +476,7 @@ def _plain(value: object) -> object:
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Turn errors that the server would answer over HTTP into `Rejected`."""
+    """Turn the HTTP server's errors about invalid requests into `Rejected`."""
     from pydantic import ValidationError
 
     from penstock.serve.errors import ApiError, from_finding
@@ -493,7 +489,7 @@ def own_errors() -> Iterator[None]:
 
 
 def several_of(asked: Sequence[Any], part: type) -> Sequence[Any]:
-    """Return a sequence of prompts or conversations. A single one, a str or a sequence of `part`, is wrapped."""
+    """Return a list of prompts or conversations. A single one (a str, or a sequence of `part`) is wrapped."""
     is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
     return [asked] if is_one else asked
 
@@ -511,7 +507,7 @@ def check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
 
 
 def text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
-    """Return the tokens of texts and of pairs. Raises PenstockError for one that is empty or too long."""
+    """Tokenise texts and pairs of texts. `keep`: most tokens of each. Raises PenstockError for an empty or too long one."""
     from penstock.calls.check import check_token_ids
     from penstock.serve.texts.read import read_truncation
 

@@ -67,7 +67,7 @@ _TEXTS_AT_ONCE = 256
 
 
 class _Facts:
-    """Properties that both classes share."""
+    """Properties of a loaded model, for `LLM` and `AsyncLLM`."""
 
     _running: RunningModel
 
@@ -77,12 +77,12 @@ class _Facts:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything but the request that answers depend on: files, settings, kernels."""
+        """A hash of what answers depend on besides the request: the model's files, settings and kernels."""
         return self._running.model.fingerprint
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens. For an encoder, the longest text."""
+        """Most tokens of a prompt and its answer together. For an encoder, most tokens of an input text."""
         return self._running.model.capacity.max_model_len
 
     @property
@@ -92,7 +92,7 @@ class _Facts:
 
 
 class AsyncLLM(_Facts):
-    """A model for one event loop. `async for` reads an answer as it grows. Concurrent requests are batched.
+    """A model in this process, for one event loop. `async for` reads an answer as it grows. Concurrent requests are batched.
 
         async with AsyncLLM("smollm2:135m") as llm:
             async for output in llm.generate("The capital of France is"):
@@ -102,7 +102,7 @@ class AsyncLLM(_Facts):
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
-        """As `LLM`."""
+        """Load a model. The parameters are those of `LLM`."""
         config = _config(model, settings)
         self._running = start_model(config, locate(config))
         # Also runs at the interpreter's exit, because the model's threads must end first.
@@ -111,7 +111,7 @@ class AsyncLLM(_Facts):
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a text. Yield the answers so far whenever they have grown. The last output is `finished`.
+        """Continue a prompt. Yield its answers so far whenever they have grown. The last output is `finished`.
 
         `adapter` is a name from `lora_modules` or in `lora_dir`. The first `await` raises PenstockError if the prompt does not
         fit or the adapter is unknown. A later one raises it if the engine fails.
@@ -126,7 +126,7 @@ class AsyncLLM(_Facts):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for the model's next message in a conversation."""
+        """Yield the model's next message in a conversation as it grows. Otherwise as `generate`."""
         return self._stream(Asked([messages], sampling_params, options, adapter))
 
     async def embed(
@@ -138,7 +138,7 @@ class AsyncLLM(_Facts):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vectors of texts, in their order. The model must be an encoder that embeds.
+        """Return the embedding vectors of texts, in their order. The model must be an encoder that embeds.
 
         Vectors have length 1 if the model's modules.json lists a `Normalize` module.
 
@@ -167,7 +167,7 @@ class AsyncLLM(_Facts):
     async def classify(
         self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = False
     ) -> list[ClassificationRequestOutput]:
-        """Return the scores of a classifier's labels for each text. Otherwise as `embed`."""
+        """Return a classifier's score of each label, for each text. Other parameters are as in `embed`."""
         from penstock.serve.texts.numbers import scores
 
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
@@ -185,7 +185,7 @@ class AsyncLLM(_Facts):
     ) -> list[ScoringRequestOutput]:
         """Return a score for each pair of texts: a reranker's, or the cosine of an embedding model's vectors.
 
-        A single `text_1` is paired with each `text_2`. Otherwise as `embed`.
+        A single `text_1` is paired with each `text_2`. Other parameters are as in `embed`.
         """
         from penstock.serve.texts.pairs import Pairs
 
@@ -206,7 +206,7 @@ class AsyncLLM(_Facts):
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """As `aclose`, for callers without an event loop."""
+        """Do the same as `aclose`, without an event loop."""
         _close(self._closer)
 
     async def __aenter__(self) -> Self:
@@ -227,7 +227,6 @@ class AsyncLLM(_Facts):
             return [answer.output() for answer in reading.answers]
 
     async def _open(self, asked: Asked) -> Reading:
-        """Check all prompts, then submit them."""
         self._check_open()
         with self._told_if_closed():
             answers = await asyncio.to_thread(asked.answers, self._running)
@@ -239,7 +238,6 @@ class AsyncLLM(_Facts):
 
     @contextlib.contextmanager
     def _told_if_closed(self) -> Iterator[None]:
-        """If the model is closed, raise that error instead of the engine's."""
         try:
             yield
         except PenstockError:
@@ -251,7 +249,7 @@ class AsyncLLM(_Facts):
             raise _closed() from None
 
     def _encoder(self, *tasks: Task) -> EncoderInfo:
-        """Return the encoder's facts. Raises ConfigError unless the encoder is for one of `tasks` and answers once per text."""
+        """Return the encoder's description. Raises ConfigError for other models, other tasks and answers per token."""
         encoder = self._running.model.encoder
         if encoder is None:
             raise ConfigError(
@@ -265,7 +263,7 @@ class AsyncLLM(_Facts):
     async def _read_texts(
         self, texts: Sequence[Prompt | tuple[str, str]], keep: int | None, *, use_tqdm: bool
     ) -> list[tuple[str, TextTokens, TextResult]]:
-        """Return id, tokens and result of each text. A long list goes to the engine in parts."""
+        """Run texts, or pairs, through an encoder. Return id, tokens and result of each. `keep`: most tokens of each."""
         from penstock.serve.texts.call import TextResult
         from penstock.serve.texts.desk import SAMPLING
 
@@ -315,7 +313,7 @@ def _outputs(
 def _blocking(
     method: Callable[Concatenate[AsyncLLM, _Params], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[LLM, _Params], _Result]:
-    """Return a blocking method of `LLM` for a method of `AsyncLLM`, with a progress bar by default."""
+    """Turn a coroutine method of `AsyncLLM` into a blocking method of `LLM`, with a progress bar."""
 
     def wait(self: LLM, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         kwargs.setdefault("use_tqdm", True)
@@ -326,9 +324,9 @@ def _blocking(
 
 
 class LLM(_Facts):
-    """A model for scripts and notebooks. Thread-safe: requests of several threads are batched.
+    """A model in this process, for scripts and notebooks. Thread-safe: requests of several threads are batched.
 
-    Leaving the context frees the model. Ctrl-C ends the requests that the caller waits for.
+    Leaving the `with` block frees the model. Ctrl-C ends the requests that the caller waits for.
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
@@ -393,7 +391,7 @@ class LLM(_Facts):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue a text. Yield the answers so far whenever they have grown. Leaving the loop early ends the request."""
+        """Continue a prompt. Yield its answers so far whenever they have grown. Leaving the loop early ends the request."""
         return self._iterate(self._async.generate(prompt, sampling_params, adapter=adapter))
 
     def stream_chat(
@@ -404,7 +402,7 @@ class LLM(_Facts):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
-        """As `stream`, for the model's next message in a conversation."""
+        """Yield the model's next message in a conversation as it grows. Otherwise as `stream`."""
         return self._iterate(self._async.chat(messages, sampling_params, adapter=adapter, **options))
 
     def close(self) -> None:
@@ -457,7 +455,6 @@ class LLM(_Facts):
 
 @contextlib.contextmanager
 def _progress(use_tqdm: bool, total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Yield a function that adds to a progress bar, or does nothing without one. Shown only on a terminal."""
     if not (use_tqdm and sys.stderr.isatty()):
         yield lambda _number: None
         return
@@ -471,7 +468,6 @@ def _progress(use_tqdm: bool, total: int, what: str, unit: str) -> Iterator[Call
 
 
 def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Config:
-    """Return the config of a model with these settings. Raises ConfigError for an unknown one."""
     given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
     named = [item for name, component in COMPONENTS if name in _COMPONENTS for item in settings_of(component)]
     named += [item for item in settings_of(ServerConfig) if item.key == "seed"]
@@ -488,17 +484,15 @@ def _closed() -> PenstockError:
 
 
 def _close(closer: weakref.finalize[..., Any]) -> None:
-    """Close a model, and wait until it is closed. Idempotent."""
     if (found := closer.detach()) is not None:
         (end,) = found[2]
         end()
 
 
 def _close_unasked(end: Callable[[], object]) -> None:
-    """Close a model that was garbage-collected, or is still open when the interpreter exits.
+    """Free a model that was garbage-collected, or is still open when the interpreter exits.
 
-    The garbage collector may run in one of the model's threads, which can't wait for itself. So only the main
-    thread does the work itself.
+    The garbage collector may run in one of the model's threads, which can't wait for itself. Then a new thread frees the model.
     """
     if threading.current_thread() is threading.main_thread():
         end()
@@ -507,7 +501,6 @@ def _close_unasked(end: Callable[[], object]) -> None:
 
 
 def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread, asking: threading.RLock) -> None:
-    """Free the model, cancel the tasks that use it, and end the loop."""
     with asking:
         pass  # every thread that found the model open has given its work to the loop
     model.close()

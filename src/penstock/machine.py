@@ -35,7 +35,7 @@ CPU_ADDRESS_BYTES = 16 << 20
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
     """Return the bytes that can be allocated without swapping.
 
-    This is the least of the kernel's free memory, `ulimit -v`, the usable memory nodes and the enclosing control groups.
+    This is the least of the kernel's free memory, `ulimit -v`, the usable NUMA nodes and the enclosing control groups.
     """
     space = address_space(proc=proc)
     limits: list[int | None] = [_meminfo_available_bytes(proc), _left_on_nodes(proc, devices)]
@@ -49,7 +49,7 @@ def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, device
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """The limit of this process's address space (`ulimit -v`), and the bytes that the program takes."""
+    """The limit of this process's address space (`ulimit -v`), and the bytes that it needs besides the model."""
 
     limit_bytes: int
     program_bytes: int
@@ -60,9 +60,9 @@ class AddressSpace:
 
 
 def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
-    """Return the address space of this process, or None without a limit.
+    """Return the limit and use of this process's address space, or None without a limit.
 
-    The program counts as the bytes mapped now, or as those of a running server if these are more.
+    Use is the larger of the bytes mapped now and a running server's usual bytes.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -100,8 +100,8 @@ class Cores:
 def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> Cores:
     """Return the cores that the affinity mask allows, without efficiency cores.
 
-    Each core gets one thread, which keeps its multipliers busy. A quota is rounded down, because exceeding it stops all threads
-    for the rest of the period, and the HTTP loop needs a part, too.
+    Each core gets one thread, which keeps its multipliers busy. A CPU quota is rounded down, because exceeding it stops all
+    threads for the rest of the period, and the HTTP loop needs a part, too.
     """
     allowed = sorted(os.sched_getaffinity(0))
     firsts = _first_threads(allowed, devices)
@@ -154,7 +154,7 @@ def cpu_name(*, proc: Path = _PROC) -> str:
 
 
 def cpu_identity(*, proc: Path = _PROC) -> str:
-    """Return what tells processors apart: vendor, model, stepping, microcode and features. May be empty."""
+    """Return a string that tells processors apart: vendor, model, stepping, microcode and features. May be empty."""
     values = _values(proc / "cpuinfo")
     return " ".join(
         values.get(name, "")
@@ -163,7 +163,7 @@ def cpu_identity(*, proc: Path = _PROC) -> str:
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
-    """Return the bytes of all caches of this process's CPUs, shared ones counted once; 0 if unknown."""
+    """Return the bytes of all data caches of this process's CPUs, shared ones counted once; 0 if unknown."""
     return sum(
         num_bytes for *_, num_bytes in {found for cpu in os.sched_getaffinity(0) for found in _data_caches(cpu, devices)}
     )
@@ -177,20 +177,19 @@ def give_back_free_memory() -> None:
 def return_large_blocks_when_freed() -> None:
     """Make glibc return blocks of 1 MiB and more to the system when they are freed.
 
-    Otherwise the first large block makes it keep all blocks up to 32 MiB, in each thread's arena (mallopt(3),
-    M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what large bodies leave behind.
+    Otherwise the first large block makes glibc keep all freed blocks up to 32 MiB, in each thread's arena (mallopt(3),
+    M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what large requests leave behind.
     """
     _call_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     _call_glibc("mallopt", _M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def share_one_arena() -> None:
-    """Make later threads share arenas. Otherwise glibc maps 64 MiB of address space for each thread."""
+    """Make later threads share one malloc arena. Otherwise glibc maps 64 MiB of address space for each thread."""
     _call_glibc("mallopt", _M_ARENA_MAX, 1)
 
 
 def _call_glibc(name: str, *numbers: int) -> None:
-    """Call a function of glibc. Do nothing if the C library lacks it."""
     function = getattr(_c_library(), name, None)
     if function is not None:
         function(*numbers)
@@ -198,7 +197,6 @@ def _call_glibc(name: str, *numbers: int) -> None:
 
 @cache
 def _c_library() -> ctypes.CDLL:
-    """Open the C library, only once because each opening leaks types."""
     return ctypes.CDLL(None)
 
 
@@ -209,7 +207,7 @@ def _meminfo_available_bytes(proc: Path) -> int:
 
 
 def _left_on_nodes(proc: Path, devices: Path) -> int | None:
-    """Return the free bytes on the memory nodes that this process may use, or None if it may use all nodes."""
+    """Return the free bytes on the NUMA nodes that this process may use, or None if it may use all nodes."""
     allowed = _with_memory(proc, devices)
     if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
         return None
@@ -218,7 +216,7 @@ def _left_on_nodes(proc: Path, devices: Path) -> int | None:
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of the enclosing groups, the root last. Controller "" is version 2."""
+    """Yield the folders of this process's control group and its parents. Controller "" is cgroup version 2."""
     root = cgroup / controller
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -229,7 +227,7 @@ def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def _headroom(folder: Path, limits: Sequence[str], usage: str, reclaimable: str) -> int | None:
-    """Return the bytes that a control group has left, or None without a limit. The strings are names of its files."""
+    """Return the bytes that a control group has left, or None without a limit. The strings are file names."""
     known = [int(limit) for name in limits if (limit := _read(folder / name).strip()).isdecimal()]
     current = _read(folder / usage).strip()
     if not known or not current.isdecimal():
@@ -249,13 +247,12 @@ def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
 
 
 def _siblings(cpu: int, devices: Path) -> Iterator[int]:
-    """Yield all threads of a CPU's core, if the kernel reports them."""
     topology = devices / f"system/cpu/cpu{cpu}/topology"
     return _numbers(_read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list"))  # until Linux 5.2
 
 
 def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
-    """Return the CPUs without efficiency cores: Intel's `cpu_atom` CPUs, and those below `SLOW_SHARE` of the fastest."""
+    """Leave out efficiency cores: Intel's `cpu_atom` CPUs, and those below `SLOW_SHARE` of the fastest one's speed."""
     slow = set(_numbers(_read(devices / "cpu_atom/cpus")))
     if fast := [cpu for cpu in cpus if cpu not in slow]:
         cpus = fast
@@ -277,14 +274,13 @@ def _nodes(cpus: Iterable[int], devices: Path) -> tuple[tuple[int, int], ...]:
 
 
 def _with_memory(proc: Path, devices: Path) -> set[int]:
-    """Return the nodes with memory that this process may use."""
     nodes = set(_numbers(_read(devices / "system/node/has_memory")))
     allowed = _values(proc / "self" / "status").get("Mems_allowed_list")
     return nodes if allowed is None else nodes.intersection(_numbers(allowed))
 
 
 def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
-    """Yield level, CPUs and bytes of each data or unified cache of a CPU."""
+    """Yield (level, CPUs that share it, bytes) of each data or unified cache of a CPU."""
     for folder in (devices / f"system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
         kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
         if kind != "Instruction" and level.isdecimal() and size.endswith("K"):
@@ -292,7 +288,7 @@ def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Yield the numbers of a kernel's list, such as `0-3,8`."""
+    """Yield the numbers of a kernel's list: 0, 1, 2 and 8 for `0-2,8`."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
@@ -300,7 +296,6 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _cpu_quota(proc: Path, cgroup: Path) -> float | None:
-    """Return the CPUs that the tightest enclosing control group allows, or None without a quota."""
     pairs = [_read(folder / "cpu.max").split() for folder in _own_groups(proc, cgroup, "")]
     for folder in _own_groups(proc, cgroup, "cpu"):
         pairs.append([_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
@@ -310,7 +305,7 @@ def _cpu_quota(proc: Path, cgroup: Path) -> float | None:
 
 
 def _values(path: Path, separator: str = ":") -> dict[str, str]:
-    """Return the values of a file with a name and a value in each line."""
+    """Return values by name from lines such as `MemFree: 1024 kB`."""
     lines = (line.partition(separator) for line in _read(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -321,7 +316,6 @@ def _bytes(kibibytes: str) -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a small kernel file's text; empty if there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

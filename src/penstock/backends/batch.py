@@ -1,4 +1,4 @@
-"""Turns plans into arrays: the rows that an executor knows, with their tokens, block tables and progress."""
+"""Turns the scheduler's step plans into arrays for an executor, and keeps each request's tokens and block table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite
 
 
 def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
-    """Return the capacity of an executor on the CPU. `sizes` are its first five fields. Raises ModelError for a wrong ending.
+    """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
 
-    The logits of a step's scored prompt positions take at most 32 MiB.
+    The logits of a step's scored prompt positions take at most 32 MiB. Raises ModelError for a program that reads texts and
+    ends in logits, or the reverse.
     """
     is_one_pass = program.is_one_pass
     if is_one_pass != isinstance(program.ending, States):
@@ -42,7 +43,7 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """One step in C-contiguous arrays: R rows, T tokens, S sampled tokens."""
+    """One step's inputs as C-contiguous arrays, for R rows (one per request), T tokens and S sampled tokens."""
 
     step_id: int
     request_ids: tuple[str, ...]  # [R]
@@ -67,10 +68,13 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Turns plans into arrays. A plan that breaks the contract raises ValueError and leaves the builder undefined."""
+    """Turns step plans into arrays, and keeps the requests' tokens and block tables.
+
+    An invalid plan raises ValueError. Don't use the builder afterwards.
+    """
 
     def __init__(self, capacity: Capacity, *, vocab_size: int | None = None, placed: Container[int] = ()) -> None:
-        """`placed` are the numbers of adapters that rows may have; the backend changes it between steps."""
+        """`placed`: numbers of the adapters in memory. The backend updates it between steps."""
         # np.zeros maps memory lazily: rows and positions that are never used cost nothing.
         max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
         self.capacity = capacity
@@ -97,7 +101,7 @@ class BatchBuilder:
         return slot
 
     def apply(self, plan: StepPlan) -> StepBatch:
-        """Apply the plan's releases, then its admits, and return its rows."""
+        """Release and admit the plan's requests, and return the arrays of its step."""
         released = tuple([self._release(request_id) for request_id in plan.releases])
         admitted = tuple([(self._admit(row), row) for row in plan.admits])
         rows = plan.rows
@@ -129,7 +133,7 @@ class BatchBuilder:
         )
 
     def append_sampled(self, batch: StepBatch, token_ids: NDArray[np.int32]) -> None:
-        """Write the sampled tokens [S] at the end of their rows."""
+        """Append the step's sampled tokens [S] to their requests."""
         if len(token_ids) != len(batch.sample_rows):
             raise ValueError(f"{len(token_ids)} sampled tokens for {len(batch.sample_rows)} rows that sample")
         slots = batch.row_slots[batch.sample_rows]
@@ -186,7 +190,7 @@ class BatchBuilder:
         return token_ids
 
     def _append_blocks(self, slot: int, request_id: str, block_ids: Sequence[int], num_unread: int = 0) -> None:
-        """Append blocks to a row's table. The first `num_unread` may be null blocks."""
+        """Append blocks to a request's table. The first `num_unread` may be null blocks."""
         start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
         if end > self.block_tables.shape[1]:
             raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
@@ -222,7 +226,6 @@ class BatchBuilder:
         samples: NDArray[np.bool_],
         num_step_tokens: int,
     ) -> None:
-        """Raise ValueError if a row breaks the contract. All arrays are [R]."""
         if num_step_tokens > self.capacity.max_step_tokens:
             raise ValueError(f"{num_step_tokens} tokens in a step; max_step_tokens is {self.capacity.max_step_tokens}")
         num_tokens = self.num_tokens[row_slots]
@@ -249,7 +252,6 @@ def _token_coordinates(
     query_lens: NDArray[np.int32],
     query_start_loc: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the slot and the position of each token of the step."""
     num_step_tokens = int(query_start_loc[-1])
     if num_step_tokens == len(row_slots):  # one token per row: nothing to spread
         return row_slots, context_lens.copy()

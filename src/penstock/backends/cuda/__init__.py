@@ -21,7 +21,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The first device in `CUDA_VISIBLE_DEVICES`."""
+    """The first GPU in `CUDA_VISIBLE_DEVICES`."""
 
     name: str
     capability: tuple[int, int]
@@ -30,7 +30,7 @@ class Gpu:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return versions of PyTorch and Triton, None if missing."""
+    """Return the installed versions of PyTorch and Triton by name, None if missing."""
     return {name: _installed_version(name) for name, _ in MIN_VERSIONS}
 
 
@@ -60,7 +60,7 @@ def find_gpu() -> Gpu | str:
 
 
 def why_not() -> str | None:
-    """Return why no GPU can be used, as the end of a sentence, or None. Imports PyTorch last."""
+    """Return why the CUDA backend can't run, as the end of a sentence, or None if it can. Imports PyTorch last."""
     if (cause := _why_no_packages()) is not None:
         return cause
     gpu = find_gpu()
@@ -114,7 +114,6 @@ def _capability(driver: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 13) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

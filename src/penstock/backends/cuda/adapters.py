@@ -1,8 +1,8 @@
 """LoRA adapters in blocks of the KV cache. The executor packs and places adapters; the lowering adds an `AdaptedProduct` to
 each product.
 
-A site is a product that an adapter changes, by factors A and B. Both are cut into tiles of at most 16 ranks. A piece (one
-layer's keys or values of a block) stores as many whole tiles as fit.
+A site is a weight matrix that an adapter changes, by factors A and B. Both are cut into tiles of at most 16 ranks. A piece
+(one layer's keys or values of a block) stores as many whole tiles as fit.
 
     site's A    [r, in]     tiles  (ranks 0-15, cols 0-63) (ranks 0-15, cols 64-127) ... (ranks 16-31, cols 0-63) ...
     site's B^T  [r, out]    next, in the same way; then the next site
@@ -59,7 +59,7 @@ class PagedAdapter:
 
 
 class AdapterFormat:
-    """The layout of an adapter's factors in pages. Thread-safe."""
+    """The layout of LoRA factors in pages, each the size of a KV block. Thread-safe."""
 
     def __init__(self, program: Program, cache: PagedKvCache, dtype: torch.dtype, max_rank: int) -> None:
         self._program, self.dtype, self.max_rank = program, dtype, max_rank
@@ -89,9 +89,9 @@ class AdapterFormat:
         return self._block_bytes, self._piece_bytes, self._num_pieces, self.dtype, self.tile_cols, *self.site_ids
 
     def pack(self, factors: AdapterFactors) -> PagedAdapter:
-        """Lay out an adapter in pages.
+        """Lay out an adapter's factors in pages.
 
-        Raises ModelError for another model's adapter, a rank above `max_rank`, or a number that is not finite in `dtype`.
+        Raises ModelError for another model's adapter, a rank above `max_rank`, or a value that is not finite in `dtype`.
         """
         factors.check(self._program, max_rank=self.max_rank)
         tile_ranks = min(lora.RANK_TILE.value, max(1, factors.max_rank))
@@ -118,7 +118,7 @@ class AdapterFormat:
         return PagedAdapter(self, pages, table, factors.max_rank)
 
     def _tiles(self, site: str, matrix: F32, tile_ranks: int) -> NDArray[np.uint8]:
-        """Cut a matrix [ranks, cols] into padded tiles [tiles, bytes], ordered by rank, then by column."""
+        """Cut a LoRA factor [ranks, cols] into tiles [tiles, bytes], ordered by rank, then by column."""
         num_ranks, num_cols = matrix.shape
         rank_tiles, col_tiles = -(-num_ranks // tile_ranks), -(-num_cols // self.tile_cols)
         padded = torch.zeros((rank_tiles * tile_ranks, col_tiles * self.tile_cols), dtype=self.dtype)
@@ -142,7 +142,7 @@ class _Placed:
 
 
 class PlacedAdapters:
-    """The placed adapters, by number. Call its methods with the steps' stream entered."""
+    """The LoRA adapters in GPU memory, by number. Call the methods with the steps' stream entered."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format = format
@@ -153,7 +153,7 @@ class PlacedAdapters:
         return number in self._placed
 
     def place(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Queue writing an adapter to blocks. Raises ValueError for an invalid number or adapter."""
+        """Queue writing a packed adapter to these KV blocks. Raises ValueError for an invalid number or adapter."""
         if number == BASE or number in self._placed:
             raise ValueError(f"adapter {number} is placed already, or is none")
         if not isinstance(packed, PagedAdapter) or packed.format.key != self.format.key or packed.num_pages != len(block_ids):
@@ -176,7 +176,7 @@ class PlacedAdapters:
         self._placed.clear()
 
     def arrays(self, batch: StepBatch, host: BatchBuilder) -> Grouped | None:
-        """Return a step's rows grouped by adapter, or None if no row has one."""
+        """Group the step's tokens and samples by adapter. Return None if no request has an adapter."""
         numbers = host.adapters[batch.row_slots]
         if not numbers.any():
             return None
@@ -184,7 +184,7 @@ class PlacedAdapters:
         return self.grouped(np.repeat(numbers, query_lens), numbers[batch.sample_rows])
 
     def grouped(self, of_tokens: NDArray[np.int64], of_samples: NDArray[np.int64]) -> Grouped:
-        """Group rows, given each row's adapter number. Raises ExecutorFailure for an adapter that was dropped."""
+        """Group tokens and samples by their adapters' numbers. Raises ExecutorFailure for an adapter that was dropped."""
         numbers = [number for number in np.unique(of_tokens).tolist() if number != BASE]
         if lost := [number for number in numbers if number not in self._placed]:
             raise ExecutorFailure(f"adapter {lost[0]} was dropped while a row had it")
@@ -205,7 +205,7 @@ class PlacedAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """A step's rows grouped by adapter, on the host."""
+    """A step's tokens and samples grouped by adapter, as host arrays."""
 
     arrays: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
     """Order and groups of tokens, then of samples, as `AdaptedRows` describes them."""
@@ -220,7 +220,7 @@ class Grouped:
 
 
 class AdapterScratch:
-    """Memory for x A^T. All products share it, one after the other."""
+    """GPU memory for x A^T, the first LoRA product. Shared by all layers."""
 
     def __init__(self, format: AdapterFormat, cache: PagedKvCache, device: torch.device) -> None:
         self.format, self.cache, self.device = format, cache, device
@@ -239,7 +239,7 @@ class AdapterScratch:
 
 
 class AdaptedProduct:
-    """Adds adapters' changes to a product or embedding of one or several sites."""
+    """Adds the LoRA term (x A^T) B^T to a product or embedding of one or several weight matrices (sites)."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class AdaptedProduct:
         of_samples: bool,
         is_embedding: bool = False,
     ) -> None:
-        """`site_widths`: columns of each site's result. `num_cols`: columns of x, or the vocabulary size."""
+        """`site_widths`: each weight matrix's name and output columns. `num_cols`: columns of x, or the vocabulary size."""
         self._scratch, self._num_cols, self._of_samples = scratch, num_cols, of_samples
         cols = scratch.format.tile_cols
         self._num_splits = 1 if is_embedding else max(1, min(MAX_SPLITS, -(-num_cols // cols) // LEAST_SPLIT_TILES))
@@ -269,7 +269,7 @@ class AdaptedProduct:
         return step.adapted_samples if self._of_samples else step.adapted_tokens
 
     def add(self, step: StepTensors, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add (x A^T) B^T to `out` with each row's adapter. x [rows, num_cols] and out [rows, sum of widths] don't overlap."""
+        """Add each row's LoRA term (x A^T) B^T to `out`. x [rows, num_cols] and out [rows, sum of widths] don't overlap."""
         rows = self.rows_of(step)
         if rows is None:
             return
@@ -280,7 +280,7 @@ class AdaptedProduct:
         lora.expand(out, hidden, *groups, self._tiles, pages, num_splits=num_splits, layout=layout)
 
     def look_up(self, step: StepTensors, out: torch.Tensor, scale: float) -> None:
-        """Add scale * A[:, token] B^T to `out` [tokens, width] with each row's adapter."""
+        """Add each token's LoRA term, scale * A[:, token] B^T, to the embeddings `out` [tokens, width]."""
         rows = self.rows_of(step)
         if rows is None:
             return

@@ -1,4 +1,4 @@
-"""Shape and row lengths of a step's attention, shared by the modules that choose and compute it."""
+"""The attention's shape and a step's sequence lengths, for the modules that choose and compute attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Fields of `program.Attention` that decide which kernels suit."""
+    """Head counts and options of the model's attention, which decide what kernels suit."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,12 +32,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """Number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class StepKind(StrEnum):
-    """Kinds of steps whose attention is chosen separately."""
+    """Kinds of steps. Attention kernels are chosen for each kind."""
 
     DECODE = "decode"
     """Every row has one query."""
@@ -47,7 +47,7 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLens:
-    """Lengths of a step's rows on the host, including padding rows. int32"""
+    """Query and context lengths of a step's requests, including padding. int32, on the host."""
 
     query_starts: NDArray[np.int32]
     """Prefix sums of query lengths, each at least 1. [R + 1]"""
@@ -67,7 +67,7 @@ class RowLens:
 
     @property
     def seq_lens(self) -> NDArray[np.int32]:
-        """Context plus queries of each row. [R]"""
+        """Context tokens plus queries of each row. [R]"""
         lens: NDArray[np.int32] = self.context_lens + np.diff(self.query_starts)
         return lens
 

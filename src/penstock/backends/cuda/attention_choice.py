@@ -1,6 +1,6 @@
 """Chooses attention kernels for decodes and for prefills: ours, or FlashInfer's if they give the same answers faster.
 
-Our kernels compute every step until `choose`. FlashInfer is opened before, so that the profile run counts its memory.
+Our Triton kernels run until `choose`. FlashInfer is opened before, so that the profile run counts its memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAST_SPEEDUP = 1.05
 
 
 class Wanted(StrEnum):
-    """The values of the setting `attention`."""
+    """The values of the setting `attention`: which kernels the user wants."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -44,7 +44,7 @@ class Wanted(StrEnum):
 
 
 class AttentionChoice:
-    """The chosen kernels for each kind of step. Raises ConfigError if FlashInfer is required but unusable."""
+    """Chooses Triton or FlashInfer for each kind of step. Raises ConfigError if FlashInfer is required but unusable."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class AttentionChoice:
         self._version = ""
 
     def open(self, capacity: Capacity, graphs: DecodeGraphs | None) -> None:
-        """Load FlashInfer and run one step of each kind. Takes minutes if FlashInfer compiles kernels."""
+        """Load FlashInfer and run one trial step of each kind. Takes minutes if FlashInfer compiles kernels."""
         if self._wanted is Wanted.TRITON:
             return
         if not is_installed():
@@ -93,7 +93,7 @@ class AttentionChoice:
             self._give_up(error)
 
     def choose(self, capacity: Capacity, graphs: DecodeGraphs | None, clock: Clock | None = None) -> None:
-        """Choose by trials over the empty cache. Call it once, while no step is in flight."""
+        """Choose kernels by timing trial steps on the empty KV cache. Call it once, while no step is in flight."""
         if self._opened is None:
             return
         opened, self._opened = self._opened, None
@@ -114,14 +114,14 @@ class AttentionChoice:
         return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
 
     def decode_programs(self, num_rows: int, max_seq_len: int) -> int:
-        """Return the programs that our kernel launches per row for a decode with this length limit, or 1 for FlashInfer."""
+        """Return how many GPU programs compute a decode's attention, per row and KV head; 1 for FlashInfer."""
         own = self._program.attention
         if own is None or StepKind.DECODE in self._chosen:
             return 1
         return own.decode_programs(num_rows, max_seq_len, self._program.attention_shapes[0])
 
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
-        """Plan the next step and return its attention; None means our kernels.
+        """Prepare the chosen attention for the next step and return it, or None for our kernels.
 
         `is_captured`: the step is replayed from a CUDA graph, or will be captured.
         """
@@ -184,10 +184,7 @@ class AttentionChoice:
         )
 
     def _give_up(self, error: Exception) -> None:
-        """Continue with our kernels.
-
-        Raises ConfigError if the error broke the GPU's context, as one invalid read does, or if FlashInfer is required.
-        """
+        """Continue without FlashInfer. Raises ConfigError if it is required, or if the error broke the GPU's context."""
         cause = str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}"
         try:
             self._stream.mark().wait()

@@ -34,7 +34,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 class Unfit(Exception):
-    """An attention that failed or gave wrong answers. The message is a cause, without a full stop."""
+    """Raised if an attention fails or gives wrong answers. The message is a cause, without a full stop."""
 
 
 class PlannedAttention(StepAttention, Protocol):
@@ -54,7 +54,7 @@ class TrialStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of one step, over all layers."""
+    """Seconds of a trial step with our attention and the tried one, over all layers."""
 
     step: TrialStep
     own_s: float
@@ -98,7 +98,7 @@ def trial_steps(capacity: Capacity) -> list[TrialStep]:
 
 
 class Trial:
-    """Runs trials. With `graphs`, decodes are padded and captured, as in service."""
+    """Compares an attention with ours on trial steps. With `graphs`, decodes are padded and captured, as in service."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Trial:
         self._random = torch.Generator(device).manual_seed(SEED)
 
     def run(self, trial_step: TrialStep, *, tolerance: float) -> Outcome:
-        """Compare one step. Raises `Unfit` for a failure or an error above `tolerance`."""
+        """Compute one step with both kinds of attention. Raises `Unfit` for a failure or an error above `tolerance`."""
         is_captured = self._graphs is not None and trial_step.kind is StepKind.DECODE
         num_rows = len(trial_step.query_lens)
         if self._graphs is not None and is_captured:
@@ -155,7 +155,7 @@ class Trial:
         return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
 
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
-        """Plan the step and return a function that runs it.
+        """Return a function that runs the planned step.
 
         A decode is captured under another plan, so that a graph that ignores its plan gives wrong answers.
         """
@@ -186,7 +186,7 @@ class Trial:
         return launch
 
     def _blocks(self, rows: RowLens, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return block tables of random blocks, shared if the cache is too small, and the block ids."""
+        """Return block tables with random block ids, and the ids. Rows share blocks if the cache is small."""
         counts = -(-rows.seq_lens[:num_real] // self._capacity.block_size)
         num_there = self._capacity.num_blocks - 1
         block_ids = np.unique(np.linspace(1, num_there, min(num_there, int(counts.sum()))).astype(np.int32))
@@ -234,7 +234,7 @@ def _blamed() -> Iterator[None]:
 
 
 def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
-    """Return the largest relative error of a head in the first `num_tokens`, infinity for NaN.
+    """Return the largest error of a head's output, relative to `wanted`. Infinity for NaN.
 
     found, wanted [tokens, num_heads * head_dim]
     """

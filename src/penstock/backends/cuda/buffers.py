@@ -16,7 +16,7 @@ from penstock.types.errors import ModelError
 
 
 class Buffers:
-    """The buffers of one program. Raises `ModelError` if the program gives no width for a name."""
+    """GPU memory for a program's named values. Raises `ModelError` if the program gives no width for a name."""
 
     def __init__(
         self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
@@ -43,7 +43,7 @@ class Buffers:
         return self._widths[name]
 
     def of(self, name: str, *, of_samples: bool) -> torch.Tensor:
-        """Return all rows of a buffer, allocated on first use."""
+        """Return a whole buffer, allocated on first use. It has a row per sample (`of_samples`) or per token."""
         key = (name, of_samples)
         if key not in self._made:
             self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
@@ -73,9 +73,9 @@ def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
-    """Return groups of names to lay side by side, and whether each has rows of samples.
+    """Return groups of buffers to put in adjacent columns, and whether each group's rows are samples.
 
-    Names in two different groups are left out.
+    Groups with a common name are left out.
     """
     runs: dict[str, set[tuple[str, ...]]] = {}
     found: list[tuple[tuple[str, ...], bool]] = []

@@ -1,5 +1,5 @@
-"""The `Executor` port on a GPU. A step copies one message to the device, queues kernels and copies one result back. Masks of
-grammars need a second message.
+"""The engine's `Executor` on a GPU. A step copies one message (all inputs) to the device, queues kernels and copies one result
+back. Grammar masks need a second message.
 
 Sampled tokens stay in tables on the device, and the next step reads them there. So `submit` never waits.
 """
@@ -44,12 +44,12 @@ from penstock.types.sampling import PARAMETERS
 
 
 class CudaExecutor:
-    """See `engine.ports.Executor`.
+    """Runs steps on a GPU: see `engine.ports.Executor`.
 
     - `dtype`: weights, activations and unquantised KV. By default bf16 on a GPU, else float32.
     - `round_to_fp8`: rounds float weights of linear operations.
     - `deterministic`: results do not depend on the batch, bit for bit.
-    - `attention`: a `Wanted`. Our kernels run until `choose_attention`.
+    - `attention`: a `Wanted`. Triton's kernels run until `choose_attention` is called.
     - `use_graphs`: runs decodes as CUDA graphs, except steps with adapters (rank at most `max_adapter_rank`).
     - `device`: others than a GPU are for tests, in Triton's interpreter. Enable it before importing Triton.
     - `poison`: for tests, stale KV becomes NaN.
@@ -124,7 +124,7 @@ class CudaExecutor:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
 
     def _run_without_factors(self, adapters: PlacedAdapters) -> None:
-        """Run an empty adapter, to compile the kernels of adapters before the first request."""
+        """Run an empty adapter, to compile the LoRA kernels before the first request."""
         number = BASE + 1
         adapters.place(number, adapters.format.pack(AdapterFactors({})), [NULL_BLOCK + 1])
         assert isinstance(self._launcher, StepLauncher), "texts have no adapters"
@@ -226,7 +226,7 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """The length limit at construction, which decides how keys are centred (`models.rope`)."""
+        """The length limit at construction, which decides how int8 keys are centred (`models.rope`)."""
         return self._num_positions
 
     @property
@@ -278,7 +278,7 @@ class CudaExecutor:
     def capture_graphs(
         self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> CaptureRun:
-        """Capture graphs of the usual decodes, at most `most`, so that no request waits for a capture.
+        """Capture CUDA graphs of the usual decodes, at most `most`, so that no request waits for a capture.
 
         Call it while no step is in flight. `resize` and `choose_attention` discard graphs. Raises MemoryError.
         """
@@ -294,7 +294,7 @@ class CudaExecutor:
             return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Queue copies (source, destination). Raises ValueError for an invalid block."""
+        """Queue copies of KV blocks, given as ids (source, destination). Raises ValueError for an invalid block."""
         for source, destination in pairs:
             if source != NULL_BLOCK:
                 self._check_block_id(source)
@@ -362,7 +362,7 @@ class CudaExecutor:
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Queue a step. Raises ValueError for an invalid plan, if `depth` steps are in flight, or if one waits for masks."""
+        """Queue a step. Raises ValueError for an invalid plan, or if `depth` steps are in flight or one waits for its masks."""
         if len(self._flights) >= self._depth:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
         if self._flights and isinstance(last := self._flights[-1], UnsampledStep):
@@ -388,7 +388,7 @@ class CudaExecutor:
             self._flights[-1] = self._launcher.restrict(step, by_sample)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the oldest step. Raises ValueError for another step's ticket, or if the step waits for masks."""
+        """Wait for the oldest step and return its result. Raises ValueError for another step, or if it awaits masks."""
         if not self._flights or self._flights[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         flight = self._flights[0]
@@ -416,8 +416,7 @@ class CudaExecutor:
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
         """Return logits after each token of a text, for tests. [len(token_ids), vocab_size]
 
-        Call it only when idle, with adapters placed elsewhere: it overwrites KV from block 1 on. Raises ValueError for a
-        program that reads texts.
+        It overwrites KV from block 1 on: call it only when idle, with adapters in later blocks. Raises ValueError for encoders.
         """
         if not isinstance(self._launcher, StepLauncher):
             raise ValueError("a program that reads texts has no logits")
@@ -430,7 +429,7 @@ class CudaExecutor:
 
     @contextmanager
     def _working(self, stream: Stream | None = None) -> Iterator[None]:
-        """Enter a stream, by default the steps', and turn errors of the device or its libraries into `ExecutorFailure`."""
+        """Enter a CUDA stream (by default the steps'), and turn errors of the GPU or libraries into `ExecutorFailure`."""
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")
         with (stream or self._stream).entered():

@@ -1,4 +1,4 @@
-"""A mixture of experts. Rows are sorted by expert, so that each expert multiplies adjacent rows.
+"""Computes a mixture of experts. Tokens are sorted by expert, so that each expert multiplies adjacent rows.
 
 The number of launches is fixed, for CUDA graphs. A token's results are added in the order in which its experts were chosen.
 """
@@ -18,7 +18,7 @@ from penstock.models.weights import WeightTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """Memory for one mixture at a time. Layers of one shape share it. A pair is a token and one of its experts."""
+    """GPU memory for one mixture of experts. Layers of one shape share it. A pair is a token and one of its experts."""
 
     experts: torch.Tensor
     """int32 [pairs]"""
@@ -52,7 +52,7 @@ class Scratch:
 
 
 class Mixture:
-    """The operation `program.Experts`. The router is always float32."""
+    """A layer's mixture of experts, with its weights. The router is always float32."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Mixture:
         return int(self._router.nbytes) + sum(matrix.num_bytes for matrix in (self._gate, self._up, self._down))
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the mixture of x to `out`, both [tokens, width]. They may be the same."""
+        """Write the mixture of experts of `x` to `out`, both [tokens, width]. They may be the same."""
         if not len(x):
             return
         op, scratch, num_pairs = self._op, self._scratch, len(x) * self._op.num_experts_per_token

@@ -2,8 +2,7 @@
 head_dim].
 
 FlashInfer plans each step on the host. Page lists are made on the device, from the block tables there. Plans share pinned
-memory, so each plan waits until the previous step has copied its own to the device. That wait is short: the step before the
-previous one is already collected.
+memory, so each plan waits until the previous plan has been copied to the device. That wait is short.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def import_package() -> ModuleType | str:
 
 
 def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
-    """Return why FlashInfer can't compute these shapes, or None."""
+    """Return why FlashInfer can't compute attention of these shapes, or None if it can."""
     if deterministic:
         return "deterministic mode wants sums whose order does not depend on the batch"
     if is_int8_kv:
@@ -78,7 +77,7 @@ def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_k
 
 
 def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors: int) -> int:
-    """Return the bytes that FlashInfer needs for rows that it splits.
+    """Return the bytes of FlashInfer's workspace, for the partial results of rows that it splits.
 
     There are two programs per multiprocessor, or two tiles per row of a captured decode: see `PrefillSplitQOKVIndptr` and
     `PrefillPlan` in FlashInfer's scheduler.cuh.
@@ -90,7 +89,7 @@ def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors
 
 
 class FlashInferAttention:
-    """A `step.StepAttention`. Call `plan` before each step.
+    """Computes the attention of steps by FlashInfer. Call `plan` before each step.
 
     Captured decodes need fixed buffers, so each size in `graph_rows` has its own FlashInfer wrapper. Other steps share one.
     `max_blocks`: width of block tables. `backend`: FlashInfer's name of the kernels for steps that are not captured.
@@ -139,7 +138,7 @@ class FlashInferAttention:
         self._copied = stream.mark()
 
     def plan(self, rows: RowLens, *, is_captured: bool) -> None:
-        """Plan a step before queueing it. `is_captured`: the step is replayed from a graph, or will be captured."""
+        """Give FlashInfer the lengths of the next step. `is_captured`: the step runs as a CUDA graph, or will be captured."""
         self._copied.wait()
         shape, num_rows, lens = self._shape, rows.num_rows, rows.seq_lens
         num_pages = -(-lens // self._block_size)

@@ -1,4 +1,4 @@
-"""Steps in flight, from `submit` to `collect`, and how their results are read. The launchers make them."""
+"""Steps in flight: queued by `submit`, and not yet collected. Their methods read the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsampledStep:
-    """A step in flight whose sampling waits for masks."""
+    """A step in flight whose sampling waits for grammar masks."""
 
     step_id: int
     names: list[str]
@@ -51,7 +51,7 @@ class UnsampledStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A step in flight with its sampling queued."""
+    """A step in flight, with its sampling queued."""
 
     step_id: int
     names: list[str]
@@ -100,7 +100,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextFlight:
-    """A queued step of texts, for models that read texts."""
+    """A step in flight of a model that reads texts, such as an embedding model."""
 
     step_id: int
     rows: Mapping[str, slice]
@@ -113,7 +113,7 @@ class TextFlight:
     ended: Mark
 
     def result(self) -> StepResult:
-        """Wait for the device and return the step's result. Only texts with states that are not finite fail."""
+        """Wait for the device and return the step's result. A text fails if its states are not finite."""
         self.ended.wait()
         model_ns, copy_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.computed)
         end_ns = time.monotonic_ns()

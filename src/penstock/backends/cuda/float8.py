@@ -1,4 +1,4 @@
-"""Rounds rows to fp8 (e4m3, arXiv 2209.05433) at load. Scales are powers of two, so that weights are exact in bf16."""
+"""Rounds weights to fp8 (e4m3, arXiv 2209.05433) at load. Scales are powers of two, so that results are exact in bf16."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LEAST_EXPONENT = -126
 
 
 def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round rows to fp8, nearest even. Return codes, int8 [n, num_cols], and a scale per row, float32 [n].
+    """Round a matrix to fp8, nearest even. Return codes, int8 [n, num_cols], and a scale per row, float32 [n].
 
-    The scale brings a row's largest number between 224 and 448, except for values below 2^-117. Rows that are not finite get
-    codes `NOT_A_NUMBER`.
+    The scale brings a row's largest number between 224 and 448, except for values below 2^-117. Values that are not finite get
+    the code `NOT_A_NUMBER`.
     """
     wide = values.to(torch.float32)
     mantissas, exponents = torch.frexp(wide.abs().amax(dim=1))  # largest = mantissa * 2 ** exponent, mantissa in [0.5, 1)
@@ -26,5 +26,5 @@ def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_no_number(codes: torch.Tensor) -> bool:
-    """Return whether any code is NaN. Waits for the device."""
+    """Return whether any fp8 code is NaN. Waits for the device."""
     return bool(((codes & NOT_A_NUMBER) == NOT_A_NUMBER).any())

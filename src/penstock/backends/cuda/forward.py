@@ -1,4 +1,4 @@
-"""Runs a step's forward pass on tensors at fixed addresses."""
+"""Runs a step's forward pass. Tensors have fixed addresses, as CUDA graphs require."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def is_decode(batch: StepBatch) -> bool:
-    """Return whether every row computes one token and samples, so that a graph can run the step."""
+    """Return whether every row computes one token and samples, so that a CUDA graph can run the step."""
     return 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
 
 
 class ForwardPass:
-    """Runs a program on a step's arrays. `max_tokens` and `max_rows` include padding."""
+    """Runs a model's program on a step's arrays. `max_tokens` and `max_rows` include padding."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class ForwardPass:
         least_seq_len: int = 0,
         adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None),
     ) -> torch.Tensor | None:
-        """Return logits [S or more, vocab_size], or None if the step has no tokens.
+        """Return logits [S or more, vocab_size], or None if the step has no tokens. Rows after the S samples are padding.
 
         - `parts`: device copies of `staging.step_arrays`
         - `graphs`: only for a padded decode
-        - `least_seq_len`: use a graph for rows of at least this length
+        - `least_seq_len`: use a graph for sequences of at least this length
         - `adapted`: tokens and samples with an adapter
         """
         if not batch.num_tokens:

@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps, one for each listed number of rows and length limit. The executor pads steps to a listed size.
 
-A limit on row lengths decides how many attention programs a row gets. With many rows, one limit suffices.
+The limit of sequence lengths decides how many attention programs a row gets. With many rows, one limit suffices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A captured graph. `replay` recomputes `result` from the captured step's tensors."""
+    """A captured CUDA graph. `replay` recomputes `result` from the captured step's tensors."""
 
     replay: Callable[[], object]
     result: torch.Tensor
@@ -47,7 +47,7 @@ Capture = Callable[[Run], Captured]
 
 
 class CudaCapture:
-    """Captures graphs that share memory, because only one runs at a time."""
+    """Captures CUDA graphs. They share memory, because only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -56,7 +56,7 @@ class CudaCapture:
         still use: pytorch/pytorch#193402."""
 
     def __call__(self, run: Run) -> Captured:
-        """Record the work that `run` queues. `run` must have been called before."""
+        """Capture the GPU work that `run` queues. Call `run` once before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
@@ -77,7 +77,7 @@ class CaptureRun:
 
 
 class DecodeGraphs:
-    """Runs decodes by graph. A step without a graph runs normally and is then captured. After a failure, captures stop."""
+    """Runs decodes by CUDA graph. A step without a graph runs normally and is then captured. After a failure, captures stop."""
 
     def __init__(self, *, max_rows: int, max_model_len: int, programs: Programs, capture: Capture) -> None:
         self.sizes = listed_sizes(max_rows)
@@ -103,7 +103,7 @@ class DecodeGraphs:
     def capture_usual(
         self, run: Callable[[int, int], None], most: int | None, max_seconds: float, clock: Callable[[], float]
     ) -> CaptureRun:
-        """Capture missing graphs up to `USUAL_SEQ_LEN`, at most `most`. The largest is first: the others share its memory.
+        """Capture missing graphs for sequences up to `USUAL_SEQ_LEN`, at most `most`, largest first: others share its memory.
 
         `run(rows, limit)` runs a step, which captures it. No capture begins after `max_seconds`. Raises MemoryError if a step
         does not fit even uncaptured.
@@ -131,7 +131,7 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def run(self, step: StepTensors, forward: Callable[[StepTensors], torch.Tensor]) -> torch.Tensor:
-        """Return `forward` of a padded step, by graph if there is one; else capture one afterwards."""
+        """Return `forward(step)` for a padded decode, by its graph if there is one. Otherwise capture a graph afterwards."""
         limit = self.seq_limit(step.num_rows, step.max_seq_len)
         key = step.num_rows, limit
         address = step.positions.data_ptr()
@@ -158,7 +158,10 @@ class DecodeGraphs:
         return limits[bisect_left(limits, max_seq_len)]
 
     def _limits_of(self, num_rows: int) -> list[int]:
-        """Return limits that double while a lower one at least halves the programs. The last limit allows every length."""
+        """Return sequence length limits, a graph for each. The last allows every length.
+
+        Limits double while a lower one at least halves the attention programs.
+        """
         if num_rows not in self._limits:
             limits, limit, most = [], LEAST_SEQ_LIMIT, self._programs(num_rows, self._max_model_len)
             while limit < self._max_model_len and not self._suits_all(num_rows, limit, most):
@@ -168,7 +171,7 @@ class DecodeGraphs:
         return self._limits[num_rows]
 
     def _suits_all(self, num_rows: int, limit: int, most: int) -> bool:
-        """Return whether `most` programs, those for any length, are less than twice this limit's."""
+        """Return whether this limit needs more than half of `most`, the attention programs for any length."""
         programs = self._programs(num_rows, limit)
         return programs == most or 0 < most < 2 * programs
 

@@ -1,4 +1,4 @@
-"""The paged keys and values on the device."""
+"""The paged KV cache in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUE_SCALE_DTYPE = torch.float32
 
 @dataclass(slots=True, eq=False)
 class KvLayer:
-    """One layer's keys and values. `PagedKvCache.resize` replaces the tensors."""
+    """One layer's keys and values in the paged cache. `PagedKvCache.resize` replaces the tensors."""
 
     k: torch.Tensor
     """`k` and `v` are contiguous: [num_blocks, block_size, num_kv_heads, head_dim], int8 or the model's dtype."""
@@ -59,7 +59,7 @@ class BlockRead:
     _out: Sequence[memoryview]
 
     def wait(self) -> None:
-        """Wait for the read and copy the contents to the caller's memory."""
+        """Wait until the blocks are read, and copy them to the caller's memory."""
         if self._staging is None:
             return
         self._arrived.wait()
@@ -69,10 +69,10 @@ class BlockRead:
 
 
 class PagedKvCache:
-    """Keys and values of all layers. `KvDtype.BF16` stores `dtype`: bf16, or float32 or float16 in tests.
+    """Keys and values of all layers, in blocks. `KvDtype.BF16` stores `dtype`: bf16, or float32 or float16 in tests.
 
-    A position's heads are contiguous, so that a step writes a token in one piece. `poison` fills empty positions with NaN,
-    except in the null block, because padding reads it.
+    A position's heads are contiguous, so that a step writes a token in one piece. `poison` fills empty positions with NaN, for
+    tests, except in the null block, because padding reads it.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PagedKvCache:
 
     @property
     def num_pieces(self) -> int:
-        """Contiguous pieces of a block: each layer's keys, then each layer's values, without scales."""
+        """Number of contiguous pieces of a block: each layer's keys, then each layer's values, without scales."""
         return 2 * len(self._layers)
 
     @property
@@ -135,7 +135,7 @@ class PagedKvCache:
         return self._block_size * self._num_kv_heads * self._head_dim * int(self._dtype.itemsize)
 
     def pieces_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all pieces as one flat tensor. Piece p of block b has index p * num_blocks + b."""
+        """View the pieces of all blocks as one flat tensor. Piece p of block b has index p * num_blocks + b."""
         return self._content.view(-1).view(dtype)
 
     def layer(self, index: int) -> KvLayer:
@@ -154,7 +154,7 @@ class PagedKvCache:
         return sum(part.numel() * part.dtype.itemsize for part in self._parts)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Queue copies (source, destination) in order."""
+        """Queue copies of blocks, given as ids (source, destination), in order."""
         for source, destination in pairs:
             for part in self._parts:
                 part[:, destination].copy_(part[:, source])
@@ -172,7 +172,7 @@ class PagedKvCache:
             part.index_copy_(1, index, blocks.transpose(0, 1))
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview], stream: Stream) -> BlockRead:
-        """Queue copies to the host on `stream`. The caller must have entered it."""
+        """Queue copying blocks to the host on `stream`, which the caller has entered. The result's `wait` fills `out`."""
         packed = self.pack_blocks(block_ids)
         left = stream.mark()
         staging = self._staging(len(block_ids))
@@ -180,7 +180,7 @@ class PagedKvCache:
         return BlockRead(left, stream.mark(), staging, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Copy the contents to pinned memory now, and queue the writes to the device."""
+        """Copy the contents to pinned memory now, and queue writing them to the blocks."""
         if not block_ids:
             return
         staging = self._staging(len(block_ids))
@@ -189,7 +189,6 @@ class PagedKvCache:
         self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
-        """Return pinned memory. PyTorch does not reuse it before the device has copied it."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
@@ -197,13 +196,12 @@ class PagedKvCache:
         return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """With `poison`, overwrite a table's positions from `num_kept` on with NaN."""
+        """With `poison`, fill a block table's positions from `num_kept` on with NaN, so that tests notice stale reads."""
         for i, block_id in enumerate(block_ids):
             if block_id != NULL_BLOCK:
                 self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))
 
     def _poison_slots(self, blocks: slice, start: int) -> None:
-        """Fill positions with NaN; for int8, fill their scales."""
         if self._poison:
             for part in self._scales or self._parts:
                 part[:, blocks, start:] = torch.nan

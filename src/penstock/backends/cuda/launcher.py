@@ -1,4 +1,4 @@
-"""Queues the work of a step: its message, forward pass, sampling, and the copy of results to the host."""
+"""Queues a step's GPU work: the copy of its inputs, forward pass, sampling, and the copy of results to the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepLauncher:
-    """Queues steps. The caller must have entered the stream."""
+    """Queues steps of a model that generates tokens. The caller must have entered the stream."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StepLauncher:
         stream: Stream,
         device: torch.device,
     ) -> None:
-        """`max_tokens` includes padding."""
+        """`max_tokens`: most tokens of a step, with padding."""
         self._cache, self._adapters, self._stream = cache, adapters, stream
         self.tables = RowTables(capacity, vocab_size=vocab_size, device=device)
         self._sampler = Sampler(self.tables, vocab_size=vocab_size)
@@ -66,7 +66,7 @@ class StepLauncher:
     def launch(
         self, plan: StepPlan, batch: StepBatch, host: BatchBuilder, graphs: DecodeGraphs | None, began_ns: int
     ) -> Flight | UnsampledStep:
-        """Queue a step, without sampling if a row awaits a mask.
+        """Queue a step, without sampling if a request awaits a grammar mask.
 
         `host`: the builder of `batch`. `began_ns`: when the host began to work on the step.
         """
@@ -100,9 +100,9 @@ class StepLauncher:
         return self._sample(step, sample_plan, dict(zip(sampling, sent[num_parts:-2], strict=True)), computed)
 
     def restrict(self, step: UnsampledStep, masks: Mapping[int, bytes]) -> Flight:
-        """Send the masks, by index of the sample, and queue the sampling.
+        """Send grammar masks, by index of the sample, and queue the sampling.
 
-        The message repeats the sampling arrays, because the first message may be overwritten by now.
+        The sampling arrays are sent again, because the first message may be overwritten by now.
         """
         began_ns = time.monotonic_ns()
         plan = step.plan.masked_by(masks)
@@ -133,14 +133,14 @@ class StepLauncher:
         )
 
     def run_padding(self, num_rows: int, limit: int, graphs: DecodeGraphs | None) -> None:
-        """Run padding rows as a decode with this length limit, and wait."""
+        """Run a decode of padding rows, to capture its CUDA graph, and wait. `limit`: longest sequence."""
         batch = padding(self.tables)
         sent = self._upload.send(step_arrays(batch, self.tables, num_rows=num_rows))
         self._forward.run(batch, sent, graphs, least_seq_len=limit)
         self._stream.mark().wait()  # the pinned memory is free only then
 
     def run_adapted_padding(self, number: int) -> None:
-        """Run one padding row with an adapter, and wait."""
+        """Run a padding row with a LoRA adapter, to compile kernels, and wait."""
         assert self._adapters is not None, "adapters may come"
         batch = padding(self.tables)
         arrays, numbers = step_arrays(batch, self.tables, num_rows=1), np.array([number], np.int64)

@@ -1,4 +1,4 @@
-"""Computes linear operations that read the same value as one product.
+"""Computes linear layers. Layers with the same input are one product.
 
 Dense products use cuBLAS. Quantised and fp8 matrices are multiplied directly for few tokens, and unpacked part by part for
 many. With `deterministic`, all kernels are our own.
@@ -22,7 +22,7 @@ UNPACKED_BYTES = 256 << 20
 
 
 class Workspace:
-    """Scratch memory. All products share it, one after the other."""
+    """GPU memory for temporary values. All products share it, one after the other."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class Workspace:
 
 
 class Linear:
-    """The product x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`."""
+    """A linear layer: x @ weight.T (+ bias) (+ residual). The rows of all `matrices`, stacked, are `weight`."""
 
     def __init__(
         self, matrices: Sequence[Matrix], bias: torch.Tensor | None, workspace: Workspace, *, deterministic: bool
@@ -70,7 +70,7 @@ class Linear:
         deterministic: bool = False,
         round_to_fp8: bool = False,
     ) -> Linear:
-        """Load the tensors. `bias` is for all tensors together: [sum of num_rows]."""
+        """Load weight tensors, to be stacked. `bias` is for all tensors together: [sum of num_rows]."""
         matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
         return cls(matrices, bias, workspace, deterministic=deterministic)
 
@@ -120,7 +120,7 @@ class Linear:
         weight: torch.Tensor,
         eps: float,
     ) -> None:
-        """Write the product to `out`, and its RMS norm over whole rows to `normed`."""
+        """Write the layer's result to `out`, and the RMS norm of its rows to `normed`."""
         product = self._splits(x)
         if product is None:
             self(out, x, residual)
@@ -129,7 +129,7 @@ class Linear:
             splits.add_splits_and_norm(out, normed, product, self._bias, residual, weight, eps)
 
     def and_gate(self, out: torch.Tensor, both: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
-        """Write activation(first half of the product) * second half to `out`. `both`: memory for the product."""
+        """Write activation(first half of the product) * second half to `out`. `both`: scratch memory for the product."""
         product = self._splits(x)
         if product is None:
             self(both, x)

@@ -1,6 +1,6 @@
-"""Lowers a `Program` to a list of kernel launches. A step only launches kernels, so it can be a CUDA graph.
+"""Lowers a model's `Program` to a list of kernel launches. A step only launches kernels, so it can be a CUDA graph.
 
-Linear operations that read one value become one product; rotations and the cache write become one kernel.
+Linear operations with the same input become one product; rotations and the KV cache write become one kernel.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ COMPUTED = frozenset(
 
 
 class CompiledProgram:
-    """A program on the device. Raises `ModelError` if it is unsupported, or a weight is missing or damaged.
+    """A model's program and weights on the GPU. Raises `ModelError` if it is unsupported, or a weight is missing or damaged.
 
     All positions must be below `num_positions`. With `deterministic`, logits do not depend on the batch. `round_to_fp8` does
     not round embeddings and logits. Adapters need an `adapter_format`.
@@ -125,9 +125,9 @@ class CompiledProgram:
         self.buffer_bytes: int = lowering.buffer_bytes
 
     def run(self, step: StepTensors) -> torch.Tensor:
-        """Queue a step. Return float32 logits [num_samples, vocab_size], or states of samples or tokens [., width].
+        """Queue a step. Return float32 logits [num_samples, vocab_size].
 
-        The result is valid until the next step.
+        An encoder returns states of samples or tokens, [., width]. Results are valid until the next step.
         """
         if (attention := step.attention or self.attention) is not None:
             attention.begin(step)
@@ -213,7 +213,7 @@ class _Lowering:
             self._adapters.allocate()
 
     def _emit(self, at: int) -> int:
-        """Translate the operation at `at` and the following ones that fuse with it. Return how many."""
+        """Add launches for the operation at index `at` and those that fuse with it. Return how many operations."""
         op = self._ops[at]
         of_tokens = Embed | EmbedPositions | EmbedTypes | Rope | KvWrite | Attention | TextAttention
         if self.is_on_samples and isinstance(op, of_tokens):
@@ -333,7 +333,6 @@ class _Lowering:
         self._launch(launch)
 
     def _emit_linears(self, run: Sequence[Linear]) -> int:
-        """Emit one product if the results are adjacent columns, else one for each operation. Return how many operations."""
         outs = [self._buffer(op.out) for op in run]
         x, count = self._buffer(run[0].x), self._count()
         if len(run) > 1 and not lie_side_by_side(outs):
@@ -529,7 +528,7 @@ class _Lowering:
         return self._tables[key]
 
     def _centre(self, op: KvWrite) -> torch.Tensor | None:
-        """Return the centre to subtract from int8 keys, or None. bf16 keys are not centred."""
+        """Return the vector to subtract from keys before rounding them to int8, or None."""
         if op.bias is None or self._cache.kv_dtype is not KvDtype.INT8:
             return None
         bias = self._tensor(op.bias).dequantize().reshape(-1)
@@ -543,7 +542,6 @@ class _Lowering:
         return self._weights[name]
 
     def _tensor_in_order(self, name: str) -> WeightTensor:
-        """Return a weight for embeddings or experts. Raises ModelError if its columns are reordered."""
         tensor = self._tensor(name)
         if tensor.column_order is not None:
             raise ModelError(
@@ -561,7 +559,6 @@ class _Lowering:
         return load_vector(self._tensor(op.bias), self._dtype, self._device)
 
     def _table_of_rows(self, name: str) -> Matrix:
-        """Load a matrix for row lookups, unless a product has loaded it."""
         tensor = self._tensor_in_order(name)
         if name not in self._matrices:
             self._matrices[name] = load_matrices([tensor], self._dtype, self._device)

@@ -51,12 +51,12 @@ class Usage:
 
 class Memory(Protocol):
     def read(self) -> tuple[int, int]:
-        """Return (free, total) bytes after all queued work."""
+        """Return (free, total) bytes of GPU memory after all queued work."""
         ...
 
 
 class GpuMemory:
-    """The memory of PyTorch's current GPU. PyTorch's cached memory counts as used."""
+    """Reads the memory of PyTorch's current GPU. PyTorch's cached memory counts as used."""
 
     def read(self) -> tuple[int, int]:
         import torch
@@ -79,7 +79,7 @@ class GraphExecutor(Executor, Protocol):
     def num_graphs_left(self) -> int: ...
 
     def capture_graphs(self, most: int | None = None) -> Captured:
-        """Capture graphs of the usual decodes, at most `most`, largest first."""
+        """Capture CUDA graphs of the usual decodes, at most `most`, largest first."""
         ...
 
 
@@ -98,7 +98,7 @@ def profile(
     *,
     num_moved_blocks: Callable[[int], int] = no_blocks,
 ) -> tuple[_Executor, Usage]:
-    """Make an executor with a small KV cache, run steps that need the most memory, and return executor and usage.
+    """Make an executor with a small KV cache, run the steps that need the most memory, and return executor and memory usage.
 
     `make` takes a number of blocks. `num_moved_blocks` takes the bytes of a block and returns how many blocks may move between
     tiers at once. Raises MemoryError.
@@ -128,7 +128,7 @@ def profile(
 
 
 def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
-    """Capture a few of the largest graphs, and estimate from their mean how many bytes the remaining graphs take.
+    """Capture a few of the largest CUDA graphs, and estimate from their mean how many bytes the remaining graphs take.
 
     Call it after `run_largest_steps`, so that memory which the graphs share is already allocated.
     """
@@ -143,7 +143,7 @@ def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
 
 
 def row_lens(capacity: Capacity) -> list[int]:
-    """Return lengths of prompts that fill a step, longest first."""
+    """Return prompt lengths that together fill the largest step, longest first."""
     num_rows = min(capacity.max_rows, capacity.max_step_tokens)
     num_sampled = 0 if capacity.is_one_pass else 2
     longest = max(1, capacity.max_model_len - num_sampled)
@@ -157,7 +157,7 @@ def row_lens(capacity: Capacity) -> list[int]:
 
 
 def run_largest_steps(executor: Executor, lens: list[int]) -> None:
-    """Run a step of full prompts, a decode of all rows (none for texts), and release the rows."""
+    """Run prompts of these lengths in one step, then a decode of all (not for encoders), and release them."""
     capacity = executor.capacity
     admits, rows, next_block = [], [], 1
     for idx, length in enumerate(lens):
@@ -177,7 +177,7 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
 
 
 def run_small_steps(executor: GraphExecutor, longest: int) -> None:
-    """Run a chunk after a long context and steps of few rows, to compile their kernels.
+    """Run a prompt's end after a long context and steps of few rows, to compile their kernels.
 
     Call it after `run_largest_steps`, which left KV of `longest` tokens in the first blocks.
     """
@@ -203,7 +203,7 @@ def run_small_steps(executor: GraphExecutor, longest: int) -> None:
 
 
 def move_blocks(executor: Executor, count: int) -> None:
-    """Copy `count` blocks to the host and back at once. The device gathers them in temporary memory."""
+    """Copy `count` KV blocks to the host and back at once, which takes temporary GPU memory."""
     if not count:
         return
     block_ids = [1 + idx % (executor.capacity.num_blocks - 1) for idx in range(count)]  # repeats ids if the pool is small

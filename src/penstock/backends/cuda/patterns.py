@@ -1,4 +1,4 @@
-"""Finds operations of a program that can share a launch, or write side by side, for `lowering` and `buffers`."""
+"""Finds operations of a program that can share a kernel, or write to adjacent columns, for `lowering` and `buffers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks", "distances")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
-    """Return the linear operations from `at` on that can be one product, because they read one value."""
+    """Return the linear operations from index `at` on that can be one product, because they share their input."""
     run: list[Linear] = []
     for op in ops[at:]:
         if not isinstance(op, Linear):
@@ -54,7 +54,7 @@ def _read_by(op: Op) -> set[object]:
 
 
 def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:
-    """Return the gate and up projection at `at`, and their activation, or None if another operation reads the products."""
+    """Match a gate and up projection and their activation from index `at` on. None if something else reads the projections."""
     run, following = linear_run(ops, at), ops[at + 2 : at + 3]
     if len(run) != 2 or not following or not isinstance(act := following[0], GatedActivation):
         return None
@@ -64,7 +64,7 @@ def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation]
 
 
 def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
-    """Return the product with residual at `at` and the norm of its result, or None."""
+    """Match a linear operation with residual at index `at` and the norm of its result, or return None."""
     found = ops[at : at + 2]
     if len(found) < 2 or not isinstance(op := found[0], Linear) or not isinstance(norm := found[1], RMSNorm):
         return None
@@ -73,7 +73,7 @@ def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
 
 
 def written_keys_at(ops: Sequence[Op], at: int) -> tuple[Rope, Rope, KvWrite] | None:
-    """Return the rotations of queries and keys at `at` and the cache write, or None if another operation reads the keys."""
+    """Match rotations of queries and keys and the KV cache write from index `at` on. None if something else reads the keys."""
     found = ops[at : at + 3]
     if len(found) < 3:
         return None

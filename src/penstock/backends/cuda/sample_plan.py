@@ -1,4 +1,4 @@
-"""Plans a step's sampling on the host, as arrays for the step's message to the device."""
+"""Plans a step's sampling on the host, as arrays to send to the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """Bans, biases and penalties of a row's logits."""
+    """Bans, biases and penalties to apply to a request's logits."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -61,7 +61,7 @@ def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | No
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """The plan of S samples. Row numbers in fields after `changed` are indices into `changed`."""
+    """Arrays to sample S tokens of a step. Row numbers in fields after `changed` are indices into `changed`."""
 
     slots: I32
     """[S]"""
@@ -98,14 +98,14 @@ class SamplePlan:
         return len(self.listed) + len(self.masked) + len(self.changed) > 0
 
     def masked_by(self, masks: Mapping[int, bytes]) -> SamplePlan:
-        """Return the plan with masks, given by index of the sample."""
+        """Return the plan with grammar masks, given by index of the sample."""
         if not masks:
             return self
         words = np.frombuffer(b"".join(masks.values()), np.int32)
         return replace(self, masked=_i32(list(masks)), masks=words.reshape(len(masks), -1))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return arrays to send to the device, by name. Arrays of unbounded length are last."""
+        """Return the arrays by name, to send to the device. Arrays of unbounded length are last."""
         arrays: dict[str, NDArray[Any]] = {
             "slots": self.slots,
             "positions": self.positions,
@@ -139,7 +139,7 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """Plan rows in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
+    """Plan the sampling of requests in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]

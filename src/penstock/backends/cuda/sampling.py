@@ -1,6 +1,6 @@
 """Samples a step's tokens on the device without waiting. The specification is `backends/reference/sampling.py`.
 
-Call `admit` and `prepare` before the step's message, `choose` after it.
+Call `admit` and `prepare` before sending the step's arrays, `choose` afterwards.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], results: torch.Tensor
     ) -> SampledWords:
-        """Queue sampling, which appends tokens to the tables and fills `results`, int32. Return the layout of `results`.
+        """Queue sampling, which appends tokens to the device tables and fills `results`, int32. Return the layout of `results`.
 
         `logits` [S, vocab_size] float32 stay unchanged. `sent`: device copies of `plan.arrays()`.
         """
@@ -115,7 +115,7 @@ class Sampler:
         return words
 
     def _change(self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return changed logits: steps 2 to 4 of `types/sampling.py`."""
+        """Return logits with masks, bans, biases and penalties: steps 2 to 4 of `types/sampling.py`."""
         result = logits.clone()
         if len(plan.listed):
             self._restrict(result, sent["listed"], sent["listed_slots"], self._tables.allowed)
@@ -138,7 +138,7 @@ class Sampler:
         return result
 
     def _restrict(self, x: torch.Tensor, samples: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
-        """Set each sample's logits to -inf unless the token's bit is set in its line of `bits`."""
+        """Set logits of disallowed tokens to -inf. Set bits in a sample's line of `bits` are allowed tokens."""
         kernels.restrict[(len(samples), triton.cdiv(self._vocab_size, self._block))](
             x,
             x.stride(0),
@@ -153,7 +153,7 @@ class Sampler:
     def _without_banned(
         self, x: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, sent: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return logits without banned tokens. A row with only banned tokens stays unchanged."""
+        """Return logits with banned tokens at -inf. A sample with only banned tokens stays unchanged."""
         rows = sent["ban_rows"].long()
         is_met = self._is_met(slots.index_select(0, rows), positions.index_select(0, rows), sent["before"])
         banned = x.clone()
@@ -162,7 +162,7 @@ class Sampler:
         return torch.where((banned > -torch.inf).any(1, keepdim=True), banned, x)
 
     def _is_met(self, slots: torch.Tensor, positions: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return for each ban whether a row's last tokens are `before`. [B]"""
+        """Return for each banned sequence whether the request's last tokens are its beginning, `before`. [B]"""
         back = torch.arange(1, before.shape[1] + 1, dtype=torch.int32, device=before.device)
         at = positions[:, None] - back
         last = self._tables.tokens[slots.long()[:, None], at.clamp(min=0).long()]
@@ -186,13 +186,13 @@ class Sampler:
 
 
 def _add_at(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, addends: torch.Tensor) -> None:
-    """Add to x[rows, columns]; x must be contiguous. Unlike `index_put_` it checks no indices on the host."""
+    """Add to x[rows, columns]. Unlike `index_put_` this checks no indices on the host."""
     x.view(-1).scatter_add_(0, rows * x.shape[1] + columns, addends)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledWords:
-    """The layout of a step's results in int32 words."""
+    """The layout of a step's sampling results in one int32 array."""
 
     num_samples: int
     num_logprobs: int
@@ -216,11 +216,11 @@ class SampledWords:
         return self.ids_begin + self.num_logprobs * (1 + MAX_LOGPROBS)
 
     def tokens(self, words: I32) -> I32:
-        """Return the sampled tokens [S], `NO_TOKEN` if no logit is a number."""
+        """Return the sampled token ids [S], `NO_TOKEN` if no logit is a number."""
         return words[: self.num_samples]
 
     def logprobs(self, words: I32) -> tuple[NDArray[np.float64], I32]:
-        """Return two arrays [L, 1 + 20]. The first column is the sampled token, the others are the most likely tokens.
+        """Return two arrays [L, 1 + 20]. The first column is for the sampled token, the others for the most likely tokens.
 
         The first array has log-probabilities, the second the sampled token's rank and the others' ids.
         """

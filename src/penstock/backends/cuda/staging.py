@@ -1,4 +1,4 @@
-"""Pinned memory for a step's message to the device and for its results: one copy each way.
+"""Pinned host memory for a step's inputs (its message to the device) and its results: one copy each way.
 
 A host buffer is reused `depth` calls later, when its step has been collected. The device needs only one.
 """
@@ -32,7 +32,7 @@ def aligned(num_words: int) -> int:
 
 
 class Upload:
-    """Sends messages to the device. A message is several arrays in one copy."""
+    """Sends several host arrays to the device in one copy."""
 
     def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
         self._stream = stream
@@ -41,7 +41,7 @@ class Upload:
         self._num_sent = 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """Queue the copy and return the arrays on the device, valid until the next message.
+        """Queue the copy and return the arrays on the device, valid until the next call.
 
         An array that does not fit is copied alone. An array's address depends only on the sizes of arrays before it, as
         captured graphs require.
@@ -64,14 +64,13 @@ class Upload:
         return tensors
 
     def _sent_alone(self, array: NDArray[Any]) -> torch.Tensor:
-        """Copy one array. PyTorch does not reuse its pinned memory before the device has copied it."""
         host = self._stream.pinned(array.nbytes // 4)
         host.numpy().view(array.dtype)[:] = array.reshape(-1)
         return host.to(self._device.device, non_blocking=True).view(_DTYPES[array.dtype]).view(array.shape)
 
 
 class Download:
-    """Fetches results, int32 words, from the device."""
+    """Copies a step's results, int32 words, to the host."""
 
     def __init__(self, words: torch.Tensor, *, depth: int, stream: Stream) -> None:
         self._hosts = [stream.pinned(len(words)) for _ in range(depth)]
@@ -80,7 +79,7 @@ class Download:
         self._num_fetched = 0
 
     def fetch(self, num_words: int) -> NDArray[np.int32]:
-        """Queue a copy of the first words to the host. They become valid when the device has copied them, for `depth` steps."""
+        """Queue a copy of the first results to the host. They are valid once the device has copied them, for `depth` steps."""
         host = self._hosts[self._num_fetched % len(self._hosts)]
         self._num_fetched += 1
         host[:num_words].copy_(self.words[:num_words], non_blocking=True)
@@ -89,7 +88,7 @@ class Download:
 
 
 def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[NDArray[Any]]:
-    """Return a step's arrays in the order that `ForwardPass.run` expects. Rows of the null slot pad a decode to `num_rows`."""
+    """Return a step's input arrays in the order that `ForwardPass.run` expects. A decode is padded to `num_rows`."""
     row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.query_start_loc))
     sources = batch.row_slots[row_of_token] * np.int32(tables.table_width) + batch.positions
     arrays: list[NDArray[Any]] = [
@@ -111,7 +110,7 @@ def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[N
 
 
 def padding(tables: RowTables) -> StepBatch:
-    """Return a batch of one padding row."""
+    """Return a batch of one padding row, to run a step without requests."""
     zero = np.zeros(1, np.int32)
     return StepBatch(
         step_id=0,
@@ -129,7 +128,7 @@ def padding(tables: RowTables) -> StepBatch:
 
 
 def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
-    """Append padding: `fill`, or numbers that count up from the last element."""
+    """Append elements: `fill`, or numbers that count up if it is None."""
     if fill is None:
         more = array[-1] + np.arange(1, num_padding + 1, dtype=array.dtype)
     else:

@@ -1,4 +1,4 @@
-"""A step's arrays on the device, and the interface of its attention."""
+"""A step's arrays on the device, and the interface of attention kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepTensors:
-    """The arrays of R rows, T tokens and S samples: contiguous, on the device, int32 except `slot_mapping`.
+    """A step's input arrays on the device, for R rows, T tokens and S samples. Contiguous, int32 except `slot_mapping`.
 
     Under a captured graph their addresses are fixed.
     """
@@ -56,7 +56,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """Rows grouped by adapter, as in `kernels.lora`."""
+    """A step's tokens or samples with a LoRA adapter, grouped by adapter."""
 
     order: torch.Tensor
     """Row indices by adapter. int32 [places]"""
@@ -66,7 +66,7 @@ class AdaptedRows:
 
 
 class StepAttention(Protocol):
-    """The attention of a step. Methods never wait, so that a graph can capture them."""
+    """Computes a step's attention. Methods never wait, so that a graph can capture them."""
 
     def begin(self, step: StepTensors) -> None:
         """Prepare a step, before its first layer."""
@@ -81,7 +81,7 @@ class StepAttention(Protocol):
         shape: AttentionShape,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one layer. The step's keys and values must be in the cache.
+        """Write one layer's attention of queries `q` to `out`. The step's keys and values must be in the cache.
 
         q, out [num_tokens, num_heads * head_dim]; rows of q may be strided. `sinks`: the program's times log2(e), float32
         [num_heads], or None.

@@ -1,4 +1,4 @@
-"""Queues of device work, and marks in them. One is for steps, one to read blocks."""
+"""Queues of device work (CUDA streams), with marks to wait for. One is for steps, one to read KV blocks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 class Mark(Protocol):
     def wait(self) -> None:
-        """Wait until the device passes the mark, without the GIL."""
+        """Wait until the device has done the work before this mark. Releases the GIL."""
         ...
 
     def ns_since(self, earlier: Mark) -> int:
-        """Return the device time between two marks that the device has passed."""
+        """Return the device's time between two marks that it has passed."""
         ...
 
 
 class Stream(Protocol):
-    """A queue that runs the work issued inside `entered` in order."""
+    """A queue of device work. Work issued inside `entered` runs in order."""
 
     def entered(self) -> AbstractContextManager[None]: ...
 
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """Delay later work in this stream until another stream passes a mark."""
+        """Delay later work in this stream until the device passes another stream's mark."""
         ...
 
     def pinned(self, num_words: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class CudaMark:
 
 
 class HostStream:
-    """A stand-in without a GPU, for Triton's interpreter. Work runs at once."""
+    """A stand-in for `CudaStream` without a GPU. Work runs at once."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""Device tables of each row's tokens, blocks and sampling parameters.
+"""Tables on the device with the tokens, block ids and sampling parameters of admitted requests.
 
-Messages update the tables. The sampler appends its tokens, so the next step can read them before the host does.
+Each step's message updates the tables. The sampler appends its tokens, so the next step can read them before the host does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_INVERSE_TEMPERATURE = 1e250
 
 
 class RowTables:
-    """All tables, in one int32 array. A row has a slot in each table; slot `max_rows`, all zeros, is for padding."""
+    """The device tables of admitted requests. A request has one slot in all of them. Slot `max_rows` is for padding."""
 
     def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
         num_slots = capacity.max_rows + 1
@@ -72,7 +72,7 @@ class RowTables:
         return int(self.tokens.shape[1])
 
     def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:
-        """Queue the updates, given device copies of the two `Patches.arrays`. int32"""
+        """Queue updates of the tables, given device copies of the two `Patches.arrays`."""
         self._arena.index_copy_(0, idx.long(), values)
 
     def at(self, part: torch.Tensor, slot: int, column: int = 0) -> int:
@@ -80,7 +80,7 @@ class RowTables:
 
 
 class Patches:
-    """Collects table updates for the next step. Each word may be updated once."""
+    """Collects updates of the device tables, to send with the next step. Each word may be updated once."""
 
     def __init__(self) -> None:
         self._idx: list[NDArray[np.int32]] = []

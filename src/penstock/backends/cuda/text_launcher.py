@@ -1,4 +1,4 @@
-"""Queues steps of texts, each computed whole in one step."""
+"""Queues an encoder's steps. Each input text is computed whole in one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TextLauncher:
-    """Queues steps of texts. The caller must have entered the stream."""
+    """Queues steps that embed or score input texts. The caller must have entered the stream."""
 
     def __init__(
         self, capacity: Capacity, program: CompiledProgram, *, depth: int, stream: Stream, device: torch.device
@@ -32,7 +32,7 @@ class TextLauncher:
         self._none = torch.empty(0, dtype=torch.int32, device=device)
 
     def launch(self, batch: StepBatch, host: BatchBuilder, began_ns: int) -> TextFlight:
-        """Queue a step. `host`: the builder of `batch`. `began_ns`: when the host began to work on the step."""
+        """Queue a step of input texts. `host`: the builder of `batch`. `began_ns`: when the host began to work on the step."""
         starts = batch.query_start_loc
         row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(starts))
         second_at = host.second_at[batch.row_slots][row_of_token]

@@ -24,7 +24,7 @@ def text_logits(
     device: torch.device,
     adapted: tuple[PlacedAdapters, int] | None = None,
 ) -> NDArray[np.float32]:
-    """Compute logits [len(token_ids), vocab_size]. Overwrites the first KV blocks.
+    """Compute logits after each token [len(token_ids), vocab_size]. Overwrites the first KV blocks.
 
     `max_blocks`: width of block tables. `adapted`: placed adapters, and the number of the text's adapter. Raises ValueError
     if the text does not fit.

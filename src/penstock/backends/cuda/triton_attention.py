@@ -1,4 +1,4 @@
-"""Attention by our own kernels, the default for every program."""
+"""Attention by our own Triton kernels, the default for every program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """A `step.StepAttention` with our kernels."""
+    """Computes the attention of steps by our own Triton kernels."""
 
     workspace: AttentionWorkspace
     deterministic: bool
@@ -39,7 +39,7 @@ class TritonAttention:
         return TritonAttention(workspace, deterministic)
 
     def decode_programs(self, num_rows: int, max_seq_len: int, shape: AttentionShape) -> int:
-        """Return the programs per row and KV head, or 0 if the prefill kernel computes the decode."""
+        """Return a decode's GPU programs per row and KV head, or 0 if the prefill kernel computes it."""
         return decode_programs(
             self.workspace,
             num_rows=num_rows,
@@ -50,7 +50,7 @@ class TritonAttention:
         )
 
     def begin(self, step: StepTensors) -> None:
-        """Do nothing: grids follow from the step's numbers."""
+        """Do nothing: our kernels need no preparation."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""Loads matrices in the layout that `linear` and its kernels read.
+"""Loads weight matrices in the layout that `linear` and its kernels read.
 
 Floats become one dtype, or fp8 with row scales. Quantised integers stay, with value = scale * integer (+ offset) per group;
 only scales are rounded, to half precision. fp8 stays fp8.
@@ -66,7 +66,7 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedMatrix:
-    """Integers or fp8 in tiles of `TILE_ROWS` rows and `STEP_COLS` columns, padded with 0.
+    """A weight matrix of integers or fp8, in tiles of `TILE_ROWS` rows and `STEP_COLS` columns, padded with 0.
 
     Value = (number * group scale (+ group offset)) * row scale. Either scale may be absent.
     """
@@ -103,7 +103,7 @@ class QuantisedMatrix:
 
     @property
     def zero(self) -> int:
-        """The number to subtract from stored integers."""
+        """The number to subtract from stored 4-bit integers, which are unsigned."""
         return SIGNED_ZERO if self.bits == 4 else 0
 
     @property
@@ -118,7 +118,7 @@ Matrix = DenseMatrix | QuantisedMatrix
 def load_matrices(
     tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device, *, round_to_fp8: bool = False
 ) -> list[Matrix]:
-    """Stack the rows of tensors with equal `num_cols` into as few matrices as layouts allow.
+    """Load tensors of equal `num_cols`, and stack their rows into as few matrices as layouts allow.
 
     Raises `ModelError` for a scale or fp8 number that is not finite.
     """
@@ -272,7 +272,6 @@ def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]
 
 
 def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 [padded_rows, padded_cols] as `QuantisedMatrix.values`."""
     shape = (len(integers) // TILE_ROWS, TILE_ROWS, -1, STEP_COLS // QUARTER_COLS, QUARTER_COLS)
     quarters = integers.view(shape).permute(0, 2, 3, 1, 4)  # [tile, step, quarter, row, place]
     if bits == 4:
