@@ -1,4 +1,4 @@
-"""A client's request in a form common to all APIs, and the `Call` made of it after a check against a model.
+"""A client's request in a form common to all APIs, and the `Call`: the request after a check against a model.
 
 The reader of each API makes a `ChatRequest` or a `CompletionRequest`. `check.make_call` makes the `Call`, `run` answers it.
 """
@@ -38,7 +38,7 @@ class Names:
     """Our path of a field -> the API's. `*` stands for any index, which fills the braces. Other fields keep their names."""
 
     def __call__(self, *path: str | int) -> str:
-        """Return the client's name of the field at our path. `fields` translates the longest beginning that it knows."""
+        """Return the client's name of a field, given our path to it. `fields` is searched for the longest prefix of that."""
         if path[0] == "sampling":
             return self.before_sampling + PARAMETERS[str(path[1])].spellings[self.api].name
         for end in range(len(path), 0, -1):
@@ -288,7 +288,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions(Shown):
-    """The options for writing the answer. They have no prompt, since they stay in memory until the answer ends."""
+    """How to write the answer. Kept in memory, without the prompt, until the answer ends."""
 
     answer_id: str
     model_name: str
@@ -305,7 +305,7 @@ class AnswerOptions(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request after the checks of `check.make_call`, with the model that answers it."""
+    """A request that passed the checks of `check.make_call`, with the model that answers it."""
 
     running: RunningModel
     adapter: AdapterRef | None = None

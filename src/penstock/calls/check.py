@@ -156,7 +156,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
 
 
 def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
-    """Return the value of a sampling parameter: the request's, else that of the model's files, else the one without effect."""
+    """Return a sampling parameter: the request's, else that of the model's files, else the neutral value, without effect."""
     value = request.sampling.get(name)
     if value is None:
         value = getattr(running.defaults, name, None)
@@ -325,7 +325,9 @@ def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[frozenset[str] | 
 
 
 def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
-    """Return the most tokens of reasoning, or None. If only a limit can disable reasoning in this model, that is 0."""
+    """Return the most tokens of reasoning, or None. It is 0 if reasoning is to be off and the template has no variable for
+    that.
+    """
     budget = request.max_reasoning_tokens
     if budget is None:
         has_switch = dialect.takes_effort or dialect.takes_enable_thinking

@@ -49,7 +49,7 @@ class _Landed:
 
 @dataclass(slots=True)
 class Arrival:
-    """A request before it reaches the engine: it waits for its model, its prompt or its grammar."""
+    """A call that is not in the engine yet: it waits for its model, its prompt or its grammar."""
 
     request_id: str
     owner: Owner
@@ -64,7 +64,7 @@ class Arrival:
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
-        """Return the arrival of a call, which waits for its prompt since its model is loaded."""
+        """Return an `Arrival` for a call with a loaded model. It waits for its prompt."""
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
@@ -102,7 +102,7 @@ class Told:
 
 
 class CallInFlight(Protocol):
-    """A call with requests in the engine."""
+    """A call with requests in the engine: the interface that `InFlight` needs."""
 
     @property
     def running(self) -> RunningModel: ...
@@ -173,14 +173,12 @@ class RunningCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the client gets the engine's text unchanged, since there is nothing to take out."""
+        """Whether the client gets the engine's text unchanged: no reasoning, tool calls or special tokens are taken out."""
         shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
         return self.form is None and not shows_marks
 
     def scores_of(self, index: int) -> Request:
-        """Return the request that has the log-probabilities of the prompt of choice `index`. Often that is the prompt's first
-        choice.
-        """
+        """Return the request with the log-probabilities of the prompt of choice `index`, often the prompt's first choice."""
         request = self.requests[index]
         return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
 
@@ -255,14 +253,12 @@ class InFlight:
             _take(self._arriving, arrival.request_id, arrival)
 
     def add(self, call: CallInFlight) -> None:
-        """Add a call to the unfinished calls, and keep its model loaded until `land`. The caller must be using the model
-        already.
-        """
+        """List a call until `land`, and keep its model loaded meanwhile. The caller must be using the model already."""
         call.running.begin_use(is_user=True)
         _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
-        """Remove an ended call from the unfinished calls, but keep the parts that explain it."""
+        """Remove an ended call from the list, but keep the parts that explain it."""
         if call.running.engine.state is not EngineState.READY:
             # A failed core may not have reported their ends.
             call.running.admission.forget([request.request_id for request in call.requests])
@@ -308,7 +304,7 @@ class InFlight:
         }
 
     def requests_of(self, owner: Owner, running: RunningModel) -> list[Request]:
-        """Return the owner's unfinished requests to a model, oldest first. The engine's thread changes them."""
+        """Return the owner's unfinished requests to a model, oldest first. The engine's thread still changes them."""
         calls = [call for call in self._calls_of(owner) if call.running is running]
         return [one for call in calls for one in call.requests if one.status is not RequestStatus.FINISHED]
 

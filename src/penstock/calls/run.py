@@ -108,10 +108,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Ask admission to admit a call, and reserve its place in the queue until the block ends.
-
-    Raises `Rejected`, or `ModelAway` if the model is unloaded.
-    """
+    """Ask admission for a place in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
     engine, admission = running.engine, running.admission
     with running.using():
         try:
@@ -126,7 +123,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
 
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
-    """Return what admission must know of a call with these terms, still without its size."""
+    """Return what admission must know of a call with these terms, except its size."""
     return Ask(
         tenant=terms.owner.tenant,
         limits=terms.limits,
@@ -188,7 +185,7 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
 
 
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
-    """Return the format of answers to a chat, or None for plain text. The prompt may already open or close the reasoning block."""
+    """Return the format of answers to a chat, or None for plain text. The prompt may already open or close their reasoning."""
     dialect = call.running.dialect
     tools = None if call.tools is None else dialect.tools
     reasoning, is_reasoning = dialect.reasoning, False
@@ -230,7 +227,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
 async def _matchers(
     grammar: Grammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
-    """Return a matcher for each of `number` choices.
+    """Return a matcher for each of `number` choices, compiling the grammar if needed.
 
     Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, or a time limit.
     """
@@ -335,7 +332,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
 
 
 def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
-    """Return the tokens for fill-in-the-middle, or None if the call does not need them. Raises INVALID if the model has none."""
+    """Return the tokens to fill in the middle, or None if the call needs none. Raises INVALID if the model lacks any."""
     param = call.request.names("suffix")
     if not call.request.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
@@ -354,7 +351,7 @@ def _fill_in_the_middle(call: Call) -> FillInTheMiddle | None:
 
 
 def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple[int, ...]:
-    """Return the prompt's tokens, truncated as the client asked. With `fim`, the suffix is included."""
+    """Return the prompt's tokens, truncated as the client asked. With `fim`, they include the text after the gap."""
     running = call.running
     if isinstance(prompt, MixedPrompt):
         return mixed_ids(prompt, running, adds_special_tokens=call.request.adds_special_tokens)
@@ -422,9 +419,9 @@ def _infill_text(prompt: InfillPrompt, call: Call, fim: FillInTheMiddle) -> str:
 
 
 def _room(num_prompt_tokens: int, param: str, call: Call) -> int:
-    """Return the most tokens to generate after a prompt.
+    """Return the most tokens to generate after this prompt.
 
-    Raises CONTEXT_LENGTH for `max_tokens`, or for the prompt if it leaves no room at all.
+    Raises CONTEXT_LENGTH, naming `max_tokens`, or the prompt if that alone leaves no room.
     """
     max_model_len, max_len = call.running.model.capacity.max_model_len, call.running.admission.max_len(call.adapter)
     room = max_len - num_prompt_tokens
@@ -466,9 +463,7 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
 
 
 def _each_scores(call: Call) -> bool:
-    """Return whether each choice computes the prompt's log-probabilities. Otherwise only the first does. Streams do not wait
-    for it.
-    """
+    """Return whether each choice computes the prompt's log-probabilities, so that streams do not wait for the first choice."""
     return call.answer.is_streamed and call.sampling.beams is None
 
 

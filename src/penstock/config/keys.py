@@ -190,6 +190,8 @@ def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
 
 
 def has_several_tenants(config: ServerConfig) -> bool:
-    """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get more keys."""
+    """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get further
+    keys.
+    """
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

@@ -153,9 +153,7 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """Enter the state after the reasoning. If the tokens `read_ids` already contain the answer's first characters, those
-        are `text`.
-        """
+        """Enter the state after the reasoning. `text`: the answer's first characters, if the tokens `read_ids` contain some."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -238,7 +236,7 @@ class _Watch:
 
     @property
     def text(self) -> bytes:
-        """The text of `ids`."""
+        """The text of `ids`, which ends in a mark or the beginning of one."""
         return self._tail
 
     @property

@@ -68,7 +68,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """One complete answer (choice), divided into content, reasoning and tool calls."""
+    """An answer (one choice), divided into content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -110,7 +110,7 @@ class AnswerReader(Protocol):
         ...
 
     def finish(self) -> list[Part]:
-        """Return the text that is still held back, at the end of the answer."""
+        """Return the parts that are still held back, at the end of the answer."""
         ...
 
 
@@ -272,7 +272,7 @@ class MarkReader:
 
 
 class HiddenTokens:
-    """Removes the names of sampled special tokens from a text, except marks. If ordinary tokens spell the same name, it stays."""
+    """Removes the names of sampled special tokens from a text, except marks. Ordinary tokens that spell such a name stay."""
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -558,7 +558,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text can make it such a call."""
+    """Return the `Way` in which the text calls a tool without a mark, or None, and whether more text could make it a call."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False

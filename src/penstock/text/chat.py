@@ -244,7 +244,9 @@ def _either(with_tools: str, plain: str) -> str:
 
 
 def _cut_at_mark(text: str, content: str) -> str:
-    """Return the rendered text before the mark that was put behind `content`. Trims it if the template trims contents."""
+    """Return the rendered text before `_CONTINUE_MARK`, which follows the last message. Trims it if the template trims
+    contents.
+    """
     at = text.rfind(_CONTINUE_MARK)
     if at >= 0:
         return text[:at]

@@ -83,7 +83,7 @@ def _read() -> bytes | None:
 
 
 class _Refused(Exception):
-    """The template is invalid, or refuses its data."""
+    """The template is invalid, or rendering it failed."""
 
 
 class _Raised(jinja2.TemplateError):
@@ -104,7 +104,7 @@ class _Template:
             raise _Refused(f"The chat template cannot be compiled: {error.msg}.") from error
 
     def render(self, question: bytes) -> str:
-        """Return the rendered text. Raises `_Refused` for every error but `MemoryError`."""
+        """Return the text for a question: JSON with `variables` and `now`. Errors, except `MemoryError`, raise `_Refused`."""
         try:
             fields = json.loads(question)
             return self._collect(fields["variables"], datetime.fromisoformat(fields["now"]))
@@ -134,7 +134,7 @@ class _Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox, which also refuses to build a huge string or number by multiplication. Jinja2 only limits each `range`."""
+    """Jinja2's sandbox, which also refuses to build huge texts or numbers by multiplication. Jinja2 limits only a `range`."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_chars: int

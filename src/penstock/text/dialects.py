@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and reasoning, and how chat templates expect them.
+"""The formats in which models write tool calls and reasoning, and the messages that their chat templates expect.
 
 A format is recognised by marks in the chat template, or chosen by a setting. If the template has no tools, the system message
 describes them and the model answers in the generic format.
@@ -25,7 +25,7 @@ SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A notation for tool calls, such as JSON in `<tool_call>` tags. White space in its texts matches any white space or none."""
+    """A notation for tool calls, such as JSON in `<tool_call>` tags. White space in its texts matches any amount, even none."""
 
     trigger: str
     """The text that turns a free answer into a call: the first part of `begin` + `call`."""
@@ -215,7 +215,8 @@ _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"
 
 
 def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
-    """Return the dialect of a chat template. `tool_parser` and `reasoning_parser` name formats, unless they are `auto`.
+    """Return the formats of the model with this chat template. `tool_parser` and `reasoning_parser` name formats, or are
+    `auto`.
 
     Raises `ConfigError` for an unknown name.
     """
@@ -300,7 +301,7 @@ class Message:
 def for_template(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], dialect: Dialect
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return messages and variables to render the model's chat template with.
+    """Return the messages in the form that the model's chat template takes, and its further variables.
 
     `tools` have Hugging Face's form: `{"type": "function", "function": {...}}`.
     """

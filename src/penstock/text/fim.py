@@ -47,11 +47,11 @@ class FillInTheMiddle:
         return f"{self.before}{first}{self.behind}{last}{self.middle}"
 
     def file_text(self, name: str, text: str) -> str:
-        """Return another file of the repository as text to put before the prompt."""
+        """Return another file (its name and text) in the form for `text_after_files`."""
         return f"{self.file}{name}\n{text}" if self.file else f"{text}\n\n"
 
     def text_after_files(self, files: Sequence[str], first: str, last: str) -> str:
-        """Return `text(first, last)` after `files`, each made by `file_text`."""
+        """Return the prompt `text(first, last)` after other `files`, each made by `file_text`."""
         if not files or not self.file:
             return "".join(files) + self.text(first, last)
         repository = f"{self.repository}{_REPOSITORY}\n" if self.repository else ""

@@ -280,7 +280,7 @@ class _Writer:
         return f"({joined})" if is_inside and joined else joined or '""'
 
     def _take_apart(self) -> None:
-        """Split terminals until none loses an answer. Raises `_TooLargeError`."""
+        """Turn terminals back into rules until none loses an answer. Raises `_TooLargeError`."""
         checker = _Checker()
         begins = self._begins()
         while True:
@@ -310,7 +310,7 @@ class _Writer:
         return f"/({'|'.join(text for text, bit in self._bits.items() if mask & bit)})/"
 
     def _begins(self) -> dict[str, tuple[bool, int]]:
-        """Return, for each rule, whether it can be empty, and the characters it can begin with as bits of `_bits`."""
+        """Return, for each rule, whether it can be empty, and a bit set (`_bits`) of the characters it can begin with."""
         begins = dict.fromkeys(self._rules, (False, 0))
         names, before = list(self._rules), None
         while before != begins:
@@ -335,7 +335,7 @@ class _Writer:
         return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
 
     def _behind(self, begins: dict[str, tuple[bool, int]]) -> dict[_Part, int]:
-        """Return, for each terminal that is not inside another, the characters that can follow it as bits of `_bits`."""
+        """Return, for each terminal that is not inside another, a bit set (`_bits`) of the characters that can follow it."""
         behind: dict[_Part, int] = {}
 
         def walk(node: _Node, mask: int) -> None:

@@ -28,7 +28,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def build_backend(vocab: GgufVocab) -> Backend:
-    """Build a tokenizer. Raises `ModelError` if the vocabulary is of an unknown kind or inconsistent."""
+    """Return the tokenizer of a GGUF vocabulary. Raises `ModelError` if its kind is unknown or it is inconsistent."""
     check_vocab(vocab)
     recipe = recipe_for(_pre_name(vocab)) if vocab.model in _CUT else None
     encoder = _encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
@@ -202,7 +202,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _joinable(vocab: GgufVocab) -> dict[str, float]:
-    """Return the pieces that merging can produce -> their scores. Control, byte and unused pieces are left out."""
+    """Return piece -> score of the pieces that merging can produce: no control, byte or unused pieces."""
     if not vocab.token_types:
         return dict(zip(vocab.tokens, vocab.scores, strict=True))
     rows = zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True)
@@ -404,7 +404,7 @@ RECIPES: Mapping[str, Recipe] = {name: recipe for names, recipe in _RECIPES.item
 
 
 def recipe_for(name: str) -> Recipe:
-    """Return the recipe of a `tokenizer.ggml.pre` name; an empty name means `default`. Raises `ModelError`."""
+    """Return the recipe for splitting text of a `tokenizer.ggml.pre`. An empty name means `default`. Raises `ModelError`."""
     recipe = RECIPES.get(name or "default")
     if recipe is None:
         raise ModelError(

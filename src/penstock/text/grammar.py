@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests and keeps them for later requests. One `Grammars` per model, used by `calls`."""
+"""Compiles the grammars that answers must follow, and caches them. One `Grammars` per model, used by `calls`."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ class Grammars:
             self._ready(grammar, num_at_once(plan, number))
 
     def known(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> list[Matcher] | None:
-        """Return `number` matchers if the grammar is compiled and has that many left, else None. Fast enough for an event loop.
+        """Return `number` matchers if the grammar is already compiled, else None. Fast enough for an event loop.
 
-        Raises `Rejected` for a grammar that was refused before.
+        A compiled grammar makes a limited number of matchers. Raises `Rejected` for a grammar that was refused before.
         """
         compiled = self._find(grammar, num_at_once(plan, number))
         return None if compiled is None else [self._begin(compiled, plan) for _ in range(number)]

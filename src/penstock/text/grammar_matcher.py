@@ -346,9 +346,7 @@ class GrammarMatcher:
             self._forced = None
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens that the grammar allows no alternative to. Empty before the first token, because answers share its
-        mask.
-        """
+        """Return the tokens that must come next. Empty before the first token, because answers share the first mask."""
         if self._forced is None:
             self._forced = deque(() if self._is_first else self._find_forced())
         return tuple(self._forced)

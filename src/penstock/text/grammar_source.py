@@ -62,7 +62,7 @@ def failure(message: str) -> GrammarFailure:
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
-    """Return the error for a request with a grammar that can't be followed. `name`: the kind of grammar in the client's words."""
+    """Return the error for a grammar that can't be followed. `name`: the kind of grammar, in the client's words."""
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
@@ -135,7 +135,7 @@ def of_grammar(source: str) -> str:
 
 
 def how_read(source: str) -> str:
-    """Return a sentence for errors: whether `of_grammar` took the grammar for GBNF or Lark, and how to ask for the other one."""
+    """Return a sentence for errors: whether `of_grammar` took the grammar for GBNF or Lark, and how to ask for the other."""
     as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
     return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
 

@@ -52,7 +52,7 @@ _ONLY_DEFAULT = ("style", "any_order", "excludes", "max_tokens", "max_chars")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a sequence: regular text, JSON, free text up to the next part, or tags, which must be last."""
+    """A part of a sequence: constants and regexes, JSON, free text up to the next part, or tags, which must be last."""
 
     kind: Literal["text", "json", "free", "tags"]
     place: str
@@ -64,9 +64,9 @@ class _Part:
 
 
 def of_structural_tag(source: str, spell: Callable[[str], str], max_regex_chars: int) -> str:
-    """Return Lark. `spell` writes a text as Lark, special tokens by their ids. `max_regex_chars` limits all regexes together.
+    """Return Lark for a structural tag. `spell` writes a text as Lark, special tokens by their ids.
 
-    Raises `Rejected` with the place in the JSON.
+    `max_regex_chars` limits all regexes together. Raises `Rejected` with the place in the JSON.
     """
     try:
         asked = json.loads(source)
@@ -239,7 +239,9 @@ class _Writer:
         return f"/{regex_to_lark(value, '')}/"
 
     def row(self, parts: Sequence[_Part], *, is_last: bool, is_lazy: bool = False) -> str:
-        """Return Lark for a sequence of parts. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible place."""
+        """Return Lark for a sequence of parts. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible
+        character.
+        """
         written: list[str] = []
         texts: list[_Part] = []
         """Regular parts side by side."""
@@ -273,7 +275,7 @@ class _Writer:
         return " ".join([*written, self._of_texts(texts, is_lazy=is_lazy)])
 
     def _of_texts(self, texts: Sequence[_Part], *, is_lazy: bool) -> str:
-        """Write adjacent constants and regexes as one terminal. Constants alone stay separate: they may contain special tokens."""
+        """Write adjacent constants and regexes as one terminal. Constants alone stay separate: some contain special tokens."""
         if all(text.constants for text in texts):
             return " ".join(text.lark for text in texts)
         if any("<[" in text.lark for text in texts):

@@ -88,8 +88,9 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, str | tuple[str, ...]]:
-        """The tokens that chat templates refer to by name: those of the model's files, and `bos_token`, `eos_token`,
-        `unk_token` and `pad_token` by their ids."""
+        """Variables of chat templates, such as `bos_token`, with the text of the token: those of the model's files, and bos,
+        eos, unk and pad by their ids.
+        """
         ids = {
             "bos_token": self._backend.bos_token_id,
             "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None,
@@ -228,9 +229,7 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
-    """Cut the token ids of a text or pair to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if none
-    remain.
-    """
+    """Cut a text or pair to `max_tokens`, including `num_ends` special tokens. Raises `Rejected` if none remain."""
     room = max_tokens - num_ends
     if room < len(parts):
         raise Rejected(

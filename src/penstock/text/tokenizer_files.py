@@ -122,8 +122,7 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
 
 
 def _fields(data: bytes, limit: int) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field in a Protocol Buffer message: bytes if it has a length or fixed size, else an
-    int.
+    """Yield the number and value of each field in a Protocol Buffer message. Fields with a length or fixed size have bytes.
 
     Raises ValueError, also for more than `limit` fields.
     """

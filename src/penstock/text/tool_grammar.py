@@ -51,7 +51,7 @@ def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def triggers_of(source: str) -> tuple[str, ...]:
-    """Return the texts that turn free text into a call, or () if the whole answer is calls. `source` is made by `tool_source`."""
+    """Return the texts that turn free text into a call, or () if the answer begins with a call. `source`: see `tool_source`."""
     name, _, has_trigger, _ = json.loads(source)
     return tuple(way.trigger for way in BY_NAME[name].marked) if has_trigger else ()
 

@@ -30,9 +30,7 @@ class Spelling(Enum):
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return character -> byte, for byte-level vocabularies. Printable Latin-1 stands for itself; U+0100 and up are the other
-    bytes.
-    """
+    """Return character -> byte of byte-level vocabularies. Printable Latin-1 stands for itself, U+0100 and up for the rest."""
     alphabet: dict[str, int] = {}
     num_moved = 0
     for byte in range(256):
@@ -102,7 +100,7 @@ def put_ends(
 
 
 class Ends(NamedTuple):
-    """The special tokens that `add_special_tokens` puts around a text, or around and between a pair of texts."""
+    """The special tokens that an encoder puts around a text, or around and between a pair of texts."""
 
     parts: tuple[tuple[int, ...], ...]
     """Token ids before the first text, and after each."""
