@@ -318,7 +318,7 @@ class FolderWatch:
         """When the last look into the folder began and ended."""
 
     async def find(self, name: str) -> ServedModel | None:
-        """Return the model with this name, or None if it was removed from the folder."""
+        """Return the model with this name, or None if it is unknown or was removed from the folder."""
         served = self._deployment.find(name)
         if served is None or served.path is None:
             return served

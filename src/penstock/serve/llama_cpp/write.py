@@ -164,7 +164,7 @@ class LlamaWriter(Writer):
         tokens: Sequence[int],
         entries: Sequence[TokenLogprobs] = (),
     ) -> LlamaCompletion:
-        """Return the whole answer of a choice, or its last event with empty `text`, `tokens` and `entries`."""
+        """Return the whole answer of a choice or, with empty `text`, `tokens` and `entries`, its last event."""
         request, call = self._call.requests[index], self._call
         num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
         answer: LlamaCompletion = {

@@ -56,7 +56,7 @@ class Kept:
         return sum(map(getsizeof, self.items)) + getsizeof(self.items) + getsizeof(self.response) + _ENTRY_BYTES
 
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
-        """Return a later state of a response in the background. With `items`, the response has ended."""
+        """Return a later state of a response in the background. If `items` are given, the response has ended."""
         later = replace(self, response=orjson.dumps(response))
         return later if items is None else replace(later, items=as_json(items), is_running=False)
 

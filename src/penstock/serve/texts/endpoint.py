@@ -95,7 +95,7 @@ class TextsEndpoint:
 
 
 def _size(call: TextsCall, results: TextResults) -> int:
-    """Return the work of writing an answer, in bytes: of its numbers, labels and texts, which some APIs return."""
+    """Return the work of writing an answer in bytes: its numbers, labels and returned texts."""
     encoder = call.running.model.encoder
     num_labels = 1 if encoder is None else max(1, len(encoder.labels))
     # A vector, or a label with its score, takes as long as 1,024 bytes of numbers beside its own.
