@@ -241,7 +241,6 @@ def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[Load | Non
 
 
 def _pace(workload: Workload, load: Load | None, max_concurrency: int | None) -> Pace:
-    """Return a closed loop if a number of users is given, or if all jobs are due at once; else an open loop."""
     if load is not None and load.kind == "concurrency":
         return Pace(concurrency=int(load.value))
     if max_concurrency is None and not any(job.arrival_ns for job in workload.jobs if job.after is None):
@@ -263,7 +262,6 @@ class _Asked:
 
 @contextmanager
 def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Connect to the server at `--url`, and yield it as the benchmark's target. Raises PenstockError."""
     from penstock.lab.results import Target as AskedTarget
     from penstock.serve.http.listener import raise_open_files_limit
 
@@ -301,7 +299,6 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
 
 @contextmanager
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
-    """Load a model in this process, and yield it as the benchmark's target. Raises PenstockError."""
     from penstock import __version__
     from penstock.lab.results import Target as AskedTarget
 

@@ -46,7 +46,6 @@ def compare(
 
 
 def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
-    """Raise PenstockError if a figure is worse by more than `limit`, or if there are too few answers to compare."""
     if limit is None:
         return
     worse = (found for compared in all_compared for found in compared.worse(limit))

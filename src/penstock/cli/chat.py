@@ -79,7 +79,6 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines that the user types or pipes in, with line editing on a terminal."""
     if not sys.stdin.isatty():
         yield from _piped_lines()
         return

@@ -222,7 +222,6 @@ def _has_objects(file: Path) -> bool:
 
 
 def _texts(file: Path, field: str) -> Iterator[str]:
-    """Yield the texts of the input file, without empty lines. Raises PenstockError."""
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:

@@ -60,7 +60,6 @@ def _facts(
 
 
 def _set(key: str, value: object) -> str:
-    """Format a setting's value and where it was set, or its error."""
     if isinstance(value, click.BadParameter):
         return f"{value.format_message().removesuffix('.')}: serve refuses it"
     names: dict[ParameterSource | None, str] = {
@@ -101,7 +100,6 @@ def _nodes(cores: Cores) -> str:
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:
-    """Return (name, installed version or None) of each package that Penstock, or the extra, requires."""
     found = []
     for requirement in importlib.metadata.requires("penstock") or []:
         marker = re.search(r"""extra\s*==\s*["']([^"']+)["']""", requirement)

@@ -239,7 +239,6 @@ def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Pa
 
 
 def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | None) -> click.BadParameter:
-    """Return a usage error that names the option, or the environment variable that the wrong value came from."""
     is_variable = ctx and param and param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
     hint = f"'{param.envvar}'" if is_variable and param else None
     return click.BadParameter(cause, ctx, param, hint)

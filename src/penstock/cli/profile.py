@@ -122,7 +122,6 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
 
 
 def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Peaks | None:
-    """Return this machine's peak rates, or None if a GPU computes the steps."""
     from penstock.lab.step_table import Peaks
 
     if backend != "native":

@@ -98,7 +98,6 @@ def _names_a_model(word: str) -> bool:
 
 
 def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Return what --json-schema or --regex require of the answer, or None. Raises PenstockError if the file can't be read."""
     from penstock.inprocess import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]

@@ -239,7 +239,6 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
 
 
 def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, speed: _Speed | None) -> dict[str, object]:
-    """Return the facts as a JSON object: sizes in bytes, rates per second, None where unknown."""
     from penstock.lab.sizing import BOUND_ROWS
 
     facts, forecast = appraisal.facts, appraisal.forecast

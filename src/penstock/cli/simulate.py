@@ -222,7 +222,6 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 
 
 def _cost(name: str) -> tuple[CostModel, str]:
-    """Load the cost model that `name` stands for, and describe its origin."""
     if name == "default":
         from penstock.lab.cost_model import CostModel
 

@@ -165,7 +165,6 @@ class Reader:
     """HTTP client for the routes of one server. Raises PenstockError for an unexpected answer."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None = None, *, tls: ssl.SSLContext | None = None) -> None:
-        """`model`: None takes the server's first. `tls`: None takes Python's default context."""
         self._url = url
         self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
         try:

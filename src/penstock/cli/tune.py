@@ -143,7 +143,6 @@ def _config(values: Mapping[str, Any], settings: Settings) -> Config:
 
 class _Simulator:
     def __init__(self, values: Mapping[str, Any], seed: int) -> None:
-        """Read the model and the hardware that the options name. Raises PenstockError."""
         machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")

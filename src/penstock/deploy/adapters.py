@@ -1,9 +1,9 @@
 """The registry of a model's LoRA adapters: names that clients use, their files, and the adapters that are packed in memory.
 
-The server looks up names here. The scheduler uses the registry as an `AdapterSource`. Threads read and pack adapters in the
-order of demand. When memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that no
-request refers to are evicted first; those that lost their name last, because their files may have changed. An `AdapterRef`
-always means the content read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
+The server looks up names here, and the scheduler uses the registry as an `AdapterSource`. Threads read and pack adapters. When
+memory is full, the least recently used adapter is evicted, and read again when needed. Adapters that no request refers to are
+evicted first; those that lost their name last, because their files may have changed. An `AdapterRef` always means the content
+read first. If a later reading finds other content, it fails, and the next request gets a new adapter.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class _Adapter:
 
     @property
     def is_held(self) -> bool:
-        """Whether a queued or running request refers to the adapter."""
         return self.reference() is not None
 
     def refer(self) -> AdapterRef:
@@ -425,7 +424,6 @@ class Adapters:
         self._changed.notify_all()
 
     def _num_loads_until(self, number: int) -> int:
-        """Return how many adapters will be read until this one is in memory, including itself."""
         if number in self._reading:
             return 1
         wanted = islice(chain(self._urgent, self._others), _MAX_BEFORE)
@@ -470,7 +468,6 @@ class Adapters:
         return None
 
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
-        """Evict adapters until there is room for `num_bytes` and `num_adapters` more."""
         self._sweep()
         while self._in_memory and (
             len(self._in_memory) + num_adapters > self._max_in_memory

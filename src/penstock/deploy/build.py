@@ -52,7 +52,6 @@ class Lasting:
     """
 
     def __init__(self, name: str, adapters: Adapters | None, server: ServerConfig, limits: AdmissionLimits) -> None:
-        """`adapters`: None if the model serves no adapters."""
         from penstock.obs.metrics import Metrics
 
         self._server, self.limits = server, limits
@@ -211,7 +210,6 @@ class EngineMaker:
         self._resources.memory.give_back(self.blueprint.name)
 
     def _executor_from_files(self) -> Executor:
-        """Load the weights again into a new executor. The failed executor may still have its memory."""
         blueprint, plan = self.blueprint, self.blueprint.measured_plan
         free_bytes = self._resources.memory.available_bytes(blueprint.name, is_restart=True) - RESERVE_BYTES
         room_bytes = device.weight_room_bytes(blueprint.compute, free_bytes - plan.num_bytes - plan.num_step_bytes)
@@ -342,7 +340,6 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
 
 
 def _load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Return the tokenizer and the chat template. An encoder, which only embeds or scores texts, has no template."""
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 

@@ -295,7 +295,6 @@ class Deployment:
         return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
 
     def _leave_unwanted(self) -> int | None:
-        """Begin to unload broken models and those that an admin unloads. Close the latter at the admin's time limit."""
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             if served.state is ModelState.LOADED and served.is_broken:
@@ -391,7 +390,6 @@ class Deployment:
         return num_bytes
 
     def _load(self, served: ServedModel) -> None:
-        """Load a model and resolve the future that requests wait for. Raises the errors of `ServedModel.load`."""
         served.state = ModelState.LOADING
         began_ns = self.clock.now_ns()
         running = served.load()
@@ -441,7 +439,6 @@ class Deployment:
                 self._close(served)
 
     def _close(self, served: ServedModel) -> None:
-        """Close a model, and abort requests that still use it."""
         assert served.running is not None
         running = served.running
         try:

@@ -181,7 +181,6 @@ def _longest(blueprint: Blueprint, model: LoadedModel) -> int:
 
 
 def _make_for_gpu(blueprint: Blueprint, model: LoadedModel, num_blocks: int = 2) -> CudaExecutor:
-    """Make a GPU's executor with a small KV cache, before the cache is sized."""
     compute = blueprint.compute
     block_size = blueprint.plan.capacity.block_size if blueprint.plan is not None else compute.block_size
     rows, step_tokens = compute.max_rows, compute.max_step_tokens
@@ -200,7 +199,6 @@ def _gpu_extras(options: BackendConfig) -> dict[str, object]:
 
 
 def _make(blueprint: Blueprint, model: LoadedModel, capacity: Capacity, **extras: object) -> Executor:
-    """Make the executor of the blueprint's backend. `extras`: arguments for this backend only."""
     from penstock.models.architectures import describe
 
     compute, lora = blueprint.compute, blueprint.lora

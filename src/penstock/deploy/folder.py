@@ -21,7 +21,6 @@ MAX_FOUND = 1000
 
 class ModelFolder:
     def __init__(self, path: Path, serve: Callable[[ModelSource], ServedModel], known: Iterable[Path]) -> None:
-        """`known`: entries that are served already."""
         self._path = path
         self._serve = serve
         self._known = set(known)

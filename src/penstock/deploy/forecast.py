@@ -131,7 +131,6 @@ def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline
 
 
 def _held_bytes(compute: Compute, model: LoadedModel) -> Mapping[str, int]:
-    """Return weight's name -> its bytes in the backend's memory."""
     from penstock.models.formats import held_bytes
     from penstock.models.weights import held_floats
 

@@ -152,7 +152,6 @@ def _choose(config: Config, preset: str) -> Callable[[], Policies]:
 
 
 def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
-    """Raise ConfigError for an eviction policy that would change nothing."""
     if kv.kv_eviction is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
     if kv.kv_rest_s is not None and not kv.prefix_caching:

@@ -254,7 +254,6 @@ def _check_flashinfer(config: Config) -> None:
 
 
 def _check_cpu_settings(config: Config, cause: str) -> None:
-    """Raise ConfigError for a setting that only works on a GPU. `cause`: why the CPU computes."""
     of_a_gpu = "it is a GPU's setting"
     for flag, is_set, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
@@ -269,7 +268,6 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
 
 
 def _check_kernels(backend: BackendConfig) -> None:
-    """Raise ConfigError for `--kernels` that the machine or the backend can't run."""
     if backend.backend == Backend.REFERENCE:
         if backend.threads is not None:  # in saved settings, which also serve the native backend
             _log.warning("--threads has no effect: the reference backend computes with NumPy")
@@ -344,7 +342,6 @@ def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
 
 
 def _check_cache(kv: KvConfig) -> None:
-    """Raise ConfigError for settings of a prefix cache or disk tier that is off."""
     if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
         raise ConfigError(
             "prefix_sharing says who shares prefixes, and --no-prefix-caching keeps none.",
@@ -358,7 +355,6 @@ def _check_cache(kv: KvConfig) -> None:
 
 
 def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
-    """Raise ConfigError if a limit such as `ulimit -v` is too low for the threads of a loaded model."""
     space = address_space()
     if space is None or compute.is_on_gpu:
         return
@@ -470,7 +466,6 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Co
 
 
 def _check_text_settings(config: Config, model: LoadedModel) -> None:
-    """Raise ConfigError for settings that have no effect on a model that only embeds or scores texts."""
     why = f"{model.name} only reads texts"
     for item in settings_of(KvConfig):
         if item.field not in _KV_SETTINGS_OF_TEXTS and getattr(config.kv, item.field) != item.default:

@@ -328,5 +328,4 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine has failed and can't be rebuilt, so that the model must be loaded again."""
         return not self.is_fixed and self.running is not None and self.running.is_broken

@@ -340,7 +340,6 @@ class _Client:
         record.num_output_tokens = answer.num_events if answer.num_output_tokens is None else answer.num_output_tokens
 
     def _judged(self, answer: Answer, job: Job, error: str) -> tuple[End, str]:
-        """Return how a request ended, and the reason if it failed. `error`: of the connection, or empty."""
         if answer.status not in (0, 200):
             error = answer.error or error or f"The status is {answer.status}."
             return (End.REFUSED if answer.status in _NOT_NOW else End.FAILED), error

@@ -208,7 +208,6 @@ def _spread_of_repeats(logs: Sequence[Sequence[float]]) -> Spread:
 
 
 def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
-    """Return the spread derived from the figures' own intervals, or None if an interval is unknown or contains 0."""
     variance = 0.0
     for side in values:
         for one in side:

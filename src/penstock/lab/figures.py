@@ -245,7 +245,7 @@ def _reason(record: Record) -> str:
 class Window:
     """The part of a run that the figures are computed from, in nanoseconds from the run's start.
 
-    Gaps between tokens (ITL) always count in the whole run, because their histogram has no instants.
+    Gaps between tokens (ITL) always count in the whole run.
     """
 
     begin_ns: int

@@ -38,7 +38,6 @@ class Estimate:
         return self.low is not None and self.high is not None
 
     def scaled(self, factor: float) -> Estimate:
-        """Return the estimate times a positive factor."""
         if self.low is None or self.high is None:
             return Estimate(self.value * factor)
         return Estimate(self.value * factor, self.low * factor, self.high * factor)

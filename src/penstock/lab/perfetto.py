@@ -101,7 +101,6 @@ def _slice(thread: int, name: str, begin_ns: int, duration_ns: int) -> dict[str,
 
 
 def _phase(number: int, name: str, kind: str, at_ns: int) -> dict[str, object]:
-    """Return the trace event at the begin (`kind` b) or the end (`kind` e) of a phase, such as `prefill`, of a request."""
     return {"ph": kind, "pid": 1, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
 
 

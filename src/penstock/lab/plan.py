@@ -1,8 +1,7 @@
 """Sizes a deployment: the highest rate that meets the SLOs, the resource that limits it, the replicas and their cost.
 
 `cli.plan` calls `plan`. The searches run in the simulator; `sizing` has the arithmetic, and `queueing` the formulas for waits.
-The highest rate is valid for this workload only: its lengths, its order and its arrival process. docs/plan.md explains every
-search.
+The highest rate is valid for this workload only. docs/plan.md explains every search.
 """
 
 from __future__ import annotations

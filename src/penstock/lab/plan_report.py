@@ -36,7 +36,6 @@ def report(sized: Sized) -> str:
 
 
 def _lines(sized: Sized) -> Iterator[str]:
-    """Yield two lines for each quantity: `weights parameters x bytes of one`, then `= 134.5 M x 0.63 B = 85 MB`."""
     candidate, simulation = sized.candidate, sized.candidate.simulation
     limit_ns = next((slo.limit_ns for slo in sized.asked.slos if slo.metric in ("tpot", "itl")), None)
     lines = list(

@@ -1,7 +1,6 @@
 """Formats a result, or a comparison of two, as text for a terminal, Markdown, or one HTML page that opens offline.
 
 `sections_of` and `sections_of_compared` make sections of notes and tables; `as_text`, `as_markdown` and `as_html` render them.
-Text from servers and users is escaped, without control characters.
 """
 
 from __future__ import annotations
@@ -315,7 +314,6 @@ def _clipped(text: str, width: int) -> str:
 
 
 def _text_table(table: Table) -> Iterator[str]:
-    """Yield a table as lines of text: two for a row with intervals. The widest columns are clipped to fit `MAX_COLUMNS`."""
     lines = [tuple(map(_printable, table.head))]
     for row in table.rows:
         lines.append(tuple(_printable(cell.text) for cell in row))

@@ -1,7 +1,7 @@
 """Result files of `penstock bench` and `simulate`: options, server, machine, date, and the requests of each run.
 
-The file is one JSON object with one or more runs. Each run has its requests as columns, its gaps between tokens as a histogram,
-and its figures. The figures are for other programs; `result_files` reads only the columns and the histogram.
+The file is one JSON object. Each run has its requests as columns, its gaps between tokens as a histogram, and its figures. The
+figures are for other programs; `result_files` reads only the columns and the histogram.
 """
 
 from __future__ import annotations

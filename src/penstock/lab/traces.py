@@ -412,7 +412,6 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
-    """Check a number of tokens from the file. Return at least 1."""
     if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
         raise lines.error(
             f"{name} is {_shown(value)}, which is not a number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."

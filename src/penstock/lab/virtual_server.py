@@ -188,7 +188,6 @@ class VirtualServer(NullObserver):
             self._note(self.core.snapshot)
 
     def load(self) -> EngineLoad:
-        """Return the server's load, as `Engine.load` does."""
         load = self.core.snapshot
         num_waiting = max(0, self.num_in_flight - load.num_running)
         return load._replace(num_waiting=num_waiting, num_prompt_tokens=self._num_prompt_tokens)

@@ -166,7 +166,6 @@ _OPTIONS = {
 
 
 def _arrivals_of(choice: WorkloadChoice) -> str:
-    """Return the kind of arrivals, such as `poisson`, or empty for the file's. Raises ConfigError for contradictory options."""
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
