@@ -1,4 +1,4 @@
-"""A call that asks to be admitted, the estimates that decide it, and a refusal."""
+"""Data types: a call that asks to be admitted, the estimates that decide it, and a refusal."""
 
 from __future__ import annotations
 

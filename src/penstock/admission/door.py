@@ -169,7 +169,7 @@ class Admission:
             self._tenants.forget(request_id)
 
     def max_len(self, adapter: AdapterRef | None) -> int:
-        """Return how many tokens (prompt and output) a request can have, since its adapter takes blocks too."""
+        """Return how many tokens (prompt and output) a request can have with this adapter, which takes KV blocks too."""
         if adapter is None:
             return self._max_model_len
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
@@ -205,7 +205,7 @@ class Admission:
             self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
     def _is_telling(self, entry: Entry) -> bool:
-        """Return whether the expected time was long enough for its error to matter."""
+        """Return whether the expected time to first token was long enough for its error to matter."""
         target_ns = self.limits.slo_ttft_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 

@@ -227,7 +227,8 @@ class Backlog:
         return max(0, self._blocks_added - self._blocks_taken)
 
     def ahead_of(self, priority: int) -> tuple[int, int]:
-        """Return (requests, prompt tokens) to compute before a new request of this priority. O(requests)."""
+        """Return (requests, their prompt tokens) without a first token that are served before a new one of this priority.
+        O(requests)."""
         ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 

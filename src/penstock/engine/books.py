@@ -86,7 +86,7 @@ class Books:
     def abandon(self) -> Iterator[bool]:
         """Lock the core although the engine thread hangs in the executor. Yields False if that thread has just returned.
 
-        The engine thread gets `Abandoned` if it ever returns.
+        The engine thread gets `Abandoned` if its call ever returns.
         """
         since_ns = self._inside_since_ns
         if since_ns is None:

@@ -80,7 +80,7 @@ class Bridge:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests that have a reader."""
+        """Number of requests that have a reader."""
         return len(self._readers)
 
     def open(self, requests: Sequence[Request]) -> Stream:

@@ -157,7 +157,7 @@ class EngineCore:
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Give sampled tokens to the grammars, and append forced ones. Return the nanoseconds it took."""
+        """Give sampled tokens to the grammars, and append tokens that they force. Return the nanoseconds it took."""
         scheduler, following = self.scheduler, self.following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
@@ -327,7 +327,7 @@ class Following:
         self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
-        """True while requests follow a grammar, or masks of the last step are not charged."""
+        """True while requests follow a grammar, or the time for the last step's masks is not charged to tenants."""
         return bool(self._matchers or self.turns.made)
 
     def add(self, request: Request) -> None:

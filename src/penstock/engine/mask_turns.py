@@ -77,7 +77,8 @@ class MaskTurns:
         self.sitting_out_alone.discard(request_id)
 
     def forgive(self, request_ids: Iterable[str]) -> None:
-        """Cancel the tenants' debts before a step in which all rows have slow masks: no other request waits for them."""
+        """Cancel the mask time that tenants owe, before a step in which all rows have slow masks: no other request waits for
+        them."""
         rows = [self._rows.get(request_id) for request_id in request_ids]
         owed_ns = min([-self._left_ns.get(row.tenant, 0) if row is not None and row.is_slow else 0 for row in rows])
         if owed_ns > 0:

@@ -210,7 +210,7 @@ class TurnObserver(Protocol):
 
 
 class ObserverGroup:
-    """Calls each of its observers in order. Observers need only the methods of the protocol that the group replaces."""
+    """Several observers in place of one: passes each report to all of them, in order."""
 
     def __init__(self, observers: Sequence[Any]) -> None:
         self._observers = tuple(observers)

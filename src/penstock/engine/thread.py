@@ -193,7 +193,7 @@ class Engine:
         return self._books.waiting_ns()
 
     def abandon(self) -> bool:
-        """End every request with ERROR, since the executor hangs. Return False if it has just returned."""
+        """End every request with ERROR, since the executor hangs. Return False if the executor has just returned."""
         with self._books.abandon() as is_abandoned:
             if is_abandoned:
                 _logger.critical("step %s does not come back; plans in flight: %s", self._step_ids(), self._plans())

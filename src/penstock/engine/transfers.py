@@ -1,4 +1,4 @@
-"""Carries contents of KV blocks between the executor and the store of the tier below, on the engine's thread.
+"""Copies contents of KV blocks between the executor and a store (a file or host memory), on the engine's thread.
 
 Only free blocks are moved, which no step in flight uses. When staging memory is full, spills are dropped and loads cut short,
 so no step waits for the store.

@@ -1,8 +1,8 @@
 """The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-A freed block with content joins the tail of the list, others the head. When the ungrouped list is empty, the eviction policy
-names the group that loses its oldest block. Reused blocks and blocks of conversations rest: they count as freed `rest_ns`
-later.
+A freed block with content joins the tail of the list, others the head. Blocks in a group have a list of their own. When the
+ungrouped list is empty, the eviction policy names the group that loses its oldest block. Reused blocks and blocks of
+conversations rest: they count as freed `rest_ns` later.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlockPool:
         return bool(self._is_kept[block_id])
 
     def snapshot(self) -> tuple[list[int], bytes]:
-        """Return copies of (reference counts, 1 for each block with cached content), by block id."""
+        """Return copies of (reference counts, 1 for each free block with cached content), by block id."""
         return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:

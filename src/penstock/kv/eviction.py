@@ -17,7 +17,7 @@ REST_NS = 10_000_000_000
 
 
 class EvictionPolicy(Protocol):
-    """Groups cached blocks, and chooses the group that loses its oldest block."""
+    """Puts cached blocks into groups, and chooses the group that loses its oldest block."""
 
     rest_ns: int = REST_NS
     """Resting blocks (`block_pool.py`) count as used this much later than they were."""

@@ -70,7 +70,7 @@ class PrefixIds:
         self._num_ids = 0
 
     def root(self, salt: bytes, adapter: bytes = b"") -> int:
-        """Return the parent id of first blocks with this salt and adapter. It does not appear in the file."""
+        """Return the id that stands for "no block before" under a salt and an adapter. It does not appear in the file."""
         key = (NOBODY, b"%d %b%b" % (len(salt), salt, adapter))
         return self._known(key) or self._put(key)
 

@@ -1,4 +1,4 @@
-"""How far each request has been computed: the only code that writes these fields of a request (`types/request.py`).
+"""How far each request has been computed: the only code that writes a request's progress (fields: `types/request.py`).
 
     WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
 

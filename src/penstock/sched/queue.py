@@ -244,7 +244,7 @@ class WaitingQueue:
         insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
-        """Let up to `count` requests of a bucket join, in the order of service. Return them."""
+        """Let up to `count` requests of bucket `index` join, in the order of service. Return them."""
         called: list[Request] = []
         while len(called) < count and (request := self.peek(now_ns, index)) is not None:
             self.remove(request)
@@ -276,7 +276,7 @@ class WaitingQueue:
         self._aside[follower.request.request_id] = follower
 
     def call_back(self, followers: Sequence[Follower]) -> None:
-        """Queue requests that were set aside again, before all requests that passed them."""
+        """Put requests that were set aside back into the queue, before all requests that passed them."""
         for follower in reversed(followers):
             request = follower.request
             del self._aside[request.request_id]

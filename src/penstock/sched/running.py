@@ -254,8 +254,8 @@ class Running:
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
-    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back
-    before."""
+    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams free none until
+    then."""
     if request.sampling.beams is not None:
         return -(-num_positions // capacity.block_size)
     return capacity.most_blocks(num_positions)

@@ -30,7 +30,7 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseTold:
-    """One preemption of a request, to be shown."""
+    """One preemption of a request, as an explanation shows it."""
 
     began_ns: int
     """Time from the request's arrival."""

@@ -2,7 +2,7 @@
 
 Reports are queued, and processed in batches or when the journal is read. The engine thread never waits for a reader.
 
-Of a call with many texts only the last queued request is watched, so that the call pushes no other request out.
+A call may have many texts: only its last queued request is watched, so that the call pushes no other request out.
 """
 
 from __future__ import annotations

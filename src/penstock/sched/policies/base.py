@@ -20,7 +20,7 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketView:
-    """A bucket with waiting requests, as a gate sees it."""
+    """The waiting requests of one bucket (such as similar prompt lengths), as a gate sees them."""
 
     bucket: int
     num_waiting: int
@@ -201,7 +201,7 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class AdmissionView:
-    """The request to admit next, and the free blocks that it needs. Cached blocks in use count as 0."""
+    """The request to admit next, and the free blocks that it needs. Cached blocks that other requests use count as 0."""
 
     request: Request
     running: Collection[Request]

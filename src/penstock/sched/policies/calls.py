@@ -57,7 +57,7 @@ class Tenant:
 
 
 class FairCalls(Order):
-    """Serves the tenant with the fewest prompt tokens so far, and its call with the fewest."""
+    """Next is the tenant that was given the fewest prompt tokens, with its call that was given the fewest."""
 
     def __init__(self, *, shares: Mapping[str, int] | None = None) -> None:
         """`shares`: tenant -> its weight >= 1; other tenants have 1."""

@@ -49,7 +49,7 @@ class ShortestJobFirst(Order):
 
 @dataclass(frozen=True, slots=True)
 class ShortestPrefillFirst(Order):
-    """Fewest tokens so far first. A request that comes `max_delay_ns` later does not overtake."""
+    """Fewest tokens (prompt and any output) first. A request that comes `max_delay_ns` later does not overtake."""
 
     max_delay_ns: int = 60_000_000_000
     half_size_tokens: int = 1024

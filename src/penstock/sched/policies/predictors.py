@@ -33,7 +33,7 @@ class LengthCurve:
     """Learns the distribution of output lengths: the share of outputs longer than a number of tokens.
 
     An output cut short would have been at least that long. So this is a life table (the actuarial form of the Kaplan-Meier
-    estimator, 1958). Outputs cut short in a bin count as half of it.
+    estimator, 1958). An output cut short counts as half an output in its bin of lengths.
     """
 
     __slots__ = ("_cut", "_ended", "_means", "_num_tokens", "_num_unseen", "_shares", "_tail_rate", "weight")
