@@ -62,7 +62,7 @@ class MaskTurns:
         return request_id in self.sitting_out and not self._rows[request_id].took_ns
 
     def note(self, request_id: str, took_ns: int, *, is_mask: bool) -> None:
-        """Record the time to make a request's mask, or for its grammar to take tokens. `join` comes first."""
+        """Record the time to make a request's mask, or for its grammar to take tokens. Call `join` first."""
         row = self._rows[request_id]
         row.accept_ns += took_ns
         if is_mask:

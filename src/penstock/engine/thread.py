@@ -214,7 +214,7 @@ class Engine:
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Return the share of positions in held KV blocks without a token. After a timeout, return the last known share.
+        """Return the share of token positions in held KV blocks that are empty. After a timeout, return the last known share.
         O(requests)."""
         scheduler = self._core.scheduler
         with suppress(TimeoutError):

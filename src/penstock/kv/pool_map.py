@@ -84,7 +84,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """Return the share of positions in held blocks that have no token. Tokens of the running step count as present.
+    """Return the share of token positions in held blocks that are empty. Tokens of the running step count as present.
     O(requests)."""
     size = manager.block_size
     filled: dict[int, int] = {}

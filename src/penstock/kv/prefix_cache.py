@@ -167,7 +167,7 @@ class PrefixCache:
     # Why a hit ends.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
-        """Return why a lookup found no longer prefix. Call once per request, before `allocate`."""
+        """Return why a lookup did not find a longer prefix. Call once per request, before `allocate`."""
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)

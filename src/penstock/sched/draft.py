@@ -80,7 +80,8 @@ class StepDraft:
         return min(num_behind, room)
 
     def chunk_of(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens of a request to compute in this step, also limited by `num_scored_left`."""
+        """Return how many tokens of a request to compute, also limited by the log-probabilities that the step can still
+        return."""
         query_len = self.chunk(request.num_tokens - num_computed_tokens)
         scored = request.positions_to_score(num_computed_tokens, query_len)
         if len(scored) > self.num_scored_left:

@@ -136,8 +136,8 @@ class Order(Protocol):
         return False
 
     def admitted(self, request: Request) -> None:
-        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). The step will first compute
-        `num_inflight_tokens` after `num_computed_tokens`."""
+        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). Its first step computes
+        `num_inflight_tokens` tokens after `num_computed_tokens`."""
 
     def left(self, request: Request) -> None:
         """Note that a request stopped running. Also called early, once it is certain to end with the step in flight."""

@@ -13,7 +13,7 @@ from penstock.types.request import Request
 
 
 class Continuous(Gate):
-    """Requests join whenever a row is free (Orca, OSDI 2022)."""
+    """Requests join whenever a batch row is free (Orca, OSDI 2022)."""
 
     is_continuous: ClassVar[bool] = True
     may_plan_ahead: ClassVar[bool] = True
