@@ -97,7 +97,7 @@ class ModelConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig(Component):
-    """Size, sharing and tiers of the KV cache."""
+    """Settings of the KV cache: its size, sharing and tiers."""
 
     title: ClassVar[str] = "KV cache"
 
@@ -312,7 +312,7 @@ class SchedulerConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig(Component):
-    """Limits of admission. docs/admission.md says what each check does."""
+    """Settings that limit which requests are admitted. docs/admission.md says what each check does."""
 
     title: ClassVar[str] = "Admission"
 
@@ -543,7 +543,7 @@ class ServerConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingConfig(Component):
-    """How the models of one server share the machine. docs/how-to/several-models.md shows how several are served."""
+    """Settings of how a server's models share the machine. docs/how-to/several-models.md shows how several are served."""
 
     title: ClassVar[str] = "Several models"
 

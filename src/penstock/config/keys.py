@@ -76,7 +76,7 @@ def exposed_paths(config: ServerConfig) -> list[str]:
 
 
 def unnamed(key: str) -> ApiKey:
-    """Return the `ApiKey` of a key without a name. Raises `ConfigError` if no client can send the key."""
+    """Return the `ApiKey` of a key without a name, named after its hash. Raises `ConfigError` if no client can send it."""
     digest = _digest(key)
     return ApiKey(name=_UNNAMED + digest.hex()[:12], digest=digest)
 
@@ -190,8 +190,6 @@ def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
 
 
 def has_several_tenants(config: ServerConfig) -> bool:
-    """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get further
-    keys.
-    """
+    """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get more."""
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

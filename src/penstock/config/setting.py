@@ -76,7 +76,7 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default as a user would write it, or in words."""
+        """The default in help and docs: as a user would write it, or in words."""
         if self.default_doc:
             return self.default_doc
         if self.kind is Kind.SIZE and isinstance(self.default, int):

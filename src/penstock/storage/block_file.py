@@ -44,8 +44,7 @@ class BlockFile:
     outlives_process = True
 
     def __init__(self, path: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> None:
-        """Open or create the file, of at most `max_bytes`. Blocks written with another fingerprint (of the model) are
-        discarded.
+        """Open or create the file, of at most `max_bytes`. Blocks with another fingerprint (of model and format) are discarded.
 
         Raises OSError if it can't be opened (`BlockingIOError` if another process has it), ValueError if not one block fits.
         """

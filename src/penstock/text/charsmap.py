@@ -31,8 +31,9 @@ def check_charsmap(data: bytes) -> int:
 
 
 def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
-    """Walk every path from the root, many nodes at a time, and check its targets. Units come in blocks of 256, so if a node's
-    base is in the trie, all its children are.
+    """Walk every path from the trie's root, many nodes at a time, and check its end.
+
+    Units come in blocks of 256, so if a node's base is in the trie, all its children are.
     """
     seen = np.zeros(len(units), dtype=bool)
     bases = _offsets(units[:1])

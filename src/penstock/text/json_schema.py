@@ -222,7 +222,7 @@ def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> Non
 
 
 def _check_numbers(node: dict[str, Any], place: Place) -> None:
-    """Check the numbers of a schema, and rewrite counts such as 2.0 as integers, which llguidance requires."""
+    """Check the numbers in a schema's keywords, and rewrite counts such as 2.0 as integers, which llguidance requires."""
     for keyword in ("const", "enum"):
         for value, inside in _walk(node.get(keyword), (place, keyword)):
             if isinstance(value, int) and abs(value) > MAX_INTEGER:

@@ -172,9 +172,7 @@ def _cut(
     window: int,
     tile: int | None,
 ) -> _Splits | None:
-    """Return how a decode's contexts are cut, or None if only the prefill kernel can compute it. `tile`: None in deterministic
-    mode.
-    """
+    """Return how to cut a decode's contexts, or None if only the prefill kernel can. `tile`: None in deterministic mode."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
     room = len(workspace.parts) // (num_rows * num_heads)
     if tile is not None:

@@ -18,9 +18,7 @@ UNSPECIALISED = ["tables_ptr", "query_start_loc_ptr", "context_lens_ptr"]
 def _splits(
     position, num_programs, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Return how a query's context is cut: its first and end tile, the first part's first tile, tiles per part, and number of
-    parts.
-    """
+    """Return how a query's context is cut: first and end tile, the first part's first tile, tiles per part, number of parts."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE
@@ -200,9 +198,7 @@ def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.
 
 @triton.jit
 def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
-    """Return the row of the batch that a tile of tokens belongs to. Tiles of row r begin at `query_start_loc[r] // QUERIES +
-    r`.
-    """
+    """Return the row of the batch with this tile of tokens. Tiles of row r begin at `query_start_loc[r] // QUERIES + r`."""
     low = 0
     high = num_rows
     while high - low > 1:
@@ -250,8 +246,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Compute attention of `QUERIES` queries of a row, for the query heads of one KV head, over this program's part of the
-    context.
+    """Compute attention of `QUERIES` queries of a row for one KV head, over this program's part of the context.
 
     `leaves_decodes`: skip rows with one query. With `SPLIT_TILES`, a program takes the whole context, cut as in decodes.
     """

@@ -16,7 +16,9 @@ LOOKUP_COLS = 1024
 def look_up(
     out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0, *, added: torch.Tensor | None = None
 ) -> None:
-    """Write matrix[row_ids[i]] * scale (+ added[i]) to out[i]. row_ids int32 [n]; out, added [n, num_cols] may be the same."""
+    """Write matrix[row_ids[i]] * scale (+ added[i]) as floats to out[i]. row_ids int32 [n]; out, added [n, num_cols] may be
+    equal.
+    """
     if len(out) == 0:
         return
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
@@ -51,8 +53,8 @@ def look_up(
 
 
 def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
-    """Write matrix[first_row : first_row + n] as floats to `out` [n, num_cols]. Raises ValueError unless `first_row` begins a
-    tile.
+    """Write matrix[first_row : first_row + n] as floats to `out` [n, num_cols]. `first_row` must begin a tile (else
+    ValueError).
     """
     if first_row % TILE_ROWS:
         raise ValueError(f"row {first_row} is not the first of a tile of {TILE_ROWS}")

@@ -64,7 +64,7 @@ def route(
 
 
 def sort_by_expert(order: torch.Tensor, starts: torch.Tensor, experts: torch.Tensor) -> None:
-    """Sort pairs by expert. Writes their indices to `order`, and each expert's first place in `order` to `starts`.
+    """Sort pairs by expert. Writes their indices to `order`, and each expert's first position in `order` to `starts`.
 
     order int32 [pairs], starts int32 [num_experts + 1].
     """
@@ -113,9 +113,7 @@ def multiply(
 
 
 def sum_shares(out: torch.Tensor, y: torch.Tensor, shares: torch.Tensor) -> None:
-    """Add the results of each token's experts: write the sum of y * share over its pairs to out [tokens, width]. y [pairs,
-    width]
-    """
+    """Write the sum of y * share over each token's pairs, in order, to out [tokens, width]. y [pairs, width]"""
     _sum_kernel[(len(out), triton.cdiv(out.shape[1], SUMMED_COLS))](
         out, y, shares, out.stride(0), y.stride(0), out.shape[1], NUM_CHOSEN=len(y) // len(out), BLOCK=SUMMED_COLS, num_warps=4
     )

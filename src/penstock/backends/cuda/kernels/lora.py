@@ -1,4 +1,5 @@
-"""Adds adapters' changes to products: x A^T, then that times B^T. `cuda.adapters` has the layout.
+"""Adds LoRA adapters' changes to matrix products: x A^T, then that times B^T. A site is a weight matrix that adapters change.
+`cuda.adapters` has the layout.
 
 Each group of rows has one adapter and the address of the adapter's table, so one launch serves any adapters and ranks. Tiles
 and orders of sums are fixed, so bits depend only on a row and its adapter. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv

@@ -46,7 +46,7 @@ def _masking(shift: int, mask: int, magic: int) -> str:
 def _numbers(
     words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):
-    """Return the WHICH-th integer of BITS bits in each word, as exact floats: its bits become the low bits of 128 or 1024."""
+    """Return the WHICH-th integer of BITS bits in each word as an exact float, made from the low bits of 128 or 1024."""
     SHIFT: tl.constexpr = BITS * WHICH
     if DTYPE == tl.float32:
         unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
@@ -65,9 +65,7 @@ def _numbers(
 
 @triton.jit
 def _float8_bits(words, WHICH: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Move the bits of the fp8 number in byte WHICH of each word to their places in DTYPE. Exponents keep the fp8 bias. words
-    int16
-    """
+    """Return the fp8 number in byte WHICH of each word in DTYPE's bits, but with the fp8 exponent bias. words int16"""
     if IS_INTERPRETED:
         code = words.to(tl.int32) >> 8 * WHICH
         return ((code & 0x7F) << (7 if DTYPE == tl.float16 else 4) | (code & 0x80) << 8).to(tl.int16).to(DTYPE, bitcast=True)

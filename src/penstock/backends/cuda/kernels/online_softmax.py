@@ -85,9 +85,7 @@ def merge(acc, top, total, part, part_top, part_total, factor):
 
 @triton.jit
 def normalised(acc, top, total, sinks_ptr, head, is_head, factor, HAS_SINKS: tl.constexpr):
-    """Return the attention, acc / total, or 0 if nothing was summed. A sink, an exponent of two, adds to the total. head,
-    is_head [M]
-    """
+    """Return the attention acc / total, or 0 if both are 0. A sink, an exponent of two, adds to the total. head, is_head [M]"""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
         base = tl.maximum(top * factor, sink)

@@ -79,9 +79,7 @@ def _threshold(
     row, low, high, wanted, largest, inverse_temperature,
     COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Return the least key above `low` such that tokens above it count (or weigh) less than `wanted`, and their count (or
-    weight).
-    """
+    """Return the least key above `low` such that tokens above it count (or weigh) less than `wanted`, and that sum."""
     above = tl.zeros((), tl.float64)
     while high > low + 1:
         keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
@@ -124,7 +122,7 @@ def _top_p(
     row, top_p, threshold, num_equal, largest, inverse_temperature,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the threshold of top_p, as `_top_k` does: for the fewest most likely tokens whose weights are a share of top_p."""
+    """Like `_top_k`, for the fewest most likely tokens that together have the share top_p of the weight."""
     above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
     if num_equal > 0:
         num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
@@ -141,9 +139,7 @@ def _top_p(
 
 @triton.jit
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
-    """Return the weights of tokens that the filters keep, else 0. Earlier blocks had `num_seen` tokens with the threshold's
-    key.
-    """
+    """Return weights, 0 for tokens that are filtered out. Earlier blocks had `num_seen` tokens with the threshold's key."""
     keys = _keys(x)
     weights = _weights(x, largest, inverse_temperature)
     is_kept = (keys >= threshold) & (weights >= min_p)

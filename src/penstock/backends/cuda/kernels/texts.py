@@ -1,4 +1,5 @@
-"""Attention within packed texts, and means of their tokens. They compute in float32; attention rounds factors of products.
+"""Attention within the input texts that a step packs, and means of their tokens. Both compute in float32; attention rounds
+factors of products.
 
 A row's bits do not depend on other rows: its tiles begin at its first token, and masked positions add exact zeros.
 """
