@@ -119,7 +119,7 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Return file's name -> our name of tensors outside of layers. The output matrix is only in models that write text."""
+    """Return name in the file -> our name of tensors outside of layers. Models that write no text have no output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 

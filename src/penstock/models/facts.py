@@ -1,4 +1,4 @@
-"""Reads the facts of a model's files from their headers, also for models that Penstock can't serve."""
+"""Reads facts of a model (format, size, license, ...) from its files' headers, even if Penstock can't serve it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ _HALF_UE4M3 = tuple(
 
 
 def block(fmt: WeightFormat) -> tuple[int, int]:
-    """Return (columns, bytes) of a block. For floats a block is one number."""
+    """Return (columns, bytes) of a block of this format. For floats a block is one number."""
     return BLOCKS.get(fmt) or (1, {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2))
 
 

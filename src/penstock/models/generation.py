@@ -59,9 +59,10 @@ _log = logging.getLogger(__name__)
 
 
 def obeying(model: LoadedModel, choice: str) -> LoadedModel:
-    """Return the model with the sampling defaults of `choice`: `none`, `auto` (the model's own), or a folder with the file.
+    """Return the model with sampling defaults. `choice`: `none`, `auto` (the model's own) or a folder.
 
-    End tokens in the folder's file are added. Raises ModelError for a value out of range, ConfigError if it is missing.
+    End tokens in the folder's generation_config.json are added. Raises ModelError for a value out of range, and ConfigError if
+    the file is missing.
     """
     if choice == "none":
         return model

@@ -58,7 +58,7 @@ def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
 class GgufFile:
     """An open GGUF model: the metadata of its first file, and the tensors of all files.
 
-    A file stays mapped into memory as long as an array made from it.
+    Files stay mapped into memory while an array made from them exists.
     """
 
     path: Path

@@ -56,7 +56,7 @@ def load_model(
 def load_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Load a LoRA adapter, a PEFT folder or a GGUF file. `files` limits the reading. Raises ModelError."""
+    """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. `files` limits the reading. Raises ModelError."""
     from penstock.models.peft import read_gguf_adapter, read_peft
 
     if path.suffix == ".gguf":

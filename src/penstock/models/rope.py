@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies of each kind of scaling, and the part of a key that all keys share.
+"""Rotary position embeddings: the frequencies of each kind of scaling, and `key_centre`, the part of a key that keys share.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, 2306.15595; YaRN and dynamic scaling, 2309.00071; LongRoPE, 2402.13753;
 Llama 3.1's reference code; transformers' modeling_rope_utils.py.
@@ -162,8 +162,8 @@ def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
     """Return a vector to subtract from every key before storing it. [num_kv_heads * head_dim]
 
-    Subtracting it shifts all scores of a query alike, which softmax ignores. It has the bias in columns that hardly rotate over
-    `num_positions`: Qwen2.5's is too large for one int8 scale per 32 columns.
+    Subtracting it shifts all scores of a query alike, which softmax ignores. In columns that hardly rotate over `num_positions`
+    it is the bias: Qwen2.5's is too large for one int8 scale per 32 columns.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

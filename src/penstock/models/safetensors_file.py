@@ -60,7 +60,7 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """Return the values of integers. Raises ModelError unless the tensor has one of these types."""
+        """Return an integer tensor's values. Raises ModelError unless it has one of these types."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",

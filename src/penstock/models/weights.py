@@ -49,7 +49,7 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
-    """Scales of an F8_E4M3 matrix. That of an element is values[row // block_rows, column // block_cols]."""
+    """Scales of an F8_E4M3 matrix. An element's scale is values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
     """Finite. [blocks of rows, blocks of columns]"""
@@ -91,7 +91,7 @@ class WeightTensor:
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return some rows, as a view if possible. Raises ModelError for a weight with a `column_order`."""
+        """Return rows [begin, end), as a view if possible. Raises ModelError for a weight with a `column_order`."""
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
@@ -117,7 +117,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the memory pages of `stored` rows [begin, end), whatever the `order`."""
+        """Let the system drop the file's memory pages with `stored` rows [begin, end), whatever the `order`."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -144,7 +144,7 @@ class WeightTensor:
         return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """Return some rows, float32 [rows, num_cols]."""
+        """Return rows [begin, end) as float32 [rows, num_cols]."""
         stop = self.num_rows if end is None else end
         data = self.ordered_rows(begin, stop)
 
@@ -227,7 +227,7 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
-    """Return how a weight's floats are held: `embed` and `output` are not rounded to fp8."""
+    """Return the format in which a backend keeps a weight's floats: `embed` and `output` are not rounded to fp8."""
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 

@@ -56,7 +56,7 @@ class LateWorker:
             self.run()
 
     def run(self, count: int = 1) -> None:
-        """Run the next `count` jobs, or as many as there are."""
+        """Run the next `count` queued jobs, or as many as there are."""
         for _ in range(min(count, self.num_jobs)):
             (self._urgent or self._jobs).popleft()()
 

@@ -1,4 +1,4 @@
-"""The facts that clients may know of an encoder, a model that answers a text with numbers."""
+"""The facts that clients may know of an encoder, a model that answers an input text with numbers."""
 
 from __future__ import annotations
 

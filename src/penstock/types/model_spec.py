@@ -54,7 +54,7 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -63,7 +63,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMlp:
-    """down(activation(up(x)))."""
+    """An ungated MLP: down(activation(up(x)))."""
 
     intermediate_size: int
     activation: Activation

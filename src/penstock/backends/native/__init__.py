@@ -26,7 +26,7 @@ class KernelInfo(TypedDict):
 
 
 def info() -> KernelInfo:
-    """Describe the kernels. Raises ImportError if the compiled module was not built."""
+    """Return the kernels that this machine can run. Raises ImportError if the compiled module was not built."""
     from penstock.backends.native import _native
 
     return {"variants": _native.usable_variants(), "why_no_tiles": _native.why_no_tiles()}

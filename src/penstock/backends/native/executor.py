@@ -52,19 +52,19 @@ class Stage(NamedTuple):
 
 
 class NativeExecutor:
-    """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
+    """Computes steps with C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
     - `team`, `account`: executors of a team share its threads. Accounts decide which executor's step runs next.
     - `num_threads`: threads if there is no `team`; 0 chooses them for this machine.
     - `variant`: an instruction set (`penstock env` lists them); empty: the best.
     - `poison`: for tests, stale KV and buffers become NaN.
-    - `on_packed`, `rounds_floats`: see `lower`. By default, only programs that read texts round floats.
+    - `on_packed`, `rounds_floats`: see `lower`. By default, only text encoders round floats.
     - `expert_file`: descriptor of an empty file that will store the experts. A failing disk raises OSError.
     - `max_adapter_rank`: the largest rank of an adapter; 0: no adapters.
     - `memory_nodes`: NUMA nodes over which to spread weights and KV cache.
 
     Raises ModelError for an operation that the backend can't compute, MemoryError, and ValueError for an invalid capacity
-    (`block_size` must be a multiple of 16, except for texts).
+    (`block_size` must be a multiple of 16, except for text encoders).
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class NativeExecutor:
 
     @property
     def small_page_bytes(self) -> int:
-        """Bytes of weights that the background has not yet moved to huge pages."""
+        """Bytes of weights that were not yet moved to huge pages in the background."""
         return int(self._engine.small_page_bytes)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -347,7 +347,7 @@ class NativeExecutor:
         return found
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Return logits after each token of a text, [len(token_ids), vocab_size]; for tests.
+        """Return logits after each token of a prompt, [len(token_ids), vocab_size]; for tests.
 
         Overwrites KV from block 1 on. Call it only when idle, with adapters placed in other blocks.
         """

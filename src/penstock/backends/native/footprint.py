@@ -35,5 +35,4 @@ def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
 
 
 def _pair_bytes(num_cols: int, num_matrices: int, num_rows: int) -> int:
-    """Return the bytes that a token needs per chosen expert, for inputs and outputs of the expert's matrices."""
     return 2 * num_cols + 20 + 4 * num_matrices * -(-num_rows // 16) * 16

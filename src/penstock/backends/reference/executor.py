@@ -230,7 +230,7 @@ class ReferenceExecutor:
         self._is_closed = True
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
-        """Return logits at every position of a text, without the cache. [num_tokens, vocab_size]"""
+        """Return the logits at every position of a prompt, without the KV cache. [num_tokens, vocab_size]"""
         num_tokens = len(token_ids)
         state = self._program.state
         cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)

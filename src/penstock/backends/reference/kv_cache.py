@@ -51,7 +51,7 @@ class KvCache:
         self._states[:, NULL_BLOCK] = 0
 
     def write(self, layer: int, slots: NDArray[np.int64], k: F32, v: F32) -> None:
-        """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to the cache's type, at `slots` [num_tokens]."""
+        """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to the cache's type, in cache slots [num_tokens]."""
         if self.dtype is KvDtype.INT8:
             k, v = round_to_int8(k, KEY_GROUP), round_to_int8(v, v.shape[-1])
         else:

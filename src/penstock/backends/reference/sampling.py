@@ -109,7 +109,7 @@ def add_bias(logits: F32, params: SamplingParams) -> F32:
 
 
 def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> F32:
-    """Step 4: repetition (CTRL, arXiv 1909.05858), then frequency and presence (OpenAI's definitions)."""
+    """Step 4: apply penalties: repetition (CTRL, arXiv 1909.05858), then frequency and presence (OpenAI's definitions)."""
     start = 0 if params.penalty_window is None else max(0, len(token_ids) - params.penalty_window)
     output_ids, token_ids = token_ids[max(start, num_prompt_tokens) :], token_ids[start:]
     result = logits.copy()
@@ -171,7 +171,7 @@ def draw(ids: Ids, weights: F64, u: float) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in (0, 1) for a 64-bit seed and a position: 53 random bits."""
+    """Return the random number in (0, 1) for a 64-bit seed and a position: 53 random bits."""
     out = philox4x32((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32))
     return ((((out[0] << 32) | out[1]) >> 11) + 0.5) * 2.0**-53
 
