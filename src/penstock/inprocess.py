@@ -476,7 +476,7 @@ def _plain(value: object) -> object:
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Turn the HTTP server's errors about invalid requests into `Rejected`."""
+    """Turn errors of the HTTP server about invalid requests, raised in the block, into `Rejected`."""
     from pydantic import ValidationError
 
     from penstock.serve.errors import ApiError, from_finding
@@ -489,7 +489,7 @@ def own_errors() -> Iterator[None]:
 
 
 def several_of(asked: Sequence[Any], part: type) -> Sequence[Any]:
-    """Return a list of prompts or conversations. A single one (a str, or a sequence of `part`) is wrapped."""
+    """Return a list of prompts or conversations. A single one (a str, or a sequence of `part`) becomes a list of one."""
     is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
     return [asked] if is_one else asked
 

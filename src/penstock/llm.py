@@ -249,7 +249,7 @@ class AsyncLLM(_Facts):
             raise _closed() from None
 
     def _encoder(self, *tasks: Task) -> EncoderInfo:
-        """Return the encoder's description. Raises ConfigError for other models, other tasks and answers per token."""
+        """Return the encoder's description. Raises ConfigError unless it is for one of `tasks` and answers per text."""
         encoder = self._running.model.encoder
         if encoder is None:
             raise ConfigError(
@@ -357,7 +357,7 @@ class LLM(_Facts):
         adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue texts. Return the complete answers, in the order of the prompts.
+        """Continue prompts. Return the complete answers, in the order of the prompts.
 
         - `sampling_params`: one for all prompts, or a sequence with one for each.
         - `adapter`: a name from `lora_modules` or in `lora_dir`, or a sequence with one for each prompt. None: no adapter.

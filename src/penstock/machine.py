@@ -143,7 +143,7 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
 
 
 def cache_home() -> Path:
-    """Return the folder for caches of this user's programs. It may not exist."""
+    """Return the folder for caches of this user's programs, usually `~/.cache`. It may not exist."""
     base = os.environ.get("XDG_CACHE_HOME")
     return Path(base) if base else Path(os.environ.get("HOME", "/nonexistent")) / ".cache"
 

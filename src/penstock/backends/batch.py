@@ -27,7 +27,7 @@ NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite
 def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
     """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
 
-    The logits of a step's scored prompt positions take at most 32 MiB. Raises ModelError for a program that reads texts and
+    The logits of prompt positions that a step scores take at most 32 MiB. Raises ModelError for a program that reads texts and
     ends in logits, or the reverse.
     """
     is_one_pass = program.is_one_pass
@@ -74,7 +74,7 @@ class BatchBuilder:
     """
 
     def __init__(self, capacity: Capacity, *, vocab_size: int | None = None, placed: Container[int] = ()) -> None:
-        """`placed`: numbers of the adapters in memory. The backend updates it between steps."""
+        """`placed`: numbers (`AdmitRow.adapter`) of the adapters in memory. The backend updates it between steps."""
         # np.zeros maps memory lazily: rows and positions that are never used cost nothing.
         max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
         self.capacity = capacity

@@ -15,7 +15,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Head counts and options of the model's attention, which decide what kernels suit."""
+    """Head counts and options of the model's attention, which decide what kernels can compute it."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,7 +56,7 @@ class RowLens:
 
     @staticmethod
     def padded(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_rows: int) -> RowLens:
-        """Append padding rows up to `num_rows`, each with one query and no context."""
+        """Append padding rows, each with one query and no context, to reach the `num_rows` of a CUDA graph."""
         num_padding = num_rows - len(context_lens)
         more = query_starts[-1] + np.arange(1, num_padding + 1, dtype=np.int32)
         return RowLens(np.concatenate([query_starts, more]), np.pad(context_lens, (0, num_padding)))

@@ -1,6 +1,6 @@
 """Chooses attention kernels for decodes and for prefills: ours, or FlashInfer's if they give the same answers faster.
 
-Our Triton kernels run until `choose`. FlashInfer is opened before, so that the profile run counts its memory.
+Our Triton kernels run until `choose` is called. FlashInfer is opened before, so that the memory profile counts it.
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ class Trial:
         return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
 
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
-        """Return a function that runs the planned step.
+        """Return a function that runs the step as planned.
 
-        A decode is captured under another plan, so that a graph that ignores its plan gives wrong answers.
+        The CUDA graph of a decode is captured under another plan. If it ignored the later plan, its answers would be wrong.
         """
         if not is_captured:
             self._tried.plan(rows, is_captured=False)
@@ -234,7 +234,7 @@ def _blamed() -> Iterator[None]:
 
 
 def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
-    """Return the largest error of a head's output, relative to `wanted`. Infinity for NaN.
+    """Return the largest error of a head's output in the first `num_tokens`, relative to `wanted`. Infinity for NaN.
 
     found, wanted [tokens, num_heads * head_dim]
     """

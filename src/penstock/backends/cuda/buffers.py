@@ -16,7 +16,7 @@ from penstock.types.errors import ModelError
 
 
 class Buffers:
-    """GPU memory for a program's named values. Raises `ModelError` if the program gives no width for a name."""
+    """GPU memory for the values between operations. Raises `ModelError` if the program gives no width for a name."""
 
     def __init__(
         self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
@@ -43,7 +43,7 @@ class Buffers:
         return self._widths[name]
 
     def of(self, name: str, *, of_samples: bool) -> torch.Tensor:
-        """Return a whole buffer, allocated on first use. It has a row per sample (`of_samples`) or per token."""
+        """Return a buffer by name, allocated on first use. It has a row per sample (`of_samples`) or per token."""
         key = (name, of_samples)
         if key not in self._made:
             self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
@@ -75,7 +75,7 @@ def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
     """Return groups of buffers to put in adjacent columns, and whether each group's rows are samples.
 
-    Groups with a common name are left out.
+    Groups that share a buffer are left out.
     """
     runs: dict[str, set[tuple[str, ...]]] = {}
     found: list[tuple[tuple[str, ...], bool]] = []

@@ -49,7 +49,7 @@ class CudaExecutor:
     - `dtype`: weights, activations and unquantised KV. By default bf16 on a GPU, else float32.
     - `round_to_fp8`: rounds float weights of linear operations.
     - `deterministic`: results do not depend on the batch, bit for bit.
-    - `attention`: a `Wanted`. Triton's kernels run until `choose_attention` is called.
+    - `attention`: `auto`, `triton` or `flashinfer`. Triton's kernels run until `choose_attention` is called.
     - `use_graphs`: runs decodes as CUDA graphs, except steps with adapters (rank at most `max_adapter_rank`).
     - `device`: others than a GPU are for tests, in Triton's interpreter. Enable it before importing Triton.
     - `poison`: for tests, stale KV becomes NaN.
@@ -226,7 +226,7 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """The length limit at construction, which decides how int8 keys are centred (`models.rope`)."""
+        """The sequence length limit at construction, which decides how int8 keys are centred (`models.rope`)."""
         return self._num_positions
 
     @property
@@ -244,7 +244,7 @@ class CudaExecutor:
     # KV blocks.
 
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
-        """Replace all KV blocks and lower the length limit. Call it while the executor has no request.
+        """Replace all KV blocks and lower the sequence length limit. Call it while the executor has no request.
 
         Raises MemoryError if there is no room; then call only `close`.
         """
@@ -362,7 +362,7 @@ class CudaExecutor:
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Queue a step. Raises ValueError for an invalid plan, or if `depth` steps are in flight or one waits for its masks."""
+        """Queue a step. Raises ValueError for an invalid plan, if `depth` steps are in flight, or if one awaits masks."""
         if len(self._flights) >= self._depth:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
         if self._flights and isinstance(last := self._flights[-1], UnsampledStep):
@@ -388,7 +388,7 @@ class CudaExecutor:
             self._flights[-1] = self._launcher.restrict(step, by_sample)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the oldest step and return its result. Raises ValueError for another step, or if it awaits masks."""
+        """Wait for the oldest step and return its result. Raises ValueError for another step, or if it awaits grammar masks."""
         if not self._flights or self._flights[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         flight = self._flights[0]

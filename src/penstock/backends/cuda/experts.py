@@ -84,7 +84,7 @@ class Mixture:
         return int(self._router.nbytes) + sum(matrix.num_bytes for matrix in (self._gate, self._up, self._down))
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the mixture of experts of `x` to `out`, both [tokens, width]. They may be the same."""
+        """Apply the layer to `x` and write its result to `out`, both [tokens, width]. They may be the same."""
         if not len(x):
             return
         op, scratch, num_pairs = self._op, self._scratch, len(x) * self._op.num_experts_per_token

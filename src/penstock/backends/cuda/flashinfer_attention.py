@@ -1,5 +1,5 @@
-"""Attention by FlashInfer (https://docs.flashinfer.ai). Our cache has its layout NHD: pages of [block_size, num_kv_heads,
-head_dim].
+"""Attention by FlashInfer (https://docs.flashinfer.ai). Our KV cache has FlashInfer's layout NHD: pages of [block_size,
+num_kv_heads, head_dim].
 
 FlashInfer plans each step on the host. Page lists are made on the device, from the block tables there. Plans share pinned
 memory, so each plan waits until the previous plan has been copied to the device. That wait is short.
@@ -91,7 +91,7 @@ def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors
 class FlashInferAttention:
     """Computes the attention of steps by FlashInfer. Call `plan` before each step.
 
-    Captured decodes need fixed buffers, so each size in `graph_rows` has its own FlashInfer wrapper. Other steps share one.
+    Captured decodes need fixed buffers, so each batch size in `graph_rows` has its own FlashInfer wrapper. Others share one.
     `max_blocks`: width of block tables. `backend`: FlashInfer's name of the kernels for steps that are not captured.
     """
 

@@ -34,7 +34,7 @@ class UnsampledStep:
     computed: Mark
 
     def by_sample(self, masks: Mapping[str, bytes]) -> dict[int, bytes]:
-        """Return the masks by index of the sample instead of request id.
+        """Return grammar masks by the sample's index in the step instead of request id.
 
         Raises ValueError for a request that awaits no mask, and for a mask of the wrong size.
         """

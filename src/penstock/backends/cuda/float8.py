@@ -1,4 +1,4 @@
-"""Rounds weights to fp8 (e4m3, arXiv 2209.05433) at load. Scales are powers of two, so that results are exact in bf16."""
+"""Rounds weights to fp8 (e4m3, arXiv 2209.05433) at load. Powers of two as scales keep rounded weights exact in bf16."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_decode(batch: StepBatch) -> bool:
-    """Return whether every row computes one token and samples, so that a CUDA graph can run the step."""
+    """Return whether every request computes one token and samples, so that a CUDA graph can run the step."""
     return 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
 
 
@@ -57,7 +57,7 @@ class ForwardPass:
         - `parts`: device copies of `staging.step_arrays`
         - `graphs`: only for a padded decode
         - `least_seq_len`: use a graph for sequences of at least this length
-        - `adapted`: tokens and samples with an adapter
+        - `adapted`: tokens and samples with a LoRA adapter
         """
         if not batch.num_tokens:
             return None

@@ -171,7 +171,6 @@ class DecodeGraphs:
         return self._limits[num_rows]
 
     def _suits_all(self, num_rows: int, limit: int, most: int) -> bool:
-        """Return whether this limit needs more than half of `most`, the attention programs for any length."""
         programs = self._programs(num_rows, limit)
         return programs == most or 0 < most < 2 * programs
 

@@ -135,7 +135,7 @@ class PagedKvCache:
         return self._block_size * self._num_kv_heads * self._head_dim * int(self._dtype.itemsize)
 
     def pieces_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """View the pieces of all blocks as one flat tensor. Piece p of block b has index p * num_blocks + b."""
+        """View all blocks' pieces (see `num_pieces`) as one flat tensor. Piece p of block b has index p * num_blocks + b."""
         return self._content.view(-1).view(dtype)
 
     def layer(self, index: int) -> KvLayer:
@@ -196,7 +196,7 @@ class PagedKvCache:
         return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """With `poison`, fill a block table's positions from `num_kept` on with NaN, so that tests notice stale reads."""
+        """With the test option `poison`, fill a block table's positions from `num_kept` on with NaN, to notice stale reads."""
         for i, block_id in enumerate(block_ids):
             if block_id != NULL_BLOCK:
                 self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))

@@ -100,7 +100,7 @@ class StepLauncher:
         return self._sample(step, sample_plan, dict(zip(sampling, sent[num_parts:-2], strict=True)), computed)
 
     def restrict(self, step: UnsampledStep, masks: Mapping[int, bytes]) -> Flight:
-        """Send grammar masks, by index of the sample, and queue the sampling.
+        """Send grammar masks, by the sample's index in the step, and queue the sampling that awaits them.
 
         The sampling arrays are sent again, because the first message may be overwritten by now.
         """

@@ -22,7 +22,7 @@ UNPACKED_BYTES = 256 << 20
 
 
 class Workspace:
-    """GPU memory for temporary values. All products share it, one after the other."""
+    """GPU memory for intermediate values of products. All share it, one after the other."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class Linear:
         deterministic: bool = False,
         round_to_fp8: bool = False,
     ) -> Linear:
-        """Load weight tensors, to be stacked. `bias` is for all tensors together: [sum of num_rows]."""
+        """Make a linear layer of stacked weight tensors. `bias` is for all tensors together: [sum of num_rows]."""
         matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
         return cls(matrices, bias, workspace, deterministic=deterministic)
 

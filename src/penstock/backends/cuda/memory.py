@@ -101,7 +101,7 @@ def profile(
     """Make an executor with a small KV cache, run the steps that need the most memory, and return executor and memory usage.
 
     `make` takes a number of blocks. `num_moved_blocks` takes the bytes of a block and returns how many blocks may move between
-    tiers at once. Raises MemoryError.
+    GPU and host at once. Raises MemoryError.
     """
     lens = row_lens(capacity)
     num_blocks = 1 + sum(_num_blocks(length, capacity) for length in lens)
@@ -177,7 +177,7 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
 
 
 def run_small_steps(executor: GraphExecutor, longest: int) -> None:
-    """Run a prompt's end after a long context and steps of few rows, to compile their kernels.
+    """Run the end of a long prompt and steps of few requests, to compile their kernels.
 
     Call it after `run_largest_steps`, which left KV of `longest` tokens in the first blocks.
     """

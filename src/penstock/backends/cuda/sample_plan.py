@@ -61,7 +61,7 @@ def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | No
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """Arrays to sample S tokens of a step. Row numbers in fields after `changed` are indices into `changed`."""
+    """Arrays to sample S tokens of a step. `penalized`, `ban_rows` and `bias_rows` are indices into `changed`."""
 
     slots: I32
     """[S]"""
@@ -98,7 +98,7 @@ class SamplePlan:
         return len(self.listed) + len(self.masked) + len(self.changed) > 0
 
     def masked_by(self, masks: Mapping[int, bytes]) -> SamplePlan:
-        """Return the plan with grammar masks, given by index of the sample."""
+        """Return a copy of the plan with grammar masks, given by the sample's index."""
         if not masks:
             return self
         words = np.frombuffer(b"".join(masks.values()), np.int32)
@@ -139,7 +139,7 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """Plan the sampling of requests in `slots` [S], with new tokens at `positions` [S]. Other arguments are by slot."""
+    """Plan the sampling of requests in `slots` [S], with new tokens at `positions` [S]. Other arguments are keyed by slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]

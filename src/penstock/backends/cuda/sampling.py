@@ -115,7 +115,6 @@ class Sampler:
         return words
 
     def _change(self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return logits with masks, bans, biases and penalties: steps 2 to 4 of `types/sampling.py`."""
         result = logits.clone()
         if len(plan.listed):
             self._restrict(result, sent["listed"], sent["listed_slots"], self._tables.allowed)
@@ -162,7 +161,6 @@ class Sampler:
         return torch.where((banned > -torch.inf).any(1, keepdim=True), banned, x)
 
     def _is_met(self, slots: torch.Tensor, positions: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return for each banned sequence whether the request's last tokens are its beginning, `before`. [B]"""
         back = torch.arange(1, before.shape[1] + 1, dtype=torch.int32, device=before.device)
         at = positions[:, None] - back
         last = self._tables.tokens[slots.long()[:, None], at.clamp(min=0).long()]
@@ -220,9 +218,9 @@ class SampledWords:
         return words[: self.num_samples]
 
     def logprobs(self, words: I32) -> tuple[NDArray[np.float64], I32]:
-        """Return two arrays [L, 1 + 20]. The first column is for the sampled token, the others for the most likely tokens.
+        """Return log-probabilities and token ids of L samples, each [L, 1 + 20], from a step's results.
 
-        The first array has log-probabilities, the second the sampled token's rank and the others' ids.
+        The first column is for the sampled token, the others for the likeliest tokens. The first id is the sampled one's rank.
         """
         shape = (self.num_logprobs, 1 + MAX_LOGPROBS)
         numbers = words[self.logprobs_begin : self.logprobs_end].view(np.float64).reshape(shape)

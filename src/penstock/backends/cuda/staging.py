@@ -79,7 +79,7 @@ class Download:
         self._num_fetched = 0
 
     def fetch(self, num_words: int) -> NDArray[np.int32]:
-        """Queue a copy of the first results to the host. They are valid once the device has copied them, for `depth` steps."""
+        """Queue a copy of the first results to the host. They are valid once the device has copied them, for `depth` calls."""
         host = self._hosts[self._num_fetched % len(self._hosts)]
         self._num_fetched += 1
         host[:num_words].copy_(self.words[:num_words], non_blocking=True)

@@ -69,7 +69,7 @@ class StepAttention(Protocol):
     """Computes a step's attention. Methods never wait, so that a graph can capture them."""
 
     def begin(self, step: StepTensors) -> None:
-        """Prepare a step, before its first layer."""
+        """Prepare the attention of a step, before its first layer."""
         ...
 
     def attend(

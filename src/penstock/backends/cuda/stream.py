@@ -16,7 +16,7 @@ class Mark(Protocol):
         ...
 
     def ns_since(self, earlier: Mark) -> int:
-        """Return the device's time between two marks that it has passed."""
+        """Return the device's nanoseconds from `earlier` to this mark. It must have passed both."""
         ...
 
 

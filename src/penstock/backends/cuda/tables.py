@@ -1,6 +1,6 @@
 """Tables on the device with the tokens, block ids and sampling parameters of admitted requests.
 
-Each step's message updates the tables. The sampler appends its tokens, so the next step can read them before the host does.
+Each step's inputs update the tables. The sampler appends its tokens, so the next step can read them before the host does.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RowTables:
 
 
 class Patches:
-    """Collects updates of the device tables, to send with the next step. Each word may be updated once."""
+    """Collects updates of the device tables, to send with the next step. Each int32 entry may be updated once."""
 
     def __init__(self) -> None:
         self._idx: list[NDArray[np.int32]] = []

@@ -26,7 +26,7 @@ class TritonAttention:
     def allocate(
         shape: AttentionShape, *, max_rows: int, num_positions: int, device: torch.device, deterministic: bool
     ) -> TritonAttention:
-        """Make the attention of all layers. Their heads must have one shape."""
+        """Make the attention of all layers. Heads of all layers must have one shape."""
         workspace = AttentionWorkspace.allocate(
             max_rows=max_rows,
             num_heads=shape.num_heads,

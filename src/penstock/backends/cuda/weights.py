@@ -1,7 +1,7 @@
 """Loads weight matrices in the layout that `linear` and its kernels read.
 
-Floats become one dtype, or fp8 with row scales. Quantised integers stay, with value = scale * integer (+ offset) per group;
-only scales are rounded, to half precision. fp8 stays fp8.
+Floats become one dtype, or fp8 with row scales. Quantised weights stay integers, with value = scale * integer (+ offset) per
+group; only scales are rounded, to half precision. fp8 stays fp8.
 
 For contiguous reads, a tile of 128 rows stores its columns in steps of 64. A 16-bit word packs 4 (or 2) columns, 16 apart: a
 shift and a mask turn two words into a register of the matrix unit.
@@ -248,7 +248,7 @@ def _load_float8(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: to
 
 
 def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Split scales into row scales [end - begin] and group scales [end - begin, num_groups].
+    """Split fp8 scales into row scales [end - begin] and group scales [end - begin, num_groups].
 
     Group scales are relative to their row's scale and at most 1, to fit half precision.
     """
