@@ -288,7 +288,7 @@ class Answer:
 
 
 class Reading:
-    """Reads the engine's chunks into the answers of one call. Leaving the `with` block aborts unfinished requests."""
+    """Reads the engine's output chunks into the answers of one call. Leaving the `with` block aborts unfinished requests."""
 
     def __init__(self, stream: Stream, answers: Sequence[Answer]) -> None:
         self.answers = answers

@@ -21,7 +21,7 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsampledStep:
-    """A step in flight whose sampling waits for grammar masks."""
+    """A step that is queued on the GPU. Its sampling waits for grammar masks."""
 
     step_id: int
     names: list[str]
@@ -51,7 +51,7 @@ class UnsampledStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A step in flight, with its sampling queued."""
+    """A step that is queued on the GPU, with sampling, and not yet collected."""
 
     step_id: int
     names: list[str]
@@ -100,7 +100,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextFlight:
-    """A step in flight of a model that reads texts, such as an embedding model."""
+    """A step of input texts (to embed or score) that is queued and not yet collected."""
 
     step_id: int
     rows: Mapping[str, slice]
