@@ -19,32 +19,32 @@ _SHARE_FACTORS = {"": 1.0, "%": 0.01}
 
 
 def parse_count(text: str) -> int:
-    """`4k` -> 4000, `2Mi` -> 2097152. Raises ValueError."""
+    """Return 4000 for `4k`, 2097152 for `2Mi`. Raises ValueError."""
     return _whole(text, _COUNT_FACTORS, "a count such as 512, 4k or 2Mi")
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """`128,1k` -> (128, 1000). Raises ValueError."""
+    """Return (128, 1000) for `128,1k`. Raises ValueError."""
     return tuple(parse_count(entry) for entry in text.split(","))
 
 
 def parse_size(text: str) -> int:
-    """`4GiB` -> 4294967296, in bytes. Raises ValueError."""
+    """Return a number of bytes: 4294967296 for `4GiB`. Raises ValueError."""
     return _whole(text, _SIZE_FACTORS, "a size such as 512MiB or 4GiB")
 
 
 def parse_duration(text: str) -> float:
-    """`250ms` -> 0.25, in seconds. Raises ValueError."""
+    """Return seconds: 0.25 for `250ms`. Raises ValueError."""
     return _scaled(text, _DURATION_FACTORS, "a duration such as 250ms, 30s or 2m")
 
 
 def parse_share(text: str) -> float:
-    """`1%` -> 0.01. Raises ValueError."""
+    """Return 0.01 for `1%`. Raises ValueError."""
     return _scaled(text, _SHARE_FACTORS, "a share such as 1% or 0.01")
 
 
 def format_size(num_bytes: int) -> str:
-    """4294967296 -> `4 GiB`; two significant decimals at most."""
+    """Return `4 GiB` for 4294967296, with at most two decimals."""
     for unit, factor in reversed(_BINARY_SIZES.items()):
         if num_bytes >= factor:
             return f"{round(num_bytes / factor, 2):g} {unit}"

@@ -1,7 +1,7 @@
 """Splits the text of an answer into reasoning, content and tool calls, for all APIs.
 
-A reader takes the text in pieces and returns parts as soon as they are certain. It holds back text that may begin a mark
-such as `</think>`, so the result does not depend on how the text was cut. Arguments are returned as the model wrote them.
+A reader takes the text in pieces and returns parts as soon as they are certain. It holds back text that may begin a mark such
+as `</think>`, so the result does not depend on how the text was cut. A call's arguments are returned as the model wrote them.
 """
 
 from __future__ import annotations

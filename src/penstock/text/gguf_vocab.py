@@ -168,7 +168,9 @@ def _expansion(vocab: GgufVocab) -> Expansion | None:
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
-    """Return how to spell characters without a piece: as bytes if all bytes have pieces, else as one unknown token."""
+    """Return the encoder options for characters without a piece: spelled as bytes if all bytes have pieces, else one unknown
+    token.
+    """
     unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
@@ -224,7 +226,7 @@ def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[Added
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:
     """Return a function from a token id to its piece.
 
-    The encoder's pieces save 25 MB for 150,000 tokens. It lacks duplicate pieces, and spells WordPiece differently.
+    The encoder's pieces save 25 MB for 150,000 tokens. The encoder lacks duplicate pieces, and spells WordPiece differently.
     """
     tokens, num_tokens = vocab.tokens, len(vocab.tokens)
     has_same = vocab.model != "bert" and encoder.get_vocab_size() == num_tokens

@@ -114,7 +114,7 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """Return how much longer one step can make a text. NFC and NFD count as 1: characters that they expand are very rare.
+    """Return how much longer one normaliser or pre-tokenizer can make a text. NFC and NFD count as 1, since they rarely do.
 
     Steps are recognised by their fields, as in the library, since `type` may be missing.
     """

@@ -1,4 +1,4 @@
-"""Attention over the paged cache.
+"""Attention over the paged KV cache.
 
 `decode_kernel` computes rows with one query. A program takes part of the context, and all query heads of a KV head, to read
 keys and values once. A program of `prefill_kernel` takes a tile of one row's queries.

@@ -34,7 +34,7 @@ class Cut:
 
 
 def cut(matrix: Matrix) -> Cut:
-    """Return into how many splits `multiply_splits` cuts the matrix's columns."""
+    """Return how many steps the matrix's columns have, and into how many splits `multiply_splits` cuts them."""
     num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))

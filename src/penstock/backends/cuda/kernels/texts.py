@@ -38,7 +38,8 @@ def text_attention(
     op: TextAttention,
     distances: torch.Tensor | None,
 ) -> None:
-    """Compute `program.TextAttention`. Tensors are [num_tokens, heads * head_dim]; rows may be strided.
+    """Compute attention within each text, `program.TextAttention`. Tensors are [num_tokens, heads * head_dim], rows may be
+    strided.
 
     `distances`: the program's times log2(e), float32 [num_heads, 2 * num_distances + 1].
     """
