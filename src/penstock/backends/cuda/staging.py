@@ -128,7 +128,6 @@ def padding(tables: RowTables) -> StepBatch:
 
 
 def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
-    """Append elements: `fill`, or numbers that count up if it is None."""
     if fill is None:
         more = array[-1] + np.arange(1, num_padding + 1, dtype=array.dtype)
     else:
