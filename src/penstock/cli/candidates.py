@@ -63,7 +63,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
     """Return the machines that --hardware names, without duplicates. Raises ConfigError for an unknown name.
 
-    `num_threads`: with which to probe this machine. None takes `serve`'s default.
+    `num_threads`: threads that probe this machine. None takes `serve`'s default.
     """
     from penstock.lab.hardware import find
 
@@ -75,7 +75,7 @@ def find_machines(names: str, table: Path | None, *, num_threads: int | None = N
 
 
 def all_hardware(table: Path | None) -> dict[str, Hardware]:
-    """Return name -> machine: Penstock's table of hardware, extended or overridden by the user's. Raises ConfigError."""
+    """Return machines by name: Penstock's table of hardware, extended or overridden by the user's. Raises ConfigError."""
     from penstock.lab.hardware import known_hardware, read_table
 
     return known_hardware() | (read_table(table) if table is not None else {})

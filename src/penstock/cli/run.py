@@ -67,7 +67,7 @@ def _refuse_of_chats(*names: str) -> None:
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
-    """Return (model or None, prompt), told apart in the positional arguments."""
+    """Split the positional arguments into (model or None, prompt)."""
     if len(words) > 2:
         raise click.UsageError("Too many arguments: put the prompt in quotes.")
     if len(words) == 2:

@@ -213,7 +213,7 @@ class Reader:
 
 
 def counters(text: str) -> dict[str, dict[str, float]]:
-    """Parse Prometheus metrics. Return model -> counter that ends in _total -> its sum over the other labels.
+    """Parse Prometheus metrics. Return, for each model, the counters that end in _total, summed over other labels.
 
     Raises ValueError.
     """

@@ -252,7 +252,7 @@ class Adapters:
             return self._by_number[ref.number].path
 
     def registered(self) -> dict[str, Path]:
-        """Return name -> folder or GGUF file. A name in the adapters' folder is included once a request has used it."""
+        """Return the folder or GGUF file of each name. A name in the adapters' folder counts once a request has used it."""
         with self._changed:
             names = self._names.copy()
         return {name: entry.path for name, entry in names.items()}

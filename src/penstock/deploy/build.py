@@ -315,7 +315,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
 
 
 def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
-    """Connect the registry to this model, without keeping a reference to the model's weights."""
+    """Connect the registry of adapters to this model, without keeping a reference to the model's weights."""
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 

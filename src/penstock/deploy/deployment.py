@@ -94,10 +94,10 @@ class Deployment:
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
-        """Load these models, as far as they fit beside each other, and start the keeper.
+        """Load the models `at_once`, as far as they fit beside each other, and start the keeper.
 
-        A failed load is logged, and tried again when a request wants the model. If no model can be loaded, or the
-        configuration is wrong, close all models and raise the error.
+        A failed load is logged, and tried again when a request wants the model. If no model can be loaded, or the configuration
+        is wrong, close all models and raise the error.
         """
         first_error: Exception | None = None
         with contextlib.ExitStack() as started:
@@ -465,7 +465,7 @@ class Deployment:
                 self._notify()
 
     def _refusal(self, served: ServedModel) -> Rejected | None:
-        """Return the error for requests while a failed model is not loaded again, or while the server shuts down, or None."""
+        """Return why the model can't be loaded for a request: its last load failed, or the server shuts down; else None."""
         if self._is_closing:
             return _shutting_down()
         retry_ns = served.failed_ns + RETRY_NS - self.clock.now_ns()

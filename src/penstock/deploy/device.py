@@ -65,7 +65,7 @@ def weight_room_bytes(compute: Compute, host_bytes: int) -> int:
 
 
 def words(backend: BackendConfig, cores: Cores) -> str:
-    """Describe the backend and its threads for the log."""
+    """Describe for the log what computes: kernels and threads, or the GPU."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
     if backend.backend == Backend.CUDA:

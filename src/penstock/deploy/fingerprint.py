@@ -67,7 +67,7 @@ def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[o
 
 
 def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
-    """Return, for each rotation, the column pairs of keys stored without bias. They depend on the longest request."""
+    """Return, for each rotary embedding, the column pairs of keys stored without bias. They depend on the longest request."""
     from penstock.models.architectures import describe
     from penstock.models.program import KvWrite
     from penstock.models.rope import still_pairs

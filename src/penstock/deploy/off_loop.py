@@ -82,7 +82,7 @@ class OffLoop:
         return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """Do `work` for an answer that ends, as `run` does, but never refuse it."""
+        """Do the last work of an answer, as `run` does, but never refuse it."""
         if size > INLINE_MAX_SIZE:
             with contextlib.suppress(_Closed):  # a draining server has time for this answer
                 return await self._line(size).do(size, work)
@@ -272,7 +272,6 @@ class FairLine:
             self._pool.submit(self._do, tenant, job)
 
     def _take_out(self, tenant: str, job: Job) -> None:
-        """Remove a job from the tenant's queue. The caller holds the lock."""
         del job.waiting[tenant]
         del self._queues[tenant][job]
         if not self._queues[tenant]:

@@ -50,9 +50,9 @@ class PolicyRecipe:
 
 
 def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecipe:
-    """Return the policies of the config's preset, replaced where the config names others. `is_one_pass`: as in `Capacity`.
+    """Return the policies of the config's preset, replaced where the config names others.
 
-    Raises ConfigError for settings that would change nothing.
+    `is_one_pass`: the model only embeds or scores texts. Raises ConfigError for settings that would change nothing.
     """
     from penstock.sched.policies.own import SEAM_FLAGS, OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting

@@ -47,7 +47,7 @@ _ADAPTED = ("q", "k", "v", "o")
 
 
 def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
-    """Return the blueprint and the model of files on this machine. No weight is read.
+    """Return a model's blueprint, and the model as far as the headers of its files describe it. No weight is read.
 
     A KV cache without a set size takes a part of the free memory. With several models, it takes a part of the total instead, so
     that its size does not depend on which others are loaded. Raises ModelError or ConfigError if the model can't be loaded or

@@ -37,7 +37,7 @@ class MemoryShare:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Part of the model, such as `weights` -> its bytes."""
+        """Bytes of each part of the model, such as `weights`."""
         return {
             "weights": self.num_weight_bytes,
             "kv": self.num_kv_bytes,

@@ -31,9 +31,9 @@ def room_at_ns(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -
 
 
 def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> tuple[ServedModel, ...] | int | None:
-    """Return the models to unload for `lacking_bytes` > 0 more, in order. If none can leave yet, return when to call again.
+    """Return the models to unload, in order, to free `lacking_bytes` (> 0).
 
-    Return None if waiting does not help.
+    If not enough can be unloaded yet, return when to call again, or None if waiting does not help.
     """
     stays = _stays(served)
     chosen: list[ServedModel] = []
@@ -52,7 +52,7 @@ def leavers(lacking_bytes: int, served: Iterable[ServedModel], now_ns: int) -> t
 
 
 def _stays(served: Iterable[ServedModel]) -> dict[ServedModel, int]:
-    """Return loaded model -> the time until which it stays loaded, even if another one needs its memory."""
+    """Return, for each loaded model, the time until which it stays loaded even if another one needs its memory."""
     stays: dict[ServedModel, int] = {}
     for one in served:
         running = one.running

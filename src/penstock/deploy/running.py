@@ -170,12 +170,15 @@ class RunningModel:
             self.on_unused()
 
     def leave(self) -> None:
-        """Refuse new users from now on. Idempotent."""
+        """Refuse new users of the model: from now on, `using` raises. Idempotent."""
         with self._users_lock:
             self._is_leaving = True
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Drain for up to `timeout_s`, abort the rest, free everything. Returns whether nothing was aborted. Idempotent."""
+        """Let requests end for up to `timeout_s`, abort the others, free everything. Return whether none was aborted.
+
+        Idempotent.
+        """
         try:
             return self.engine.close(timeout_s)
         finally:
@@ -293,7 +296,7 @@ class ServedModel:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Part of the model, such as `weights` -> its bytes of memory. Empty unless the model is loaded."""
+        """Bytes of memory of each part of the model, such as `weights`. Empty unless the model is loaded."""
         return {} if self.running is None or self.share is None else self.share.by_part
 
     @property

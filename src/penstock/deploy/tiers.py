@@ -72,7 +72,7 @@ def build_tier(store: BlockStore | None) -> Tier | None:
 
 
 def cleared(store: BlockStore | None) -> BlockStore | None:
-    """Empty a failed engine's disk or host tier for the next engine. Return None if its disk hangs."""
+    """Empty a failed engine's disk or host tier and return it for the next engine, or None if its disk hangs."""
     if store is None:
         return None
     try:

@@ -107,7 +107,7 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
 
 
 def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> list[int]:
-    """Return Poisson arrivals for `on_s` seconds, none for `off_s` seconds, and so on. `rate` is the mean of both together."""
+    """Return Poisson arrivals for `on_s` seconds, none for `off_s` seconds, and so on. `rate` is the mean over both phases."""
     _check_rate(rate)
     if not (on_s > 0 and off_s >= 0):
         raise ConfigError(

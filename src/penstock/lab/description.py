@@ -1,4 +1,4 @@
-"""Summary of a workload for `penstock bench` and the lab: counts, lengths, arrival rate, shared prefixes."""
+"""Summary of a workload, as data and as text: counts, lengths, arrival rate, shared prefixes."""
 
 from __future__ import annotations
 

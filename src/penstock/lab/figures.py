@@ -107,7 +107,7 @@ class GapHistogram:
 
     @property
     def values_ns(self) -> Floats:
-        """Gap that stands for each bucket: its middle, [n]. Above 1 us, at most 0.25 % from any gap in the bucket."""
+        """Middle of each bucket, [n], which stands for its gaps: above 1 us, it is at most 0.25 % off."""
         middle = _FIRST_BUCKET_NS * BUCKET_RATIO ** (self.buckets - 0.5)
         return np.where(self.buckets == 0, _FIRST_BUCKET_NS / 2, middle)
 
@@ -258,7 +258,7 @@ class Window:
 
 
 def whole_window(samples: Samples) -> Window:
-    """Return the span from the first due request to the last end, as in vLLM's `bench serve`."""
+    """Return the whole run as a window: from the first due request to the last end, as in vLLM's `bench serve`."""
     begin_ns = int(min(samples.intended_ns.min(), samples.sent_ns.min()))
     return Window(begin_ns, max(begin_ns, int(samples.ended_ns.max())), "the whole run, warm-up and drain included")
 

@@ -158,7 +158,7 @@ class _Table:
         return cost
 
     def predict(self, cost: _Cost) -> dict[str, Floats]:
-        """Return part of a step, or `TOTAL` -> modelled nanoseconds of each step."""
+        """Return the modelled nanoseconds of each step, for each part of a step and for `TOTAL`."""
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }

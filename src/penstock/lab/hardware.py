@@ -1,4 +1,4 @@
-"""Descriptions of machines for plans: memory, bandwidth, peak multiply-adds, price.
+"""Descriptions of machines: memory, bandwidth, peak multiply-adds, price.
 
 They come from Penstock's table (`hardware.csv`, which explains its columns), a user's table, or a probe of this machine.
 """

@@ -63,7 +63,7 @@ once, so one batch is not enough."""
 
 
 class Resource(StrEnum):
-    """A limit of a server that can bound its rate."""
+    """A limit of a server that can bound its rate, such as memory."""
 
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"

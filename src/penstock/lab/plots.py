@@ -313,7 +313,6 @@ def require() -> ModuleType:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Run the block with our settings of matplotlib, and silence warnings about missing glyphs and layout."""
     matplotlib = require()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")

@@ -65,7 +65,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Event of a recording: a request was queued or finally refused. Instants are nanoseconds from the recording's start."""
+    """Event of a recording: a request was queued, or refused for good. Instants are nanoseconds from the recording's start."""
 
     id: int
     arrival_ns: int

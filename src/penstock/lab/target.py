@@ -158,7 +158,7 @@ class Questions:
         return " ".join(part for part in (name, version) if isinstance(part, str))
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return a text's token ids, without special tokens, or None if the server has no such route. Raises PenstockError."""
+        """Return a text's token ids, without special tokens, or None if the server can't tokenize. Raises PenstockError."""
         own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # for Penstock and vLLM
         for body in (own, {"content": text}):  # for llama.cpp
             found = self._got("/tokenize", body).get("tokens")

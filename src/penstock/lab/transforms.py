@@ -28,14 +28,14 @@ def first(workload: Workload, count: int) -> Workload:
 
 
 def every(workload: Workload, step: int) -> Workload:
-    """Keep every `step`-th root, with its later turns."""
+    """Keep every `step`-th single request or conversation."""
     _check_at_least_one("The step", step)
     chosen = {root for nth, root in enumerate(_roots(workload)) if nth % step == 0}
     return _changed(workload, _kept(workload, chosen), f"every {step}th")
 
 
 def evenly(workload: Workload, count: int) -> Workload:
-    """Keep `count` roots, spread evenly over the workload, with their later turns."""
+    """Keep `count` single requests or conversations, spread evenly over the workload."""
     roots = _roots(workload)
     _check_at_least_one("The number of requests", count)
     if count > len(roots):
@@ -45,7 +45,7 @@ def evenly(workload: Workload, count: int) -> Workload:
 
 
 def between(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """Keep roots that arrive from `from_s` to `until_s`, with their later turns. `from_s` becomes time 0."""
+    """Keep single requests and conversations that arrive from `from_s` to `until_s`. `from_s` becomes time 0."""
     begin_ns, end_ns = round(from_s * NS_PER_S), round(until_s * NS_PER_S)
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
@@ -55,9 +55,9 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
 
 
 def cut(workload: Workload, count: int) -> list[Workload]:
-    """Cut a workload into `count` slices with equally many roots and their later turns. Each slice begins at time 0.
+    """Cut a workload into `count` slices with equally many single requests or conversations. Each slice begins at time 0.
 
-    Raises ConfigError for fewer than two roots per slice.
+    Raises ConfigError for fewer than two of them per slice.
     """
     roots = _roots(workload)
     _check_at_least_one("The number of slices", count)
