@@ -311,27 +311,80 @@ async def test_a_stream_to_http_1_0_ends_with_the_connection(live):
     assert answer.endswith(b"data: [done]\n\n")
 
 
+@contextlib.asynccontextmanager
+async def serving(app):
+    """Serve an ASGI app. Yields its acceptor, and a client's reader and writer."""
+    with bind_socket("127.0.0.1", 0) as listener:
+        make_connection = partial(HttpConnection, app, max_body_bytes=1)
+        acceptor = Acceptor(listener, make_connection, max_connections=1, ssl_context=None)
+        reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1 << 10)
+        try:
+            yield acceptor, reader, writer
+        finally:
+            writer.close()
+            acceptor.close()
+
+
+def answering(body, *, ends):
+    """An ASGI app that sends a body without a length: all of it (`whole`), or a part, and then fails or waits for the end."""
+
+    async def app(_scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body, "more_body": ends != "whole"})
+        if ends == "fails":
+            raise RuntimeError
+        while ends == "waits" and (await receive())["type"] != "http.disconnect":
+            pass
+
+    return app
+
+
+MUCH = b"x" * (32 << 20)
+"""More than the system's buffers hold."""
+
+
 @pytest.mark.parametrize(("version", "is_reset"), [("1.0", True), ("1.1", False)])
 async def test_half_an_answer_never_looks_whole(version, is_reset):
     """Chunks show where an answer ends. HTTP/1.0 has none, and the end of the connection would look like the answer's."""
-
-    async def fail(_scope, _receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"half", "more_body": True})
-        raise RuntimeError
-
-    with bind_socket("127.0.0.1", 0) as listener:
-        make_connection = partial(HttpConnection, fail, max_body_bytes=1)
-        acceptor = Acceptor(listener, make_connection, max_connections=1, ssl_context=None)
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
+    async with serving(answering(b"half", ends="fails")) as (_, reader, writer):
         writer.write(head(f"GET / HTTP/{version}", "Host: a"))
         if is_reset:
             with pytest.raises(ConnectionResetError):
                 await reader.read()
         else:
             assert (await reader.read()).endswith(b"\r\n4\r\nhalf\r\n")
-        writer.close()
-        acceptor.close()
+
+
+@pytest.mark.parametrize("ends", ["whole", "waits"])
+@pytest.mark.parametrize("way", ["drain", "stall"])
+async def test_an_answer_to_http_1_0_that_is_cut_off_never_looks_whole(monkeypatch, way, ends):
+    if way == "stall":
+        set_waits(monkeypatch, look_every_s=0.01, write_timeout_s=0.1)
+    async with serving(answering(MUCH, ends=ends)) as (acceptor, reader, writer):
+        writer.write(head("GET / HTTP/1.0"))
+        await reader.readexactly(5)
+        if way == "drain":
+            await acceptor.drain(0.1)
+        await until(lambda: not acceptor.connections)
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+
+
+async def test_a_half_answered_http_1_0_client_that_closes_its_side_is_reset():
+    async with serving(answering(b"half", ends="waits")) as (_, reader, writer):
+        writer.write(head("GET / HTTP/1.0"))
+        await reader.readuntil(b"half")
+        writer.write_eof()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+
+
+async def test_a_half_answered_http_1_0_client_whose_request_stalls_is_reset(monkeypatch):
+    set_waits(monkeypatch, read_timeout_s=0.1)
+    async with serving(answering(b"half", ends="waits")) as (_, reader, writer):
+        writer.write(head("POST / HTTP/1.0", "Content-Length: 2"))
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
 
 
 async def test_the_rest_of_a_request_that_is_refused_early_may_still_come(live):

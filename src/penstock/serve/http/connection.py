@@ -109,6 +109,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_head_bytes = 0
         self._is_offered_upgrade = False
         self.is_refused = self._is_lingering = False
+        self._answered_without_end = False
+        """Whether the last complete answer had neither a length nor chunks."""
         self._refusal: ApiError | None = None
         """The error, if one of the parser's callbacks refused the request."""
         self._num_bytes = 0
@@ -245,6 +247,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def on_answered(self, exchange: Exchange) -> None:
         """Continue after a complete answer: run the next request, wait for one, or close."""
         self.exchanges.popleft()
+        self._answered_without_end = exchange.ends_with_connection
         if not exchange.keeps_alive:
             self.exchanges.clear()
             self.is_refused = self.is_refused or not exchange.is_whole
@@ -281,14 +284,25 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             self.transport.close()
 
+    def eof_received(self) -> None:
+        if self.exchanges and self.exchanges[0].ends_with_connection:
+            self.cut_off()
+
     def cut_off(self) -> None:
-        """Close at once, and drop unsent bytes."""
+        """Close at once. Bytes that asyncio has not given to the system are dropped.
+
+        If the connection's end would look like the end of an incomplete answer, close with a TCP reset (socket(7), SO_LINGER).
+        """
+        sock = self.transport.get_extra_info("socket")
+        if sock.fileno() >= 0 and self._has_hidden_end():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def reset(self) -> None:
-        """Close at once with a TCP reset, which the client can't mistake for the end of an answer (socket(7), SO_LINGER)."""
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
+    def _has_hidden_end(self) -> bool:
+        """Return whether the client lacks a part of an answer that has neither a length nor chunks."""
+        if self.exchanges:
+            return self.exchanges[0].ends_with_connection
+        return self._answered_without_end and self._num_untaken_bytes() > 0
 
     # Parsing
 
@@ -389,6 +403,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self.transport.is_closing():
             self.transport.write(encryption.encrypt(b""))
         if encryption.is_over:
+            self.eof_received()
             self.close()
         return data
 
@@ -475,6 +490,9 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self.exchanges.pop()
             self.exchanges[-1].keeps_alive = False
             return
+        if self._has_hidden_end():
+            self.cut_off()
+            return
         if self.exchanges:
             self.exchanges.pop().leave()
         can_answer = reading is None or not reading.has_begun
@@ -515,6 +533,8 @@ class Exchange:
         self.is_answered = False
         self.has_left = False
         """Whether the client has left, so that nothing can be sent."""
+        self.ends_with_connection = False
+        """Whether the answer has neither a length nor chunks, because the client speaks HTTP/1.0."""
         self._connection = connection
         self._expects_continue = expects_continue
         self._body = bytearray()
@@ -522,8 +542,6 @@ class Exchange:
         self._head = b""
         """The head of the answer, to be written together with the first piece of the body."""
         self._has_body = self._is_chunked = False
-        self._ends_with_connection = False
-        """Whether the answer has neither a length nor chunks, because the client speaks HTTP/1.0."""
 
     async def run(self, app: ASGIApp) -> None:
         """Run the app, which answers the request."""
@@ -533,8 +551,8 @@ class Exchange:
             _log.exception("an answer ended in the middle")
         finally:
             if not (self.is_answered or self.has_left):
-                if self._ends_with_connection:
-                    self._connection.reset()
+                if self.ends_with_connection:
+                    self._connection.cut_off()
                 else:
                     self._connection.close()
 
@@ -596,8 +614,8 @@ class Exchange:
         given = dict(headers)
         self._has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
         if self._has_body and b"content-length" not in given:
-            self._ends_with_connection = self.scope["http_version"] == "1.0"
-            self._is_chunked = not self._ends_with_connection
+            self.ends_with_connection = self.scope["http_version"] == "1.0"
+            self._is_chunked = not self.ends_with_connection
         more: Headers = [date_header()]
         if self._expects_continue and not self.is_whole:
             # The client may or may not send the body now (RFC 9110, 10.1.1), so its next bytes are ambiguous.
