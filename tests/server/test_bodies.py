@@ -1,6 +1,7 @@
 """Bodies as large as the limit allows, made to cost as much as possible: refused or answered, and the event loop goes on."""
 
 import asyncio
+import contextlib
 import gzip
 import threading
 import time
@@ -124,19 +125,30 @@ def test_no_body_has_many_findings(kind):
 
 
 class Heartbeat:
-    """Beats in an event loop, and knows the most CPU time of this process between two beats.
+    """Beats in an event loop, and knows the longest times between two beats.
 
-    CPU time, because it does not pass while other processes keep this one waiting.
+    CPU time of this process does not pass while other processes keep it waiting, so its limit can be strict. It does not pass
+    while a loop waits for a lock or a disk either: real time has a coarse limit.
     """
 
     def __init__(self):
-        self.longest_s = 0.0
+        self.longest_cpu_s = self.longest_real_s = 0.0
+
+    @contextlib.contextmanager
+    def timed(self):
+        begin_cpu_s, begin_real_s = time.process_time(), time.perf_counter()
+        yield
+        self.longest_cpu_s = max(self.longest_cpu_s, time.process_time() - begin_cpu_s)
+        self.longest_real_s = max(self.longest_real_s, time.perf_counter() - begin_real_s)
 
     async def beat(self):
         while True:
-            begin = time.process_time()
-            await asyncio.sleep(0.001)
-            self.longest_s = max(self.longest_s, time.process_time() - begin)
+            with self.timed():
+                await asyncio.sleep(0.001)
+
+    @property
+    def is_steady(self):
+        return self.longest_cpu_s < 0.3 and self.longest_real_s < 5
 
 
 @pytest.fixture(scope="module")
@@ -150,26 +162,25 @@ def test_no_body_holds_up_the_event_loop(spacious, costly, kind):
     """Everything in the process shares one lock with the server's loop: this thread's own loop feels what that one feels."""
     path = COSTLY[kind][0]
 
-    async def longest_gap_s():
+    async def is_steady():
         heartbeat = Heartbeat()
         async with httpx.AsyncClient(base_url=spacious.url, timeout=60) as client:
             task = asyncio.create_task(heartbeat.beat())
             ask = asyncio.create_task(client.post(path, content=costly[kind]))
             ready = [(await client.get("/health")).status_code]
             while not ask.done():
-                begin = time.process_time()
-                ready.append((await client.get("/health")).status_code)
-                heartbeat.longest_s = max(heartbeat.longest_s, time.process_time() - begin)
+                with heartbeat.timed():
+                    ready.append((await client.get("/health")).status_code)
             task.cancel()
         response = await ask
         assert response.status_code in (200, 400), response.text[:300]
         assert response.status_code == 200 or len(response.content) < 2_000
         assert set(ready) == {200}
-        return heartbeat.longest_s
+        return heartbeat.is_steady
 
     # A virtual machine may charge us for its host's other work once, and twice: the least of three is what the body costs.
     with others_are_no_garbage():
-        assert any(asyncio.run(longest_gap_s()) < 0.3 for _ in range(3))
+        assert any(asyncio.run(is_steady()) for _ in range(3))
 
 
 def refusal(content, body_type=CompletionBody):
