@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from penstock.clock import WallClock
@@ -115,10 +114,8 @@ class Rig:
         )
 
     def wait_until_ended(self) -> None:
-        end_s = time.monotonic() + TIMEOUT_S
-        while self.engine.is_alive:
-            assert time.monotonic() < end_s, "the engine's thread runs on"
-            time.sleep(0.001)
+        self.engine._thread.join(TIMEOUT_S)
+        assert not self.engine.is_alive, "the engine's thread runs on"
 
     def expected(self, request: Request):
         model, max_model_len = HashExecutor(TINY).model, TINY.max_model_len
