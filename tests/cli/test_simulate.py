@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config.components import BackendConfig, Config, KvConfig, SchedulerConfig, config_from
-from penstock.deploy.forecast import kv_bytes_per_token, server_settings
+from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
 from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.lab.cost_model import CostModel
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
@@ -37,7 +37,7 @@ def simulate(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
 
 def test_the_settings_are_those_that_would_serve() -> None:
     config = config_from({"policy": "sjf", "max_num_seqs": 9, "max_queue": 5, "slo_ttft": 2.0, "prefix_sharing": "tenant"})
-    settings = server_settings(config, CostModel(), num_blocks=100)
+    settings = simulation_of(config, CostModel(), num_blocks=100)
     assert settings.capacity == Capacity(101, 16, 9, 512, 1600)
     assert settings.make_policies().words == choose_policies(config).make().words
     assert settings.make_policies() is not settings.make_policies()
@@ -48,25 +48,25 @@ def test_the_settings_are_those_that_would_serve() -> None:
 
 def test_with_a_model_the_memory_is_as_large_as_the_servers(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 20})
-    capacity = server_settings(config, CostModel()).capacity
+    capacity = simulation_of(config, CostModel()).capacity
     block_bytes = capacity.block_size * kv_bytes_per_token(config)
     assert capacity.num_blocks == (1 << 20) // block_bytes
     assert capacity.max_model_len == 512
     with pytest.raises(NotEnoughMemory, match="kv_cache_memory"):
-        server_settings(config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 50}), CostModel())
+        simulation_of(config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 50}), CostModel())
 
 
 def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path) -> None:
     config = config_from({"model": str(tiny_model), "experts_on_disk": True})
     with pytest.raises(ConfigError, match="is no mixture of experts"):
-        server_settings(config, CostModel())
+        simulation_of(config, CostModel())
     with pytest.raises(ConfigError, match="--blocks says how large"):
-        server_settings(config, CostModel(), num_blocks=100)
+        simulation_of(config, CostModel(), num_blocks=100)
 
 
 def test_a_gpu_has_its_own_defaults() -> None:
     config = Config(backend=BackendConfig(device="cuda"))
-    settings = server_settings(config, CostModel(), num_blocks=1000)
+    settings = simulation_of(config, CostModel(), num_blocks=1000)
     assert (settings.capacity.max_rows, settings.capacity.max_step_tokens, settings.depth) == (256, 2048, 2)
 
 
@@ -82,12 +82,12 @@ def test_a_gpu_has_its_own_defaults() -> None:
 )
 def test_what_is_not_simulated_is_refused(config: Config, num_blocks: int | None, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        server_settings(config, CostModel(), num_blocks=num_blocks)
+        simulation_of(config, CostModel(), num_blocks=num_blocks)
 
 
 def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"penstock pull .* Or simulate without its files: --blocks"):
-        server_settings(config_from({"cache": str(tmp_path)}), CostModel())
+        simulation_of(config_from({"cache": str(tmp_path)}), CostModel())
 
 
 def test_it_says_the_figures_and_how_fast_it_was(simulate: Simulate) -> None:

@@ -197,7 +197,7 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
-    from penstock.deploy.forecast import kv_bytes_per_token, server_settings
+    from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
     from penstock.lab.routers import find_router
     from penstock.lab.simulation import Link
 
@@ -210,7 +210,7 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
     return replace(
-        server_settings(config, cost, num_blocks=asked["blocks"]),
+        simulation_of(config, cost, num_blocks=asked["blocks"]),
         num_replicas=asked["replicas"],
         num_prefill_replicas=asked["prefill_replicas"],
         link=link,

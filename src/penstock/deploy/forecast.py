@@ -195,7 +195,7 @@ class Appraisal:
     refusals: tuple[Refusal, ...]
     """Empty if a server can be started."""
     model: LoadedModel | None
-    """None if the weights are refused. The fields below are None then, too."""
+    """None if the weights are refused. `outline` and `forecast` are None then, too."""
     outline: Outline | None
     forecast: Forecast | None
     """The memory plan on this machine's CPU. None if planning fails, or for an encoder, which has no KV cache."""
@@ -207,9 +207,9 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
 
     All checks run, even after one has failed.
     """
-    from penstock.models.facts import read_facts
     from penstock.models.generation import obeying
     from penstock.models.load import load_model
+    from penstock.models.read_facts import read_facts
 
     facts, refusals = read_facts(source), list[Refusal]()
     model, outline, expected = None, None, None
@@ -292,7 +292,7 @@ def _check_backend(compute: Compute, model: LoadedModel) -> None:
 # --- the virtual server of `penstock simulate` ---
 
 
-def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> Simulation:
+def simulation_of(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> Simulation:
     """Return a simulated server with the policies, admission limits, capacity and timeouts of this config.
 
     `num_blocks`: KV blocks for requests. None: as many as a server would take on this machine now, which needs the model's
