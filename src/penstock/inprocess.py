@@ -129,7 +129,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     """`stop`, `length`, or None while the answer grows."""
     stop_reason: int | str | None = None
-    """The stop token or stop text that ended the answer. None: the model ended it, or it goes on."""
+    """The stop token or stop text that ended the answer, if one of the request's did."""
 
     @property
     def finished(self) -> bool:
@@ -172,7 +172,7 @@ class _TextOutput(Generic[_Output]):
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     embedding: list[float]
-    """The text's vector, of `dimensions` values. Its length is 1 if the model's modules.json lists `Normalize`."""
+    """The text's vector, of `dimensions` values. Its length is 1, unless modules.json has no `Normalize`."""
 
 
 class EmbeddingRequestOutput(_TextOutput[EmbeddingOutput]):

@@ -140,7 +140,7 @@ class AsyncLLM(_Facts):
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding vectors of texts, in their order. The model must be an encoder that embeds.
 
-        Vectors have length 1 if the model's modules.json lists a `Normalize` module.
+        Vectors have length 1, unless the model has a modules.json that lists no `Normalize`.
 
         - `prompt_name`: a prompt in the model's files to put before each text (`query`, `passage`). None: the files' default.
         - `dimensions`: cut vectors to this many values. Vectors of length 1 are scaled to length 1 again.

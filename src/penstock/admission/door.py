@@ -374,8 +374,8 @@ def check_queue_length(view: DoorView, max_queue: int) -> Refusal | None:
 def check_queue_delay(view: DoorView, margin: float) -> Refusal | None:
     """Refuse a call if its first token is expected later than its target.
 
-    `margin` is the worst recent ratio of real to expected time. Half of the allowed time is for waiting, however long the
-    prompt takes.
+    `margin` is the worst recent ratio of real to expected time. At least half of the allowed time is for waiting,
+    however long the prompt takes.
     """
     target_ns = view.target_ttft_ns
     if target_ns is None or view.is_idle or view.starts_at_once:

@@ -1,4 +1,4 @@
-"""Adapters of waiting requests: loading, the limit of running adapters, and refusals. Part of `Joining`.
+"""Adapters of waiting requests: loading, the limit of running adapters, and refusals. Made by `Scheduler`.
 
 While a request's adapter is loaded, later requests may pass it. A request is refused if its adapter can't be loaded, takes
 longer than `LOAD_TIMEOUT_NS`, or does not fit. A plan reads an adapter's state once.
@@ -73,7 +73,10 @@ class Adapters:
         return self._look(ref.number).packed
 
     def is_awaited(self, request: Request, ref: AdapterRef, packed: PackedAdapter | None) -> bool:
-        """Return whether the request must wait for its adapter. Starts an urgent load if the adapter is not loaded."""
+        """Return whether the request can't join yet: its adapter is not loaded, or does not fit beside the request.
+
+        Starts an urgent load if the adapter is not loaded.
+        """
         num_blocks = self._kv.adapters.num_blocks(ref.number, packed)
         if num_blocks:
             return num_blocks + self._running.final_blocks_alone(request) > self._kv.num_total_blocks

@@ -26,8 +26,10 @@ class Ahead:
         """(request with a row in flight, its number of tokens)"""
 
     def begin(self) -> bool:
-        """Count the tokens in flight as computed. Return False, changing nothing, if the next step can't be planned ahead.
-        O(running)."""
+        """Count the tokens in flight as computed. Return False, with no token counted, if the next step can't be planned ahead.
+
+        Requests that end with the step in flight leave the waiting order's books in either case. O(running).
+        """
         if not self._is_possible or self._groups.by_id:
             return False
         self._assumed, ending = progress.assume(self._running)

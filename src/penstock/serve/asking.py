@@ -2,7 +2,8 @@
 
 `Asked` makes a call of a checked request, and `CallEndpoint` answers it. `app` wraps every endpoint in `Waits.around`. If the
 endpoint raises that a model or an adapter is missing, the request waits for a load or for a search on disk, and the endpoint
-is called again. Functions may run on any thread. Only `look_up` blocks, because it reads the disk.
+is called again. `FolderWatch`, `Waits` and what they wait for are for the event loop. Other functions may run on any thread; of
+these only `look_up` blocks, because it reads the disk.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
 MAX_LOOK_S = 5.0
-"""After this time, a search on disk counts as finding nothing."""
+"""Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
 MAX_WAITING_BYTES = 64 << 20
 """Most bytes of bodies that wait for one model, or for the folder of adapters: sixteen of the largest bodies."""
 MAX_LOOK_THREADS = 4
@@ -354,7 +355,10 @@ class Waits:
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
-        """Wrap `answer` so that it waits for a missing model or adapter and is then called again. `loads`: also load models."""
+        """Wrap `answer`: if it misses a model or an adapter, search for that on disk, and call `answer` again.
+
+        The second call answers 404 if the search found nothing. `loads`: also load models, and wait for that.
+        """
 
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
@@ -400,7 +404,7 @@ class Waits:
 
 
 class _AdapterLooks:
-    """Searches the folders of adapters for unknown names, in threads."""
+    """Searches the folders of adapters for unknown names, in threads. Call it from the event loop."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment

@@ -173,7 +173,7 @@ class Acceptor:
             self._num_opening -= 1
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for the longest, if that is at least `GRACE_S`."""
+        """Close the connection that has been idle for the longest, if it has been idle for at least `GRACE_S`."""
         connection = next(iter(self._idle_since_s), None)
         if connection is None or self._loop.time() - self._idle_since_s[connection] < GRACE_S:
             return

@@ -59,7 +59,7 @@ _FIELDS = {
     "reasoning_effort": "reasoning.effort",
     "max_reasoning_tokens": "thinking_budget",
 }
-"""Field of a neutral request -> its name in this API, where they differ."""
+"""Field of a `GenerationRequest`, the form that all APIs share -> its name in this API, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _kept_parts(content: Any, kind: str) -> list[Item]:
     return [{"type": part["type"], "text": part["text"], **annotations.get(part["type"], {})} for part in content]
 
 
-# The neutral request
+# The request in the form that all APIs share
 
 
 def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[Message]:
