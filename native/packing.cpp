@@ -82,6 +82,11 @@ float from_f16(uint16_t h) {
     return float_of((size >= 0x0F800000u ? size | 0x7F800000u : finite) | static_cast<uint32_t>(h & 0x8000u) << 16);
 }
 
+int bytes_of_group(WeightKind kind) { return kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup); }
+
+// Of two groups with their scales, and their offsets in the affine kinds: see PackedMatrix.
+int pair_bytes(WeightKind kind) { return 2 * bytes_of_group(kind) + 2 * kPanel * 2 * (is_affine(kind) ? 2 : 1); }
+
 // Where a group of a panel goes.
 struct Target {
     uint8_t* quants;     // 4 or 8 chunks of 64 bytes
@@ -133,7 +138,7 @@ bool pack_group(Group (*rows)[kMaxBlockGroups], int group, const BlockFormat& fo
 bool pack_quantised(PackedStorage& packed, const uint8_t* first, const BlockFormat& format, int panel) {
     const PackedMatrix& w = packed.matrix;
     const int groups = w.cols / kGroup, pairs = (groups + 1) / 2, blocks = groups / format.groups;
-    const int group_bytes = kPanel * (is_nibbles(w.kind) ? kGroup / 2 : kGroup);
+    const int group_bytes = bytes_of_group(w.kind);
     const int num_rows = std::min(kPanel, w.rows - panel * kPanel);
     const int64_t row_bytes = static_cast<int64_t>(blocks) * format.bytes;
     Group rows[kPanel][kMaxBlockGroups] = {};
@@ -142,9 +147,9 @@ bool pack_quantised(PackedStorage& packed, const uint8_t* first, const BlockForm
         for (int row = 0; row < num_rows; ++row) format.decode(first + row * row_bytes + static_cast<int64_t>(block) * format.bytes, rows[row]);
         for (int i = 0; i < format.groups; ++i) {
             const int g = block * format.groups + i;
-            const int64_t at = static_cast<int64_t>(panel) * groups + g, pair = static_cast<int64_t>(panel) * pairs + g / 2;
-            const Target to{packed.quants + at * group_bytes, packed.scales + at * kPanel,
-                            is_affine(w.kind) ? packed.offsets + pair * 2 * kPanel + g % 2 : nullptr};
+            uint8_t* const pair = packed.quants + (int64_t{panel} * pairs + g / 2) * pair_bytes(w.kind);
+            const auto scales = reinterpret_cast<uint16_t*>(pair + 2 * group_bytes);
+            const Target to{pair + g % 2 * group_bytes, scales + g % 2 * kPanel, is_affine(w.kind) ? scales + 2 * kPanel + g % 2 : nullptr};
             finite &= pack_group(rows, i, format, to);
         }
     }
@@ -405,13 +410,9 @@ PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes
     } else {
         kind = block_format(format).kind;
         table = block_format(format).table;
-        const int64_t groups = panels * (cols / kGroup), pairs = panels * ((cols / kGroup + 1) / 2);
-        packed.quants = take(groups * kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup));
-        packed.scales = reinterpret_cast<uint16_t*>(take(groups * kPanel * 2));
-        if (is_affine(kind)) packed.offsets = reinterpret_cast<uint16_t*>(take(pairs * kPanel * 4));
+        packed.quants = take(panels * ((cols / kGroup + 1) / 2) * pair_bytes(kind));
     }
-    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets, table,
-                     packed.row_scales, packed.row_sums};
+    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, table, packed.row_scales, packed.row_sums};
     packed.format = format;
     return packed;
 }

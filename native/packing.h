@@ -120,8 +120,6 @@ struct PackedStorage {
     std::vector<Part> parts;
     SourceFormat format{};  // of the file's rows
     uint8_t* quants = nullptr;
-    uint16_t* scales = nullptr;
-    uint16_t* offsets = nullptr;
     float* row_scales = nullptr;
     int32_t* row_sums = nullptr;
     int64_t bytes = 0;

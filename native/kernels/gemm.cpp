@@ -168,13 +168,14 @@ void embed_row(float* out, const PackedMatrix& w, int index, float scale) {
             using L = Layout<kKind>;
             for (int g = 0; g < w.cols / kGroup; ++g, out += kGroup) {
                 alignas(64) float d[kLanes];
-                store(d, load_f16(panel.scales + g * kPanel));
-                const float m = L::kAffine ? widen(panel.offsets[(g / 2 * kPanel + lane) * 2 + g % 2]) : 0.0f;
+                store(d, load_f16(scales_of<kKind>(panel, g)));
+                const auto* offsets = reinterpret_cast<const uint16_t*>(offsets_of<kKind>(panel, g / 2));
+                const float m = L::kAffine ? widen(offsets[2 * lane + g % 2]) : 0.0f;
                 for (int k = 0; k < kGroup; k += 4) {
                     const bool high = L::kNibbles && k >= kGroup / 2;
                     alignas(64) uint8_t q[64];
                     const int chunk = high ? k - kGroup / 2 : k;
-                    store64(q, unpack<kKind>(load64(panel.quants + g * L::kGroupBytes + chunk / 4 * 64), high, panel.table));
+                    store64(q, unpack<kKind>(load64(quants_of<kKind>(panel, g) + chunk / 4 * 64), high, panel.table));
                     for (int j = 0; j < 4; ++j) {
                         out[k + j] = (d[lane] * (static_cast<float>(q[4 * lane + j]) - L::kZero) + m) * scale;
                     }

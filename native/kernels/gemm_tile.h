@@ -19,8 +19,6 @@ namespace {  // of the one file that includes this: inline functions of one inst
 // The weights of one panel.
 struct Panel {
     const uint8_t* quants;
-    const uint16_t* scales;
-    const uint16_t* offsets;
     const uint8_t* table;
 };
 
@@ -32,6 +30,8 @@ struct Layout {
     static constexpr bool kSmall = kNibbles && !kTable;  // every weight is below 16, and the zero point 8
     static constexpr float kZero = kSmall ? 8.0f : 128.0f;
     static constexpr int kGroupBytes = kPanel * (kNibbles ? kGroup / 2 : kGroup);
+    static constexpr int kScales = 2 * kGroupBytes, kOffsets = kScales + 2 * kPanel * 2;  // where they begin in a pair of groups
+    static constexpr int kPairBytes = kOffsets + (kAffine ? 2 * kPanel * 2 : 0);
 };
 
 PENSTOCK_INLINE float widen(uint16_t bf16) {
@@ -46,14 +46,25 @@ PENSTOCK_INLINE int pairs_of(int groups) { return (groups + 1) / 2; }
 template <WeightKind kKind>
 PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     if constexpr (kKind == WeightKind::kBf16) {
-        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr, nullptr, nullptr};
+        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr};
     } else {
-        const int groups = w.cols / kGroup;
-        const int64_t first = static_cast<int64_t>(panel) * groups;
-        const int64_t first_offset = static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel;
-        return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * kPanel,
-                Layout<kKind>::kAffine ? w.offsets + first_offset : nullptr, Layout<kKind>::kTable ? w.table : nullptr};
+        const int64_t panel_bytes = int64_t{pairs_of(w.cols / kGroup)} * Layout<kKind>::kPairBytes;
+        return {w.quants + panel * panel_bytes, Layout<kKind>::kTable ? w.table : nullptr};
     }
+}
+
+// Where a group's q are in the stream of its panel, its scales, and the offsets of its pair.
+template <WeightKind kKind>
+PENSTOCK_INLINE const uint8_t* quants_of(const Panel& panel, int64_t group) {
+    return panel.quants + group / 2 * Layout<kKind>::kPairBytes + group % 2 * Layout<kKind>::kGroupBytes;
+}
+template <WeightKind kKind>
+PENSTOCK_INLINE const uint16_t* scales_of(const Panel& panel, int64_t group) {
+    return reinterpret_cast<const uint16_t*>(panel.quants + group / 2 * Layout<kKind>::kPairBytes + Layout<kKind>::kScales) + group % 2 * kPanel;
+}
+template <WeightKind kKind>
+PENSTOCK_INLINE const uint8_t* offsets_of(const Panel& panel, int64_t pair) {
+    return panel.quants + pair * Layout<kKind>::kPairBytes + Layout<kKind>::kOffsets;
 }
 
 // Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
@@ -92,10 +103,10 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const ui
 template <WeightKind kKind>
 PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
     using L = Layout<kKind>;
-    vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
+    vb lanes = shift_right(load64(quants_of<kKind>(panel, column.group) + column.chunk), column.shift);
     if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), panel.table);
     const vf centred = sub(bits_of_lanes(lanes, L::kSmall ? 0x0F : 0xFF), set1(L::kZero));
-    return mul(centred, load_f16(panel.scales + column.group * kPanel));
+    return mul(centred, load_f16(scales_of<kKind>(panel, column.group)));
 }
 
 // acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
@@ -132,8 +143,8 @@ PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation
     }
 }
 
-// The weights that a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th group from
-// `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
+// The weights that a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th pair of
+// groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
 // hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
 struct Ahead {
     int64_t distance;
@@ -162,42 +173,44 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     } else {
         add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
     }
-    for (int g = 0; g < groups; ++g) {
+    const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
+    const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half) PENSTOCK_LAMBDA {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
             const vi start = set1_i(zero_sum[r * groups + g]);
             for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
         }
-        const uint8_t* quants[kPanels];
-        for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
-        if (g == fetched) {
-            fetched += ahead.period;
-            int64_t at = g;
-            asm("" : "+r"(at));  // else the compiler keeps pointers to what is ahead in registers
-            const int64_t group = ahead.distance * groups + at;
-            for (int p = 0; p < kPanels; ++p) {
-                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(panels[p].quants + group * L::kGroupBytes + i);
-                prefetch(panels[p].scales + group * kPanel);
-                if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + at / 2) * 2 * kPanel);
-            }
-        }
         if constexpr (!kWaitsForMemory) {
             fetch_lines(kv);
             kv += ahead.kv.step;
         }
+        const uint8_t* quants[kPanels];
+        for (int p = 0; p < kPanels; ++p) quants[p] = stream[p] + half * L::kGroupBytes;
         dot_group<kKind, kPanels, kRows>(quants, panels[0].table, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
-            const vf d = load_f16(panels[p].scales + g * kPanel);
+            const vf d = load_f16(reinterpret_cast<const uint16_t*>(stream[p] + L::kScales) + half * kPanel);
             for (int r = 0; r < kRows; ++r) {
                 acc[p][r] = fma(to_float(dots[p][r]), add_exponent(d, exponent[r * groups + g]), acc[p][r]);
             }
         }
+    };
+    for (int pair = 0; pair < pairs; ++pair) {
+        const uint8_t* stream[kPanels];
+        for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants + int64_t{pair} * L::kPairBytes;
+        if (pair == fetched) {
+            fetched += ahead.period;
+            for (int p = 0; p < kPanels; ++p) {
+                for (int i = 0; i < L::kPairBytes; i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
+            }
+        }
+        add_group(stream, 2 * pair, 0);
+        if (2 * pair + 1 < groups) add_group(stream, 2 * pair + 1, 1);
     }
     if constexpr (L::kAffine) {
         const uint16_t* sums = a.sum + row0 * 2 * pairs;
         for (int k = 0; k < pairs; ++k) {
             for (int p = 0; p < kPanels; ++p) {
-                const vb m = load64(reinterpret_cast<const uint8_t*>(panels[p].offsets + k * 2 * kPanel));
+                const vb m = load64(offsets_of<kKind>(panels[p], k));
                 for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
             }
         }

@@ -49,31 +49,32 @@ PENSTOCK_INLINE void widen_pair(uint16_t* to, __m512i lanes, __m512 factor, __m5
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi32(even, 16), 0xEA));
 }
 
-template <WeightKind kKind>
-constexpr int kBlockBytes = kKind == WeightKind::kBf16 ? 2 * kBlockValues : Layout<kKind>::kGroupBytes;
-
 PENSTOCK_INLINE const uint16_t* bf16_block(const PackedMatrix& w, int panel, int block) {
     return reinterpret_cast<const uint16_t*>(panel_of<WeightKind::kBf16>(w, panel).quants) + int64_t{block} * kBlockValues;
 }
 
 template <WeightKind kKind>
 PENSTOCK_INLINE void fetch_block(const Panel& panel, int block) {
-    PENSTOCK_UNROLL for (int i = 0; i < kBlockBytes<kKind>; i += 64) prefetch(panel.quants + int64_t{block} * kBlockBytes<kKind> + i);
-    if constexpr (kKind != WeightKind::kBf16) prefetch(panel.scales + block * kPanel);
-    if constexpr (Layout<kKind>::kAffine) prefetch(panel.offsets + block / 2 * 2 * kPanel);
+    if constexpr (kKind == WeightKind::kBf16) {
+        PENSTOCK_UNROLL for (int i = 0; i < 2 * kBlockValues; i += 64) prefetch(panel.quants + int64_t{block} * 2 * kBlockValues + i);
+    } else {
+        PENSTOCK_UNROLL for (int i = 0; i < Layout<kKind>::kGroupBytes; i += 64) prefetch(quants_of<kKind>(panel, block) + i);
+        prefetch(scales_of<kKind>(panel, block));
+        if constexpr (Layout<kKind>::kAffine) prefetch(offsets_of<kKind>(panel, block / 2));
+    }
 }
 
 // A block, a group of its panel's columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2].
 template <WeightKind kKind>
 PENSTOCK_INLINE void widen_block(const Panel& panel, int block, uint16_t* to) {
     constexpr bool kTable = Layout<kKind>::kTable;
-    const uint8_t* const quants = panel.quants + int64_t{block} * kBlockBytes<kKind>;
+    const uint8_t* const quants = quants_of<kKind>(panel, block);
     // Without its last two bits, so that 24 d and 384 d below are exact and a weight of zero stays zero.
-    const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(panel.scales + block * kPanel).v, _mm512_set1_ps(kTruncation)));
+    const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(scales_of<kKind>(panel, block)).v, _mm512_set1_ps(kTruncation)));
     const __m512 d = _mm512_castsi512_ps(_mm512_and_si512(grown, _mm512_set1_epi32(~3)));
     __m512 m = _mm512_setzero_ps();
     if constexpr (Layout<kKind>::kAffine) {
-        const __m512i both = _mm512_loadu_si512(panel.offsets + block / 2 * 2 * kPanel);  // of two blocks
+        const __m512i both = _mm512_loadu_si512(offsets_of<kKind>(panel, block / 2));  // of two blocks
         const __m512i bits = block % 2 ? _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))) : _mm512_slli_epi32(both, 16);
         m = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(kTruncation));
     }

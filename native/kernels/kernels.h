@@ -36,20 +36,21 @@ constexpr int kMostRow8Cols = 8192;
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
 // Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, whose q are
-// `table` of 4 bits, m only in the affine kinds. `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the
-// 16 rows the bytes 4c..4c+3 of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such
-// chunks of columns 4c... `scales` is [panel][group][16] f16 d, finite and never zero (a group of d = 0 has q = zero).
-// `offsets` is [panel][(groups + 1) / 2][16][2] bf16 m: of two groups side by side, the second zero where there is none.
+// `table` of 4 bits, m only in the affine kinds. `quants` is one stream, [panel][pair of groups], because a processor reads one stream
+// faster than three. A pair has
+//   q of the first group, then of the second. 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the 16 rows the bytes 4c..4c+3
+//     of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such chunks of columns 4c..
+//   [2 groups][16] f16 d, finite and never zero (a group of d = 0 has q = zero)
+//   [16][2 groups] bf16 m, in the affine kinds
+// The second group of the last pair is zeros where there is none.
 // kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
-// kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` as of the other kinds of 8 bits.
+// kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` is [panel][cols / 4] chunks as of the other kinds of 8 bits.
 struct PackedMatrix {
     WeightKind kind;
     int32_t rows;
     int32_t cols;
     int32_t panels;
     const uint8_t* quants;
-    const uint16_t* scales;
-    const uint16_t* offsets;
     const uint8_t* table;  // [16], of kU4Table: null for the others
     const float* row_scales = nullptr;  // [panel][16], of kU8Row, and the sums of each row's q - 128: null for the others
     const int32_t* row_sums = nullptr;

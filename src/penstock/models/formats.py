@@ -108,9 +108,9 @@ def held_bytes(
         return rows * _padded(num_cols, 2) * 2
     kind = _QUANTISED[fmt]
     bits = 4 if kind.has_table and floats is Floats.BF16 else kind.held_bits
-    groups = num_cols // 32
+    groups = _padded(num_cols // 32, 2 if floats is Floats.BF16 else 1)
     offsets = rows * _padded(groups, 2) * 2 if kind.has_held_offsets else 0
-    return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
+    return rows * groups * (32 * bits // 8 + 2) + offsets
 
 
 def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
