@@ -233,7 +233,7 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
 PENSTOCK_INLINE __m256 dot2_part(__m256 acc, __m256i w, float a0, float a1) {
     const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
     const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
-    return _mm256_fmadd_ps(_mm256_set1_ps(a1), w1, _mm256_fmadd_ps(_mm256_set1_ps(a0), w0, acc));
+    return _mm256_fmadd_ps(_mm256_set1_ps(a0), w0, _mm256_fmadd_ps(_mm256_set1_ps(a1), w1, acc));
 }
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     const uint32_t b0 = static_cast<uint32_t>(a2[0]) << 16, b1 = static_cast<uint32_t>(a2[1]) << 16;
@@ -270,8 +270,8 @@ PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
 }
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
-    return {_mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), _mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), acc.l)),
-            _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), acc.h))};
+    return {_mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), _mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), acc.l)),
+            _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), acc.h))};
 }
 PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));

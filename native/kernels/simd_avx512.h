@@ -178,7 +178,7 @@ PENSTOCK_INLINE __m512 odd_bf16(vb a) {
     return _mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
 }
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
-    return {_mm512_fmadd_ps(odd_bf16(a), odd_bf16(w), _mm512_fmadd_ps(even_bf16(a), even_bf16(w), acc.v))};
+    return {_mm512_fmadd_ps(even_bf16(a), even_bf16(w), _mm512_fmadd_ps(odd_bf16(a), odd_bf16(w), acc.v))};
 }
 #endif
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }

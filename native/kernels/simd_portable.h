@@ -170,13 +170,14 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     }
     return acc;
 }
+// Products of bf16 are exact, and the odd one is added first: the order of vdpbf16ps.
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     const float a0 = widen_bf16(a2[0]), a1 = widen_bf16(a2[1]);
     PENSTOCK_LANES {
         uint16_t pair[2];
         memcpy(pair, w.v + 4 * i, 4);
-        acc.v[i] += widen_bf16(pair[0]) * a0;
         acc.v[i] += widen_bf16(pair[1]) * a1;
+        acc.v[i] += widen_bf16(pair[0]) * a0;
     }
     return acc;
 }
@@ -218,8 +219,8 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     uint16_t x[32], y[32];
     memcpy(x, w.v, 64);
     memcpy(y, a.v, 64);
-    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i]) * widen_bf16(y[2 * i]);
     PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i + 1]) * widen_bf16(y[2 * i + 1]);
+    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i]) * widen_bf16(y[2 * i]);
     return acc;
 }
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
