@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from penstock.backends.reference import interpreter
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.text.tokenizer import load_tokenizer
 

@@ -14,7 +14,8 @@ from penstock.config import Config, KvConfig, LoraConfig, ModelConfig, Scheduler
 from penstock.deploy.factory import start_model
 from penstock.models.adapter import sites
 from penstock.models.architectures import describe
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.testing import make_request
 from penstock.types.request import FinishReason

@@ -49,7 +49,8 @@ from penstock.lab.records import End, Record
 from penstock.lab.target import Endpoint, Target
 from penstock.lab.transforms import think
 from penstock.lab.workload import Job, Workload
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 
 NUM_AGENTS = 4
 GOAL = 1.2

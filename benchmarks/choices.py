@@ -19,7 +19,8 @@ from itertools import count
 from penstock.backends.native.executor import NativeExecutor
 from penstock.engine.core import EngineCore
 from penstock.models.architectures import describe
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add

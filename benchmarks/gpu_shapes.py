@@ -225,7 +225,8 @@ def prompts(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[tuple[i
 def _write_lengths(traces: Path) -> None:
     from workloads import Source, read_jobs, read_tokenizer
 
-    from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+    from penstock.models.cache import default_cache_dir
+    from penstock.models.catalog import DEFAULT_MODEL, resolve
 
     source = Source(traces, read_tokenizer(resolve(DEFAULT_MODEL, default_cache_dir()).path))
     jobs = read_jobs("sharegpt", source, NUM_LENGTHS)

@@ -29,7 +29,8 @@ from unittest import mock
 from peaks import context
 from printed import origin, table
 
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text import grammar_matcher
 from penstock.text.grammar import Grammar, GrammarKind, Grammars

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from peaks import context
 
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.tokenizer import Tokenizer, load_tokenizer

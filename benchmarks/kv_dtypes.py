@@ -22,7 +22,8 @@ from step_shape import StepShape, parse_step
 
 from penstock.backends.native import footprint
 from penstock.lab.steps import StepRunner
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.types import plan
 from penstock.types.kv_dtype import KvDtype

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from penstock.backends.native.executor import NativeExecutor
 from penstock.lab.traces import read_conversations
 from penstock.models import architectures
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.models.program import KvWrite, Program
 from penstock.models.weights import LoadedModel

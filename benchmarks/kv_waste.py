@@ -33,7 +33,8 @@ from penstock.kv.pool_map import waste_ratio
 from penstock.lab.cost_model import CostModel
 from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
 from penstock.lab.workload import Job
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Add

@@ -39,7 +39,8 @@ from penstock.config import Config, KvConfig, ModelConfig, ServerConfig, Sharing
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import plan_share, start_deployment
 from penstock.deploy.resources import Resources
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import run_server
 

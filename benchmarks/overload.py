@@ -34,7 +34,8 @@ from penstock.lab.records import Sent
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 WARM_UP = 8
 """Short requests before each run, so that no run pays for what a server does only once."""

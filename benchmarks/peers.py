@@ -35,7 +35,8 @@ from sessions import LoadError, running, warm_up
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
 
 from penstock.lab.workload import Job
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 
 ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
 START_CHARS = 200

@@ -21,7 +21,8 @@ from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 

@@ -46,7 +46,8 @@ from penstock.lab.steps import steps_of
 from penstock.lab.target import Target
 from penstock.lab.workload import Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 PORT, ROWS = 8931, 32
 MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")

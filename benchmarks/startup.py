@@ -28,7 +28,8 @@ from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
 
 from penstock.lab.workload import Job
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 KV_BYTES = 1 << 30
 """As much KV cache as can be told from other mappings by its size."""

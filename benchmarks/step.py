@@ -30,7 +30,8 @@ from penstock.lab.sizing import size_of
 from penstock.lab.step_table import Peaks, figures_of
 from penstock.lab.steps import REFERENCE, StepRunner, measure
 from penstock.models import architectures
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.types import plan

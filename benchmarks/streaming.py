@@ -29,7 +29,8 @@ from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, Serv
 from penstock.deploy import build, factory
 from penstock.deploy.blueprint import Blueprint
 from penstock.lab.workload import Job
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.weights import LoadedModel
 from penstock.serve.server import run_server
 from penstock.testing import sizes_of

@@ -25,7 +25,8 @@ from step_shape import parse_step
 from penstock import machine
 from penstock.backends.native.executor import NativeExecutor
 from penstock.lab.steps import StepRunner
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.types.kv_dtype import KvDtype
 

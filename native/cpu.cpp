@@ -30,7 +30,7 @@ bool has_avx2_vnni() {
 }
 #endif
 
-// Cascade Lake and Ice Lake lack bf16; so do AMD's processors before Zen 4, which have no AVX-512 either.
+// Cascade Lake and Ice Lake have no bf16.
 bool has_avx512_vnni() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");

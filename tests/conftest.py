@@ -34,3 +34,13 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def verdicts_on_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave the user's verdicts on kernels alone."""
+    from penstock.backends.native import choice
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "default_cache_dir", lambda: tmp_path_factory.mktemp("verdicts"))
+        yield

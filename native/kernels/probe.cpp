@@ -69,7 +69,7 @@ int64_t multiply_bf16(int64_t rounds) {
     return rounds * kSums * 32 * 2;
 }
 #else
-// There is no such instruction: bf16 becomes float32 by a shift, beside the multiply-adds.
+// Without such an instruction bf16 is shifted into float32.
 int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
 #endif
 

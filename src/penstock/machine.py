@@ -142,12 +142,6 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
     return claims
 
 
-def cache_home() -> Path:
-    """Return the folder for caches of this user's programs, usually `~/.cache`. It may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) if base else Path(os.environ.get("HOME", "/nonexistent")) / ".cache"
-
-
 def cpu_name(*, proc: Path = _PROC) -> str:
     """Return the processor's name, or an empty string."""
     return _values(proc / "cpuinfo").get("model name", "")

@@ -6,7 +6,8 @@ import json
 import pytest
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, read_jobs, read_tokenizer
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 
 WITH_WORDS = {
     "sharegpt": "48af8b3c5d4e9479d23fa1e9099aaeda91bd48f8b5ab1ad3bf104696a7c87a5c",

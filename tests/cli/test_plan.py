@@ -15,7 +15,7 @@ import pytest
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.machine import cpu_name
-from penstock.models.catalog import default_cache_dir
+from penstock.models.cache import default_cache_dir
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from penstock import __version__
 from penstock.cli.env import _facts, env
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from support.fake_machine import fake_kernels
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]

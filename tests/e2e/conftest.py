@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from support.e2e.process import COMPLETIONS, GOOD, MODEL, Answer, RealServer, serving, stream
 
 

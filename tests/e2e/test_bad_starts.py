@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from support.e2e.process import MODEL, Answer, RealServer, penstock, undisturbed
 
 pytestmark = pytest.mark.model

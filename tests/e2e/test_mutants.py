@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from support.e2e.mutants import Fate, Mutant, Mutants, fault_of, send
 from support.e2e.process import MODEL, TIMEOUT_S, RealServer, serving, until
 from support.soak.memory import resident_bytes

@@ -14,7 +14,8 @@ import pytest
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model

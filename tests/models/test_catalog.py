@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.models import catalog
-from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, default_cache_dir, list_models, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, list_models, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError
 from support.tiny_models import TinyLlama, write_gguf, write_hf

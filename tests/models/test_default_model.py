@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL, resolve
 from penstock.models.load import load_model
 from penstock.models.weights import WeightFormat
 from penstock.types.model_spec import GatedMlp, LayerSpec

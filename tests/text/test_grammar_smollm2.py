@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.tokenizer import load_tokenizer

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.catalog import default_cache_dir, resolve
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import detokenizer_factory, load_tokenizer

@@ -47,7 +47,8 @@ hardware_options = add_options(
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
     """Read a model's outline from the headers of its local files. Raises PenstockError."""
     from penstock.deploy.forecast import read_outline, require_answers
-    from penstock.models.catalog import cache_dir, resolve
+    from penstock.models.cache import cache_dir
+    from penstock.models.catalog import resolve
 
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:

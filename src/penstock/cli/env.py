@@ -117,7 +117,8 @@ def _version(name: str) -> str | None:
 
 
 def _cache(cache: str | None) -> str:
-    from penstock.models.catalog import cache_dir, list_models
+    from penstock.models.cache import cache_dir
+    from penstock.models.catalog import list_models
 
     folder = cache_dir(cache)
     here = [listing.name for listing in list_models(folder) if listing.is_present]
@@ -126,7 +127,8 @@ def _cache(cache: str | None) -> str:
 
 def _missing(cache: str | None) -> Iterator[str]:
     from penstock.deploy.device import missing_gpu_packages
-    from penstock.models.catalog import DEFAULT_MODEL, cache_dir, resolve
+    from penstock.models.cache import cache_dir
+    from penstock.models.catalog import DEFAULT_MODEL, resolve
 
     if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
         yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"

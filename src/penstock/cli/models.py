@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @config_file_option
 def models(cache: str | None) -> None:
     """List known models, and which of them are fetched."""
-    from penstock.models.catalog import cache_dir, list_models
+    from penstock.models.cache import cache_dir
+    from penstock.models.catalog import list_models
 
     warn_of_unknown_variables()
     rows = [_row(listing) for listing in list_models(cache_dir(cache))]
@@ -42,7 +43,7 @@ def _row(listing: ModelListing) -> tuple[str, str, str, str]:
 def pull(model: str, cache: str | None) -> None:
     """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. If it is here already, verify it."""
     from penstock.models import pull as fetching
-    from penstock.models.catalog import cache_dir
+    from penstock.models.cache import cache_dir
     from penstock.models.pull import TerminalProgress
 
     warn_of_unknown_variables()

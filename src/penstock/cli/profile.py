@@ -127,10 +127,9 @@ def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Pe
     if backend != "native":
         return None
     from penstock.backends.native import probe_peaks
-    from penstock.backends.native.choice import chosen
 
     threads = getattr(executor, "num_threads", 1)
-    probed = probe_peaks(threads, chosen().variant)
+    probed = probe_peaks(threads, getattr(executor, "variant", ""))
     kind, ops_per_s = (probed.quantised, probed.quantised_ops_per_s) if is_quantised else ("bf16", probed.bf16_ops_per_s)
     return Peaks(
         ops_per_s=ops_per_s, read_bytes_per_s=probed.read_bytes_per_s, words=f"{kind}, {threads} threads, {probed.variant}"

@@ -54,7 +54,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
 
 def models_in(folder: str | None) -> list[tuple[str, str]]:
     """Return (name, path) of the models in a folder. Raises ConfigError if it has no models."""
-    from penstock.models.catalog import expand_home, list_folder
+    from penstock.models.cache import expand_home
+    from penstock.models.catalog import list_folder
 
     if folder is None:
         return []

@@ -126,7 +126,8 @@ def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
 
 
 def _find(config: Config) -> ModelSource:
-    from penstock.models.catalog import cache_dir, resolve
+    from penstock.models.cache import cache_dir
+    from penstock.models.catalog import resolve
 
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:

@@ -43,8 +43,9 @@ _log = logging.getLogger(__name__)
 def locate(config: Config) -> ModelSource:
     """Return where the config's model is on this machine, and download the model first if needed. Raises PenstockError."""
     from penstock.models import catalog
+    from penstock.models.cache import cache_dir
 
-    source = catalog.resolve(config.model.model, catalog.cache_dir(config.model.cache_dir))
+    source = catalog.resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:
         from penstock.models.pull import TerminalProgress, ensure_present
 
@@ -95,7 +96,7 @@ def _num_at_once(configs: Sequence[Config]) -> int:
 
 
 def _folder(config: Config) -> Path | None:
-    from penstock.models.catalog import expand_home
+    from penstock.models.cache import expand_home
 
     return None if config.sharing.models_dir is None else expand_home(config.sharing.models_dir)
 

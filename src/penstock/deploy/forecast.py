@@ -358,10 +358,11 @@ def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capac
 
 def _load(config: Config) -> LoadedModel:
     from penstock.models import catalog
+    from penstock.models.cache import cache_dir
     from penstock.models.load import load_model
 
     try:
-        model = load_model(catalog.resolve(config.model.model, catalog.cache_dir(config.model.cache_dir)))
+        model = load_model(catalog.resolve(config.model.model, cache_dir(config.model.cache_dir)))
     except ModelError as error:
         remedy = f"{error.remedy} Or simulate without its files: --blocks says how many KV blocks there are."
         raise ModelError(error.message, remedy=remedy.strip()) from error

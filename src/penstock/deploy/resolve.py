@@ -140,7 +140,7 @@ def expert_folder(config: Config) -> Path:
 
 
 def _cache_dir(config: Config) -> Path:
-    from penstock.models.catalog import cache_dir
+    from penstock.models.cache import cache_dir
 
     return cache_dir(config.model.cache_dir)
 

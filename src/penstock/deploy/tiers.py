@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def tier_folder(asked: str | None, cache: Path, name: str | None) -> Path:
     """Return the folder of the disk tier: `asked`, or one in the cache. `name`: the model's, if there are several models."""
-    from penstock.models.catalog import expand_home
+    from penstock.models.cache import expand_home
 
     if asked:
         return expand_home(asked)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from penstock.models.cache import expand_home
 from penstock.types.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "smollm2:135m"
@@ -180,29 +179,6 @@ class ModelListing:
     size_bytes: int  # on disk if present, else what a pull would store
     is_present: bool = True
     entry: CatalogEntry | None = None
-
-
-def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
-    if environ.get("PENSTOCK_CACHE"):
-        return expand_home(environ["PENSTOCK_CACHE"])
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else expand_home("~/.cache")) / "penstock"
-
-
-def expand_home(folder: str) -> Path:
-    """Return the path with `~` or `~user` replaced. Raises ConfigError if there is no such home."""
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{folder!r}: there is no such home folder.",
-            remedy="Name a folder in full (the cache with --cache or PENSTOCK_CACHE), or ./~... if its own name begins with ~.",
-        ) from error
-
-
-def cache_dir(given: str | None) -> Path:
-    return expand_home(given) if given else default_cache_dir()
 
 
 def models_dir(cache_dir: Path) -> Path:

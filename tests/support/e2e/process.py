@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir
+from penstock.models.cache import default_cache_dir
+from penstock.models.catalog import DEFAULT_MODEL
 from support.cli.serve import Served
 
 TIMEOUT_S = 60.0

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from penstock.engine.ports import Executor
 from penstock.models import architectures, catalog
+from penstock.models.cache import default_cache_dir
 from penstock.models.load import load_model
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
@@ -106,4 +107,4 @@ def open_executor(
 
 def find_model(model: str = catalog.DEFAULT_MODEL) -> catalog.ModelSource:
     """The source of a catalogue name or path, in the default cache."""
-    return catalog.resolve(model, catalog.default_cache_dir())
+    return catalog.resolve(model, default_cache_dir())

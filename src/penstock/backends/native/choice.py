@@ -1,4 +1,4 @@
-"""The kernel variant that a process uses by default: the best one that passed its self-test on this machine.
+"""The kernel variant that a process uses by default: the best one of this machine that did not fail its self-test.
 
 A variant is tested in a process of its own before it is first used. The verdict is kept in a file of the cache folder until
 the processor, its microcode or the compiled kernels change.
@@ -19,13 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.backends.native import _native, info
-from penstock.machine import cache_home, cpu_identity
+from penstock.machine import cpu_identity
+from penstock.models.cache import default_cache_dir
+from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 SELF_TEST = (sys.executable, "-P", "-m", "penstock.backends.native.self_test")
 TIMEOUT_S = 30.0
-"""For a process that waits. One that computes for `MAX_CPU_S` (self_test.py) is stopped by the system."""
+"""For a process that waits. `self_test.MAX_CPU_S` ends one that computes."""
+FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGXCPU)
+"""Signals that a kernel causes. Others come from outside."""
+KEPT_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE")
+"""Environment variables that Python may need to find the package. The process does not need the rest, such as keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,64 +53,77 @@ def chosen() -> Choice:
 
 @functools.cache
 def _choose_here(variants: tuple[str, ...]) -> Choice:
-    kernels = Path(_native.__file__).stat()
-    machine = hashlib.sha256(f"{cpu_identity()} {kernels.st_size} {kernels.st_mtime_ns}".encode()).hexdigest()
-    return choose(variants, cache_home() / "penstock" / "kernels", machine)
+    machine = hashlib.sha256(cpu_identity().encode() + Path(_native.__file__).read_bytes()).hexdigest()
+    try:
+        file = default_cache_dir() / "kernels"
+    except ConfigError:
+        file = None
+    return choose(variants, file, machine)
 
 
-def choose(variants: Sequence[str], file: Path, machine: str, self_test: Sequence[str] = SELF_TEST) -> Choice:
+def choose(variants: Sequence[str], file: Path | None, machine: str, self_test: Sequence[str] = SELF_TEST) -> Choice:
     """Return the first variant without a fault. The last one is what others are compared with, and is not tested.
 
-    - `file`: where verdicts are remembered
+    - `file`: where verdicts are kept; None: nowhere
     - `machine`: processor and build for which they hold
     - `self_test`: the program that tests the variant of its last argument
     """
-    verdicts = _remembered(file, machine)
+    verdicts = _read(file, machine) if file else {}
     faults: dict[str, str] = {}
     for variant in variants[:-1]:
         fault = verdicts.get(variant)
-        if fault is None:
-            fault, is_final = _test(variant, self_test)
-            if is_final:
-                verdicts[variant] = fault
-                _remember(file, machine, verdicts)
+        if fault is None and (fault := _test(variant, self_test)) is not None:
+            verdicts[variant] = fault
+            if file:
+                _write(file, machine, verdicts)
+            if fault:
+                _log.error(
+                    "The %s kernels failed their self-test on this processor (%s), so others are used. --kernels %s uses them "
+                    "all the same; to test again, delete %s.",
+                    variant,
+                    fault,
+                    variant,
+                    file,
+                )
         if not fault:
             return Choice(variant, faults)
         faults[variant] = fault
     return Choice(variants[-1], faults)
 
 
-def _test(variant: str, self_test: Sequence[str]) -> tuple[str, bool]:
-    """Return what is wrong with a variant, or an empty string, and whether another test would find the same."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # NumPy is to start no threads
-    fault, is_final, untested = "", True, ""
+def _test(variant: str, self_test: Sequence[str]) -> str | None:
+    """Return what is wrong with a variant, or an empty string. None: the test could not run, and the variant is used."""
+    environment = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+    # NumPy is to start no threads, and Ctrl-C in a terminal is for the server.
+    environment["OPENBLAS_NUM_THREADS"] = "1"
     try:
         run = subprocess.run(  # noqa: S603
             [*self_test, variant],
             check=False,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=TIMEOUT_S,
             env=environment,
             stdin=subprocess.DEVNULL,
+            process_group=0,
         )
-    except subprocess.TimeoutExpired:
-        fault, is_final = f"no result within {TIMEOUT_S:g} s", False
-    except OSError as error:
-        untested = str(error)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        cause = str(error)
     else:
-        if run.returncode < 0:
-            fault = f"ended by {signal.Signals(-run.returncode).name}"
-        elif run.returncode and not (fault := run.stdout.partition("\n")[0]):
-            untested = run.stderr.strip().rpartition("\n")[2] or f"exit status {run.returncode}"
-    if fault:
-        _log.error("The %s kernels failed their self-test on this processor and are not used: %s", variant, fault)
-    if untested:
-        _log.warning("The %s kernels are used without a self-test, which could not run: %s", variant, untested)
-    return fault, is_final and not untested
+        verdict, _, fault = run.stdout.partition("\n")[0].partition(" ")
+        if verdict == "passed":
+            return ""
+        if verdict == "failed":
+            return fault
+        if -run.returncode in FAULTS:
+            return f"ended by {signal.Signals(-run.returncode).name}"
+        cause = run.stderr.strip().rpartition("\n")[2] or f"it ended with status {run.returncode} and no verdict"
+    _log.warning("The %s kernels are used without their self-test, which could not run: %s", variant, cause)
+    return None
 
 
-def _remembered(file: Path, machine: str) -> dict[str, str]:
+def _read(file: Path, machine: str) -> dict[str, str]:
     """Return variant -> fault, empty for one that passed."""
     try:
         first, *lines = file.read_text(encoding="utf-8").splitlines()
@@ -115,13 +134,18 @@ def _remembered(file: Path, machine: str) -> dict[str, str]:
     return {variant: fault for variant, _, fault in (line.partition(" ") for line in lines)}
 
 
-def _remember(file: Path, machine: str, faults: Mapping[str, str]) -> None:
-    """Write a line for the machine and one for each variant, at once for whoever reads."""
+def _write(file: Path, machine: str, faults: Mapping[str, str]) -> None:
+    """Write a line for the machine and one for each variant. Another process reads the old file or the new one."""
     lines = [machine, *(f"{variant} {fault}" for variant, fault in faults.items())]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as new:
-            new.write("\n".join(lines))
-        Path(new.name).replace(file)
+            try:
+                new.write("\n".join(lines))
+                new.flush()
+                Path(new.name).replace(file)
+            except OSError:
+                Path(new.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         _log.debug("the verdict on the kernels is not kept: %s", error)

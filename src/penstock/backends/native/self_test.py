@@ -18,10 +18,8 @@ from penstock.backends.native._native import (
     KvFormat,
     RowOp,
     RowOpKind,
-    RowSampling,
     SourceFormat,
     Team,
-    sample,
 )
 
 F32 = NDArray[np.float32]
@@ -33,12 +31,12 @@ MODELS = {
     "q8_0": (SourceFormat.Q8_0, KvFormat.INT8),
     "bf16": (SourceFormat.BF16, KvFormat.INT16),
 }
-TOLERANCES = {"bf16": 1e-2, "texts": 1e-2}
-"""Largest difference, relative to the largest result, of models that round between layers: a last bit there can become 3e-3."""
+TOLERANCES = {"texts": 1e-2}
+"""Largest difference, relative to the largest result, where results are rounded between layers: a last bit can become 3e-4."""
 TOLERANCE = 1e-5
-"""The same for others. Right variants differ by 1e-7, since integer products are exact."""
+"""The same for others. With these inputs right variants differ by 1e-7."""
 MAX_CPU_S = 10
-# No width is a whole number of everyone's tiles, and the prompt ends within a block of the KV cache.
+# No width is a multiple of all variants' tiles, and the prompt ends within a block of the KV cache.
 HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
 HIDDEN = HEADS * HEAD_DIM
 PROMPT, ROWS, BLOCK = 37, 6, 32
@@ -46,33 +44,34 @@ SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
 
 
 def run() -> None:
-    """Test the variant that the command line names, within `MAX_CPU_S` for a kernel that never ends."""
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
+    """Test the variant that the command line names and print a line: `passed`, or `failed` and the first difference."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))  # for a kernel that never ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.exit(main(sys.argv[1]))
+    fault = first_difference(sys.argv[1])
+    print(f"failed {fault}" if fault else "passed")
 
 
-def main(variant: str) -> int:
-    """Return 0 if the variant passes. Otherwise print the first difference and return 1."""
+def first_difference(variant: str) -> str:
+    """Return the first part of the test whose results differ, with the difference; empty if none does."""
     for part, found, expected in results(variant):
         difference = np.abs(found - expected).max() / np.abs(expected).max()
         if not difference <= TOLERANCES.get(part, TOLERANCE):
-            print(f"results of {part} differ by {difference:.1g} of the largest one")
-            return 1
-    return 0
+            return f"results of {part} differ by {difference:.1g} of the largest one"
+    return ""
 
 
 def results(variant: str) -> Iterator[tuple[str, F32, F32]]:
     """Yield the name of each part of the test, what the variant computes, and what it should."""
-    reference = "amx-emulated" if variant == "amx" else "portable"
+    if variant == "amx":
+        yield from _compare("amx", "amx-emulated")
+        variant = "avx512"  # which computes the rest in both of them
+    yield from _compare(variant, "portable")
+
+
+def _compare(variant: str, reference: str) -> Iterator[tuple[str, F32, F32]]:
     for name, (source, kv_format) in MODELS.items():
         yield name, _logits(variant, source, kv_format), _logits(reference, source, kv_format)
-    expected = _texts(reference)
-    yield "texts", _texts(variant), expected
-    logits = expected[0].astype(np.float64)
-    token, logprob, _, _ = sample(expected[0], RowSampling(temperature=0.0, num_logprobs=0), np.zeros(1, np.int32), 1)
-    exact = logits.max() - np.log(np.exp(logits).sum())
-    yield "sampling", np.array([token, logprob], np.float32), np.array([logits.argmax(), exact], np.float32)
+    yield "texts", _texts(variant), _texts(reference)
 
 
 def _engine(variant: str, num_layers: int, kv_format: KvFormat) -> Engine:
