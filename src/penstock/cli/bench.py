@@ -216,7 +216,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError now if an output file can't be written, because the run may take hours."""
+    """Raise ConfigError now if an output file can't be written or drawn, because the run may take hours."""
     from penstock.lab import plots
 
     for name in ("json_file", "html_file"):
@@ -408,9 +408,10 @@ def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
 def _run(
     asked: _Asked, choice: WorkloadChoice, load: Load | None, values: Mapping[str, Any], nth: int
 ) -> tuple[Run | None, bool]:
-    """Run the workload at one load. Return the run, or None if no request has ended, and whether it was interrupted.
+    """Run the workload at one load. Return the run, or None if it was interrupted without a record; and whether it was.
 
     `nth`: index of the run, which seeds its prompts. Runs of one command have different prompts, so that none is cached.
+    Raises ConfigError if all requests were in the warm-up.
     """
     from penstock.lab.figures import Samples
     from penstock.lab.results import Load, Run

@@ -34,7 +34,7 @@ class Conversation:
         self._has_stats = has_stats
 
     def hold(self, lines: Iterator[str]) -> None:
-        """Answer each line, until the input ends or a line is /exit."""
+        """Answer each line, or obey it if it begins with a slash, until the input ends or a line is /exit."""
         for line in lines:
             text = line.strip()
             if text in ("/exit", "/quit", "/bye"):

@@ -282,7 +282,10 @@ tls_options = add_options(
 
 
 def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
-    """Return the TLS context for https with these options, or None for Python's default. Raises ConfigError."""
+    """Return the TLS context for https with these options, or None for Python's default.
+
+    Raises ConfigError for a bad `cafile`, and UsageError if both are given.
+    """
     import ssl
 
     if insecure and cafile:

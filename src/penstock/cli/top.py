@@ -239,7 +239,10 @@ def _checked(api_key: str) -> str:
 
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
-    """Return the screen's lines, at most `look.height`. Rates are between the two snapshots."""
+    """Return the screen's lines: at most `look.height`, unless the part above the requests takes as many.
+
+    Rates are between the two snapshots.
+    """
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
     lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))

@@ -61,7 +61,8 @@ COLD_TOKENS = 16
 def coldness_after(coldness: float, duration_ns: float) -> float:
     """Return the share of the weights that is missing from the processor's caches after a step of `duration_ns`.
 
-    `coldness`: that share before the step. The next step takes that share of `CostModel.cold_ns` longer.
+    `coldness`: that share before the step. A next step of at most `COLD_TOKENS` takes that share of
+    `CostModel.cold_ns` longer, and one of more tokens less.
     """
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 

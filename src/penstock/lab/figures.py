@@ -446,7 +446,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Return the number of parts for batch means. A part lasts twice the mean e2e latency and has five completions."""
+    """Return the number of parts for batch means. A part lasts at least twice the mean latency, with five ends."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0

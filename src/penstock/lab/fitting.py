@@ -264,7 +264,7 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
-    """Return measured / modelled time for each octave of modelled time. An octave with few steps joins the next."""
+    """Return measured / modelled time for each octave of modelled time. Octaves with few steps join a neighbour."""
     octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
     ends: list[float] = []
     begin = -np.inf

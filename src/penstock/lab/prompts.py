@@ -82,7 +82,7 @@ class _Writer:
     def write(self, job: Job, idx: int, num_tokens: int) -> tuple[str, int]:
         """Return a text for a job, and its number of tokens.
 
-        The job's own text is cut to at most `num_tokens`; a random text has exactly `num_tokens`.
+        The job's own text is cut to at most `num_tokens`. A random text has `num_tokens`, or a few less if tries fail.
         """
         if job.prompt is not None:
             return self._shortened(job.prompt, num_tokens)

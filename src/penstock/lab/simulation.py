@@ -130,7 +130,7 @@ class Simulation(ServerSettings):
     def capacity_per_s(self, workload: Workload) -> float:
         """Return the requests per second of a run in which all arrive at once, and none is refused, late or cancelled.
 
-        The slow start and end of the run count, so this is less than `plan.saturated_rate`.
+        The slow start and end of the run count; `plan.saturated_rate` may leave them out, and counts conversations.
         """
         jobs = [
             replace(

@@ -45,7 +45,7 @@ def evenly(workload: Workload, count: int) -> Workload:
 
 
 def between(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """Keep single requests and conversations that arrive from `from_s` to `until_s`. `from_s` becomes time 0."""
+    """Keep single requests and conversations that arrive from `from_s` and before `until_s`. `from_s` becomes time 0."""
     begin_ns, end_ns = round(from_s * NS_PER_S), round(until_s * NS_PER_S)
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
@@ -127,7 +127,8 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Limit the tokens of prompts and answers. A conversation ends before its first later turn that exceeds the limits.
+    """Limit the tokens of prompts and answers. A conversation ends before its first later turn with too
+    long a prompt.
 
     A prefix block that is cut is no longer shared.
     """
@@ -256,7 +257,7 @@ def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) 
 def cancel(workload: Workload, share: float, seed: int) -> Workload:
     """Make the clients of a share of the jobs leave after a random part of the answer: at least 1 token, never all.
 
-    The share is exact, rounded to whole jobs. Answers of one token are never cancelled.
+    The share is exact, rounded to whole jobs, if so many answers have several tokens. Others are never cancelled.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"The share of clients that go away is {share}.", remedy="Set it from 0 to 1, such as 0.03.")

@@ -113,7 +113,7 @@ class Trials:
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Rank the candidates by mean score over the slices.
+        """Rank the candidates by mean score over the slices. Drop all but the shortest of those with equal scores.
 
         Raises ConfigError if the default settings are refused, or their latency is infinite.
         """

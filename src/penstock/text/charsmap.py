@@ -19,7 +19,10 @@ _CHUNK = 256
 
 
 def check_charsmap(data: bytes) -> int:
-    """Return the length in bytes of the longest replacement. Raises `ModelError` if a lookup could read beyond the data."""
+    """Return the length in bytes of the longest replacement. Raises `ModelError` for a damaged charsmap.
+
+    Damaged: a lookup could read beyond the data, or a replacement is not UTF-8.
+    """
     size = int.from_bytes(data[:4], "little")
     if not 4 + size < len(data) <= MAX_BYTES or size < 1024 or size % 1024:  # units come in blocks of 256
         raise _damaged(f"it has {len(data)} bytes, and a trie of {size}")

@@ -161,7 +161,7 @@ def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _expansion(vocab: GgufVocab) -> Expansion | None:
-    """Return how much longer normalisation can make a text. Raises `ModelError` for a damaged charsmap."""
+    """Return how much longer normalisation can make a text, or None if hardly. Raises `ModelError` for a damaged charsmap."""
     if vocab.model == "bert":
         return Expansion(3, 0)
     return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None
@@ -204,7 +204,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _joinable(vocab: GgufVocab) -> dict[str, float]:
-    """Return piece -> score of the pieces that merging can produce: no control, byte or unused pieces."""
+    """Return piece -> score of the pieces that merging can produce: the normal ones, or all without token types."""
     if not vocab.token_types:
         return dict(zip(vocab.tokens, vocab.scores, strict=True))
     rows = zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True)

@@ -296,7 +296,7 @@ class _Writer:
         return name
 
     def _free(self, ends: Sequence[str]) -> str:
-        """Write a rule for any text up to the first of `ends`, and return its name."""
+        """Write a rule for any text, through the first of `ends` if there are any, and return its name."""
         name = f"free{len(self.lines)}"
         if not ends:
             self.lines.append(f"{name}: /{_ANY}/")

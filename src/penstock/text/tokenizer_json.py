@@ -81,7 +81,10 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
-    """Return how much longer the normalizer and pre-tokenizer can make a text. Raises `ModelError` if it is too much."""
+    """Return how much longer the normalizer and pre-tokenizer can make a text, or None for at most twice as long.
+
+    Raises `ModelError` if it is too much.
+    """
     parts = [*_flat(file.get("normalizer"), "normalizers"), *_flat(file.get("pre_tokenizer"), "pretokenizers")]
     factor, extra_bytes = 1.0, 0.0
     for part in parts:
