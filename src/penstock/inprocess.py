@@ -129,7 +129,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     """`stop`, `length`, or None while the answer grows."""
     stop_reason: int | str | None = None
-    """The stop token or stop text that ended the answer, if one of the request's did."""
+    """The stop token or stop text that ended the answer. None: an end token of the model or the length limit did, or it
+    goes on."""
 
     @property
     def finished(self) -> bool:

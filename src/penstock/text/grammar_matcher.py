@@ -336,7 +336,7 @@ class GrammarMatcher:
         accepted."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Advance by sampled tokens. Tokens after an end token are ignored."""
+        """Advance by sampled tokens. After an end token, further end tokens are ignored, and others raise."""
         self._mask, self._is_first = None, False
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
