@@ -1,11 +1,14 @@
 """TLS: files that change are read again without a connection being lost, and clients can be told what to believe."""
 
+import asyncio
 import contextlib
 import http.client
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ from click.testing import CliRunner
 from penstock.cli.main import cli
 from penstock.config import ServerConfig
 from penstock.lab.target import Questions, Target
+from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.connection import HttpConnection
+from penstock.serve.http.listener import bind_socket
 from penstock.serve.http.tls import server_context
 from penstock.types.errors import ConfigError, PenstockError
 from support.server.harness import running, wait_until
@@ -137,3 +143,35 @@ def test_what_nobody_can_believe_is_told(tmp_path, words):
     result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once", *words])
     assert result.exit_code in (1, 2)
     assert "--cafile" in result.output + str(result.exception)
+
+
+async def test_a_half_answered_http_1_0_client_that_says_goodbye_is_reset(tmp_path):
+    """A goodbye of the server would tell it that the answer is whole."""
+    key, paper = make_certificate(tmp_path)
+
+    async def half(_scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    def ask(address):
+        trust = ssl.create_default_context(cafile=paper)
+        with (
+            socket.create_connection(address, timeout=20) as plain,
+            trust.wrap_socket(plain, server_hostname="localhost") as kept,
+        ):
+            kept.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"half"):
+                answer += kept.recv(1000)
+            with pytest.raises((ConnectionResetError, ssl.SSLSyscallError)):
+                kept.unwrap()
+
+    with bind_socket("127.0.0.1", 0) as listener:
+        make_connection = partial(HttpConnection, half, max_body_bytes=1)
+        acceptor = Acceptor(listener, make_connection, max_connections=1, ssl_context=server_context(paper, key))
+        try:
+            await asyncio.to_thread(ask, listener.getsockname())
+        finally:
+            acceptor.close()
