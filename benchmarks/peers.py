@@ -1,10 +1,9 @@
 """How does Penstock compare with other CPU servers? The same workload, weights from the same file, the same machine and run.
 
 Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each concurrency: a
-closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process, without HTTP).
-Every second round goes backwards. Figures are medians of the rounds; in bold Penstock's throughput over the contender's, the
-median of the rounds' ratios. `in all`: prompts' tokens count, too. `like ours`: the first characters of a reply that are
-Penstock's, on average. The last line is a JSON object with the ratios.
+closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process). Every second
+round goes backwards. Figures are medians of the rounds; in bold the median ratio of Penstock's throughput to the contender's.
+`in all`: with prompts' tokens. `like ours`: a reply's first characters that are Penstock's, on average. The last line is JSON.
 
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf

@@ -1,13 +1,12 @@
 """What does a streamed token cost the server beside the model's work? CPU time of its threads, per token and per step.
 
-The server runs with an executor that sleeps for `--step-ms` and then says the next words of a poem, so nothing but the
-server's own work is left, and other programs on the machine disturb less than with wall time. All else is as with a model:
-tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each of `--streams`; the client is the lab's.
+The server runs with an executor that sleeps for `--step-ms` and then says the next words of a poem: nothing but the server's
+own work is left. All else is as with a model: tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for
+each of `--streams`; the client is the lab's. The HTTP thread's CPU time has requests, prompts and connections in it.
 
     python benchmarks/streaming.py
 
-Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer. The HTTP thread's CPU time has
-requests, prompts and connections in it.
+Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Sleeper(NoAdapters):
         self._step_s = step_s
         self._num_said = 0
 
-    def copy_blocks(self, pairs: object) -> None:
-        del pairs
+    def copy_blocks(self, _pairs: object) -> None: ...
 
     def submit(self, plan: StepPlan) -> Ticket:
         for request_id in plan.releases:
@@ -98,8 +96,7 @@ def serve(port: int, step_s: float, executor: type[Sleeper] = Sleeper) -> None:
         server=ServerConfig(port=port),
     )
     runtime = factory.start_model(config, resolve(DEFAULT_MODEL, default_cache_dir()))
-    engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
-    print(engine.native_id, flush=True)
+    print(next(thread.native_id for thread in threading.enumerate() if thread.name == "penstock-engine"), flush=True)
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from support.deployments import deployment_of
 
