@@ -155,8 +155,8 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("port = true", "port: True is a boolean, not a count"),
-        ("port = 80.5", "port: 80.5 is a decimal number, not a count"),
+        ("port = true", "port: True is a boolean, not a port"),
+        ("port = 80.5", "port: 80.5 is a decimal number, not a port"),
         ("length_buckets = [128, 'x']", r"length_buckets: \[128, 'x'\] is not a list of counts"),
         ("length_buckets = '128;256'", "length_buckets: '128;256' is not a count"),
         ("host = 7", "host: 7 is an integer, not text"),

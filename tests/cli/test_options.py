@@ -57,7 +57,7 @@ def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> N
     path = tmp_path / "p.toml"
     path.write_text('port = 1\nhost = "file"\nmax_num_seqs = 3\nmodel = "from-file"\n')
     env = {"PENSTOCK_PORT": "2", "PENSTOCK_HOST": "environment"}
-    config = _config("--config", str(path), "--port", "4k", env=env)
+    config = _config("--config", str(path), "--port", "4000", env=env)
     assert (config.server.port, config.server.host, config.scheduler.max_num_seqs) == (4000, "environment", 3)
     assert config.model.model == "from-file"
     assert config.kv == Config().kv
@@ -76,6 +76,7 @@ def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
     samples = {
         "count": "2",
         "counts": "2,3",
+        "port": "4000",
         "size": "16MiB",
         "duration": "1s",
         "share": "5%",
@@ -140,7 +141,9 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
         (["--policy-args", "3"], "3 is an integer, not a table."),
         (["--device", "tpu"], "'tpu' is not available; available: auto, cpu, cuda."),
         (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
-        (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),
+        (["--port", "x"], "Invalid value for '--port': 'x' is not a port number (0 to 65535)."),
+        (["--port", "4k"], "'4k' is not a port number"),
+        (["--port", "70000"], "Invalid value for '--port': '70000' is not a port number (0 to 65535)."),
         (["--kv-cache-memory", "4 potatoes"], "the unit 'potatoes' is unknown."),
         (["--config", "/absent.toml"], "/absent.toml: cannot be read"),
         (["--api-key", ""], "Invalid value for '--api-key': '' is empty."),
@@ -156,7 +159,7 @@ def test_a_wrong_value_is_wrong_usage_and_named(arguments: list[str], cause: str
 @pytest.mark.parametrize(
     ("name", "value", "cause"),
     [
-        ("PENSTOCK_PORT", "abc", "'abc' is not a count such as 512, 4k or 2Mi."),
+        ("PENSTOCK_MAX_NUM_SEQS", "abc", "'abc' is not a count such as 512, 4k or 2Mi."),
         ("PENSTOCK_PREFIX_CACHING", "maybe", "'maybe' is not true or false."),
         ("PENSTOCK_CONFIG", "/absent.toml", "/absent.toml: cannot be read"),
     ],

@@ -18,6 +18,7 @@ from penstock.config.setting import (
     duration,
     flag,
     path,
+    port_number,
     setting,
     settings_of,
     share,
@@ -451,7 +452,7 @@ class ServerConfig(Component):
     title: ClassVar[str] = "Server"
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network.")
-    port: int = count(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    port: int = port_number(8000, "Port to listen on; 0 takes a free one.")
     api_keys: tuple[str, ...] = setting(
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )

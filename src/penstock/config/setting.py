@@ -14,7 +14,16 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, ClassVar
 
-from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
+from penstock.config.units import (
+    MAX_PORT,
+    format_size,
+    parse_count,
+    parse_counts,
+    parse_duration,
+    parse_port,
+    parse_share,
+    parse_size,
+)
 from penstock.types.errors import ConfigError
 
 
@@ -27,6 +36,7 @@ class Kind(StrEnum):
     FLAG = "flag"
     COUNT = "count"
     COUNTS = "counts"
+    PORT = "port"
     SIZE = "size"
     DURATION = "duration"
     SHARE = "share"
@@ -35,6 +45,7 @@ class Kind(StrEnum):
 
 _PARSERS: Mapping[Kind, Callable[[str], int | float]] = {
     Kind.COUNT: parse_count,
+    Kind.PORT: parse_port,
     Kind.SIZE: parse_size,
     Kind.DURATION: parse_duration,
     Kind.SHARE: parse_share,
@@ -131,7 +142,7 @@ class Setting:
     def _as_number(self, raw: object) -> int | float:
         if isinstance(raw, str):
             return _PARSERS[self.kind](raw)
-        allowed = (int,) if self.kind in (Kind.COUNT, Kind.SIZE) else (int, float)
+        allowed = (int,) if self.kind in (Kind.COUNT, Kind.PORT, Kind.SIZE) else (int, float)
         if isinstance(raw, bool) or not isinstance(raw, allowed):
             raise ValueError(f"{raw!r} is {_toml_type(raw)}, not a {self.kind}")
         return raw
@@ -153,6 +164,7 @@ choice = partial(setting, kind=Kind.CHOICE)
 flag = partial(setting, kind=Kind.FLAG)
 count = partial(setting, kind=Kind.COUNT)
 counts = partial(setting, kind=Kind.COUNTS)
+port_number = partial(setting, kind=Kind.PORT, minimum=0, maximum=MAX_PORT)
 size = partial(setting, kind=Kind.SIZE)
 duration = partial(setting, kind=Kind.DURATION)
 share = partial(setting, kind=Kind.SHARE)

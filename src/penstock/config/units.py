@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+MAX_PORT = 65535
+
 _NUMBER = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 _COUNT_FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
@@ -26,6 +28,13 @@ def parse_count(text: str) -> int:
 def parse_counts(text: str) -> tuple[int, ...]:
     """Return (128, 1000) for `128,1k`. Raises ValueError."""
     return tuple(parse_count(entry) for entry in text.split(","))
+
+
+def parse_port(text: str) -> int:
+    """Return 8080 for `8080`. Raises ValueError for anything but a port number or 0."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) > MAX_PORT:
+        raise ValueError(f"{text!r} is not a port number (0 to {MAX_PORT})")
+    return int(text)
 
 
 def parse_size(text: str) -> int:
