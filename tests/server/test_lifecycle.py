@@ -25,7 +25,7 @@ LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
 def test_a_taken_port_is_told_with_a_remedy():
     with bind_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"Port {port} .* in use.*--port"):
+        with pytest.raises(ConfigError, match=rf"Port {port} .* already in use, perhaps by another Penstock\..*--port"):
             bind_socket("127.0.0.1", port)
 
 
@@ -161,6 +161,13 @@ async def test_what_outlasts_the_timeout_is_told_its_end(caplog):
         assert not server.server.ended_cleanly
     assert "shutting down: 1 request may take up to 0.01 s" in caplog.text
     assert "requests that had not finished after 0.01 s were aborted" in caplog.text
+
+
+async def test_an_end_without_requests_promises_no_wait(caplog):
+    caplog.set_level("INFO", logger="penstock")
+    with LiveServer(make_runtime(), ServerConfig(port=0)) as server:
+        server.stop()
+    assert [record.getMessage() for record in caplog.records if "shutting" in record.message] == ["shutting down"]
 
 
 def test_run_server_returns_the_exit_code():

@@ -215,8 +215,11 @@ class Server:
     async def _end(self) -> None:
         timeout_s = self._config.shutdown_timeout_s
         loads = [running.engine.load() for running in self._deployment.running]
-        num_requests = counted(sum(load.num_running + load.num_waiting for load in loads), "request")
-        _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
+        if num_requests := sum(load.num_running + load.num_waiting for load in loads):
+            told = counted(num_requests, "request")
+            _log.info("shutting down: %s may take up to %g s; a second signal ends at once", told, timeout_s)
+        else:
+            _log.info("shutting down")
         try:
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             self.ended_cleanly = await asyncio.to_thread(self._deployment.close, timeout_s)

@@ -68,8 +68,8 @@ def connection_limit(config: ServerConfig) -> int:
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        remedy = "Stop that program, or choose another with --port (0 takes a free one)."
-        return ConfigError(f"Port {port} on {host} is in use by another program.", remedy=remedy)
+        remedy = "Stop it, or choose another port with --port (0 takes a free one)."
+        return ConfigError(f"Port {port} on {host} is already in use, perhaps by another Penstock.", remedy=remedy)
     if error.errno == errno.EACCES:
         return ConfigError(f"Port {port} may not be opened by this user.", remedy="Choose one above 1023 with --port.")
     return ConfigError(f"The address {host}:{port} cannot be opened: {error.strerror}.", remedy="Check --host and --port.")
