@@ -191,6 +191,7 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--in-process", "--endpoint", "embeddings"), "needs a server"),
         (("--json", "missing/a.json"), "can't be written"),
         (("--url", "nonsense"), "not the address"),
+        (("--workload", "missing.csv"), "missing.csv is neither a file nor the name of a workload"),
         (("--timeout", "0s"), "must be greater than 0"),
         (("--api-key", "a\nb"), "no header can have"),
     ],

@@ -39,7 +39,7 @@ from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.records import Sent
 from penstock.lab.target import Address, Endpoint, Questions, ServerTokenizer, Target
 from penstock.lab.workload import Job, Workload
-from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.lab.workload_choice import WorkloadChoice, check_exists, make_workload
 from penstock.types.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
 
     warn_of_unknown_variables()
     slos, loads = parse_slos(values["slo"]), _loads(choice, values)
+    check_exists(choice.workload)  # before a server is asked, or a model loaded
     _check_files(values)
     runs: list[Run] = []
     is_interrupted = False

@@ -132,13 +132,18 @@ def _made_up(choice: WorkloadChoice) -> Workload:
     return transforms.converse(made_up, choice.sessions)
 
 
-def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
-    path = Path(choice.workload).expanduser()
-    if not path.is_file():
+def check_exists(workload: str) -> None:
+    """Raise ConfigError unless this is the name of a workload or a file. Does not read the file."""
+    if workload not in NAMED and not Path(workload).expanduser().is_file():
         raise ConfigError(
-            f"{choice.workload} is neither a file nor the name of a workload.",
+            f"{workload} is neither a file nor the name of a workload.",
             remedy=f"Names are {', '.join(NAMED)}; a file may be a trace, a recording or prompts.",
         )
+
+
+def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
+    check_exists(choice.workload)
+    path = Path(choice.workload).expanduser()
     for name, flag in (
         ("input_tokens", "--input-tokens"),
         ("output_tokens", "--output-tokens"),
