@@ -11,6 +11,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP_FAILED := { echo "error: pip failed, for the reason above. Packages come from the index of pip's settings: see 'pip config list'." >&2; exit 1; }
+NOTE_PYTHON = test "$(origin PYTHON)" = file || test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V 2>/dev/null)" || \
+	  echo "note: PYTHON=$(PYTHON) is ignored: .venv exists, with $$($(BIN)/python -V). Remove .venv, or run make clean, to use another." >&2
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
 INSTALLED_DOCS := .venv/.installed-docs
@@ -24,8 +26,7 @@ help:  ## show this list
 	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, test, bench)"
 
 install: $(INSTALLED)  ## make .venv and build Penstock into it
-	@test "$(origin PYTHON)" = file || test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" || \
-	  echo "note: PYTHON=$(PYTHON) is ignored: .venv exists, with $$($(BIN)/python -V). Remove .venv, or run make clean, to use another." >&2
+	@$(NOTE_PYTHON)
 
 # Editable: Python is used from src/, so that only a change of native/ needs a new build.
 $(INSTALLED): $(SOURCES) | .venv
@@ -54,12 +55,15 @@ $(INSTALLED_DOCS): pyproject.toml | .venv
 	  echo "error: no virtual environment could be made (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }
 
 pull: $(INSTALLED)  ## fetch MODEL's weights into the cache
+	@$(NOTE_PYTHON)
 	@$(BIN)/penstock pull $(MODEL)
 
 serve: $(INSTALLED)  ## install, fetch MODEL and serve it on http://127.0.0.1:8000
+	@$(NOTE_PYTHON)
 	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
 
-test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all tests
+test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all tests (10 to 15 minutes on two free cores)
+	@$(NOTE_PYTHON)
 	@$(BIN)/penstock pull smollm2:135m
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
