@@ -378,7 +378,7 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
 
 
 def num_memory_bytes(config: Config, model: LoadedModel) -> int:
-    """Return the bytes of the weights that stay in memory: all but the experts with --experts-on-disk."""
+    """Return the bytes of the weights that are always in memory. With --experts-on-disk these are all but the experts."""
     return model.num_weight_bytes - (model.num_expert_bytes if config.model.experts_on_disk else 0)
 
 

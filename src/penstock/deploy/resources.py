@@ -86,7 +86,10 @@ class MemoryBudget:
     """
 
     def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
-        """`read_available_bytes` returns the bytes free now. `limit_bytes`: for all models; None: those free at first."""
+        """`read_available_bytes` returns the bytes that are free now.
+
+        All models together may use what is free when the budget is first used, and at most `limit_bytes` unless that is None.
+        """
         self._read_available_bytes = read_available_bytes or available_memory_bytes
         self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None

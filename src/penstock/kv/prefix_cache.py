@@ -135,9 +135,10 @@ class PrefixCache:
             self._answers[block_id] = begins
 
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a request belongs to a conversation, so that its blocks should be kept longer.
+        """Return whether a request is the latest turn of a conversation, so that its blocks should be kept longer.
 
-        It does if its hit reaches the answer to a shorter prompt, or if it names a conversation without a longer prompt.
+        It is in two cases. It names its conversation, and no earlier prompt of that conversation was longer. Or the part of its
+        prompt that is cached reaches the answer to an earlier, shorter prompt.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):

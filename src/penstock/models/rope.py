@@ -160,10 +160,11 @@ def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
-    """Return a vector to subtract from every key before storing it. [num_kv_heads * head_dim]
+    """Return a vector to subtract from every rotated key before it is stored. [num_kv_heads * head_dim]
 
-    Subtracting it shifts all scores of a query alike, which softmax ignores. In columns that hardly rotate over `num_positions`
-    it is the bias: Qwen2.5's is too large for one int8 scale per 32 columns.
+    It takes the bias out of the stored keys, because Qwen2.5's is too large for one int8 scale per 32 columns. A column has the
+    bias if it rotates by less than one radian over `num_positions`, so that the bias hardly changes with the position, and
+    else 0. Subtracting one vector from all keys adds the same number to all scores of a query, which softmax ignores.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

@@ -37,7 +37,10 @@ class Replicas:
         """(first second, servers needed from then on), ascending, for the last `DOWN_S`."""
 
     def add(self, second: int, load: float) -> None:
-        """Add the load of one second, in servers. Seconds ascend; omitted ones were like the one before."""
+        """Record how many servers one second's load needs, and update `desired`.
+
+        Call this in the order of time. A second that is left out counts as one with the load of the second before it.
+        """
         asked = max(1, math.ceil(load - TOLERANCE))
         if not self._asked or self._asked[-1][1] != asked:
             self._asked.append((second, asked))
@@ -105,7 +108,10 @@ class Signals:
     """Measures the recent load. A thread-safe `Observer` of the engine."""
 
     def __init__(self, num_rows: int, drain_rate: Callable[[int], float]) -> None:
-        """`num_rows` is the most requests that run at once. `drain_rate` returns requests per second at an instant."""
+        """`num_rows` is the most requests that run at once.
+
+        `drain_rate` takes the time now in ns. It returns how many requests per second ended while others waited, or 0.
+        """
         self._num_rows = num_rows
         self._drain_rate = drain_rate
         self._lock = threading.Lock()

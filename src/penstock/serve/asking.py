@@ -188,10 +188,11 @@ def read_terms(
     cache_salt: str = "",
     conversation: str = "",
 ) -> Terms:
-    """Return a request's terms, such as deadline and priority, from the headers and from three fields of the body.
+    """Return a request's terms, such as deadline and priority.
 
-    `arrival_ns`: now. Ignored if the request has waited for its model. Raises 400 for malformed, contradicting or unsupported
-    values.
+    They come from its headers, its key, the server's limits of time, and three fields of its body: `priority`, `cache_salt`
+    and `conversation`. `arrival_ns` is the time now, except that a request that waited for its model arrived before that wait.
+    Raises 400 for malformed, contradicting or unsupported values.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
     owner = read_owner(scope, config)

@@ -106,9 +106,10 @@ class Grammar:
     """The field of the client's request that has the grammar, for errors."""
 
     def before(self, spell: Callable[[str], str]) -> str:
-        """Return the outer Lark: the reasoning block, then `@main` (the source) or `@other` (the alternative).
+        """Return the Lark rules that join the parts of an answer. Empty if the grammar is its only part.
 
-        Empty if there is neither a reasoning block nor an alternative.
+        The parts are the reasoning block, which may be absent, then `@main` (the grammar of `source`) or `@other` (that of the
+        alternative). `spell` returns Lark for a mark, such as `<[7]>` for a special token.
         """
         if self.lead is None and self.other is None:
             return ""

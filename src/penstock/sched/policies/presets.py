@@ -106,10 +106,12 @@ def make_policies(
     settings: Mapping[str, Mapping[str, object]] | None = None,
     arguments: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
-    """Return a preset's policies, with replacements given by name, class or object.
+    """Return a preset's policies, with those that are given in their place: by name, as `module:Class`, or as objects.
 
-    `settings` (by seam) are fields of a policy chosen by name; None leaves a field as it is. `arguments` come from the user,
-    and override settings. Raises ConfigError, LacksSetting, OwnPolicyError.
+    `settings` and `arguments` set fields of policies that are not objects, by seam and field, and go before the preset's.
+    `settings` come from the server's settings, and None leaves a field as it is. `arguments` are what the user wrote for this
+    policy. Raises OwnPolicyError for a field in both, and for a class that can't be made; LacksSetting if the policy does not
+    have a field of `settings`; ConfigError for an unknown name.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)

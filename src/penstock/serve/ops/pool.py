@@ -55,7 +55,10 @@ class PoolEndpoint:
         """Model -> (time in ns, map) of the last map of its pool."""
 
     async def kv(self, http: HttpRequest) -> Response:
-        """Return all blocks of a model as runs of equal neighbours: `[state, blocks]`, or `["held", blocks, owner]`."""
+        """Answer with a model's blocks in order: one `[state, number of blocks]` for neighbours with the same state and owner.
+
+        Blocks that a request holds are `["held", number of blocks, owner]`, in which `owner` is an index into `owners`.
+        """
         running = find_model(http.query_params.get("model"), self._deployment)
         names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
         return await json_answer(lambda: _as_json(self._draw(running), names))

@@ -62,7 +62,7 @@ _KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLAS
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The model and the terms of a request, before its texts are read."""
+    """A request whose model was found and whose headers were read. Its texts were not read yet."""
 
     running: RunningModel
     encoder: EncoderInfo

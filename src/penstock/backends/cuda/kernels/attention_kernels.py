@@ -246,9 +246,11 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Compute attention of `QUERIES` queries of a row for one KV head, over this program's part of the context.
+    """Compute attention of `QUERIES` queries of a row for one KV head.
 
-    `leaves_decodes`: skip rows with one query. With `SPLIT_TILES`, a program takes the whole context, cut as in decodes.
+    If `SPLIT_TILES` is 0, the programs of the grid's last axis share the context, and `merge_prefill_kernel` merges what they
+    computed. Otherwise one program computes the whole context, in parts of `SPLIT_TILES` tiles that end where those of
+    `decode_kernel` do, and merges them in order. `leaves_decodes`: skip rows with one query.
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # last queries first: they have the longest context
