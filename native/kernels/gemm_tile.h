@@ -163,7 +163,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
-    int fetched = ahead.phase;
+    int fetched = 2 * ahead.phase;
     const uint8_t* kv = ahead.kv.data;
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
@@ -174,11 +174,17 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
     }
     const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
-    const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half) PENSTOCK_LAMBDA {
+    constexpr int kHalf = L::kPairBytes / 128 * 64;
+    const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half, bool fetches) PENSTOCK_LAMBDA {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
             const vi start = set1_i(zero_sum[r * groups + g]);
             for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
+        }
+        if (fetches) {  // half of the pair's lines: more at once would wait for each other
+            for (int p = 0; p < kPanels; ++p) {
+                for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
+            }
         }
         if constexpr (!kWaitsForMemory) {
             fetch_lines(kv);
@@ -194,18 +200,17 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             }
         }
     };
-    for (int pair = 0; pair < pairs; ++pair) {
-        const uint8_t* stream[kPanels];
-        for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants + int64_t{pair} * L::kPairBytes;
-        if (pair == fetched) {
-            fetched += ahead.period;
-            for (int p = 0; p < kPanels; ++p) {
-                for (int i = 0; i < L::kPairBytes; i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
-            }
-        }
-        add_group(stream, 2 * pair, 0);
-        if (2 * pair + 1 < groups) add_group(stream, 2 * pair + 1, 1);
+    const uint8_t* stream[kPanels];
+    for (int p = 0; p < kPanels; ++p) stream[p] = panels[p].quants;
+    int g = 0;
+    for (; g + 1 < groups; g += 2) {
+        const bool fetches = g == fetched;
+        if (fetches) fetched += 2 * ahead.period;
+        add_group(stream, g, 0, fetches);
+        add_group(stream, g + 1, 1, fetches);
+        for (int p = 0; p < kPanels; ++p) stream[p] += L::kPairBytes;
     }
+    if (g < groups) add_group(stream, g, 0, g == fetched);
     if constexpr (L::kAffine) {
         const uint16_t* sums = a.sum + row0 * 2 * pairs;
         for (int k = 0; k < pairs; ++k) {
