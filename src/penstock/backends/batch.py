@@ -27,8 +27,8 @@ NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite
 def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
     """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
 
-    The logits of prompt positions that a step scores take at most 32 MiB. Raises ModelError for a program that reads texts and
-    ends in logits, or the reverse.
+    `max_scored` is the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256. It is 0 for a program
+    of whole texts (`is_one_pass`). Raises ModelError if such a program does not end in `States`, or if any other program does.
     """
     is_one_pass = program.is_one_pass
     if is_one_pass != isinstance(program.ending, States):

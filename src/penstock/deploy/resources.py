@@ -99,9 +99,10 @@ class MemoryBudget:
         self._lock = threading.RLock()  # `take` calls `left_bytes`
 
     def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
-        """Return the bytes that the model `name` may use: free now, and not in another model's share.
+        """Return the bytes that the model `name` may use: free now, and reserved neither for other models nor for stuck steps.
 
-        `is_restart`: leave out the memory of the model's own stuck steps, because their KV cache will not grow.
+        `is_restart`: reserve nothing for the model's own stuck steps. The memory that they use is not free anyway, and
+        they will not use more.
         """
         left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
         return max(0, min(self._read_available_bytes(), left_bytes))

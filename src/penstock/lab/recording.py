@@ -1,7 +1,8 @@
 """Reads recordings of `serve --record` (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes them.
 
-The files of one recording are read as one stream of events in time order. A request that had already ended when a step finished
-comes before that step.
+The files of one recording are read as one stream of events, in the order in which they happened. A step happens when it
+finishes: the end of a request that was cancelled while the step ran comes before the step, and the end of a request whose last
+token the step computed comes after it.
 """
 
 from __future__ import annotations

@@ -171,7 +171,10 @@ class Signals:
         self._free = 1.0 - held
 
     def _advance(self, now_ns: int) -> None:
-        """Add the time since the last report, in which the load did not change, up to the longest window."""
+        """Add the time since the last call to the sums of its seconds, with the load that was set last.
+
+        Update the desired replicas after each full second. Time longer ago than `DOWN_S + WINDOW_S` is not added.
+        """
         if self._at_ns is None:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)

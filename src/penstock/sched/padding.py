@@ -91,7 +91,7 @@ class Padding:
             self._tails[row.request_id] = row
 
     def add_tails(self, draft: StepDraft) -> None:
-        """Plan one padding token for each row whose request ended. `begin` has already counted them."""
+        """Plan one padding token for each row whose request has ended. `begin` has added these tokens to the step's counts."""
         for row in list(self._tails.values()):
             if row.context_len + 1 >= self._capacity.max_model_len:
                 row = self._shorten(row)

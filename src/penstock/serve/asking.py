@@ -522,9 +522,10 @@ class Asked:
     scope: Scope
 
     def find(self, name: str | None, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
-        """As `find_allowed`, but a name that is split between models leads to one of them.
+        """Return the model that the request names, and the adapter if the name is an adapter's. Raises like `find_allowed`.
 
-        Tenant and `user` decide which one, or the request's id. So every call for one request finds the same model.
+        If the name is split between several models, choose one by the tenant and `user`, or by the tenant and the request's
+        id if `user` is empty. The choice is the same each time.
         """
         scope, deployment = self.scope, self.reader.deployment
         served, adapter = find_allowed(name, deployment, scope)

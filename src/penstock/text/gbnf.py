@@ -401,7 +401,10 @@ class _Checker:
 
 
 def _all(kind: str, node: _Node) -> Iterator[str]:
-    """Yield the texts of a node and its descendants of this kind: names of rules, or strings that are not empty."""
+    """Yield the `text` of each node of this kind, in the tree below `node` and including it. Empty texts are skipped.
+
+    For the kind "name" these are the rules that are used, for "text" the quoted strings.
+    """
     if node.kind == kind and node.text:
         yield node.text
     for part in node.parts:

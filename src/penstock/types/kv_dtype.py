@@ -24,7 +24,7 @@ KEY_GROUP = 32  # columns of a key that share a scale in `INT8`
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the columns of a head in the native backend, whose kernels take 16 at a time; the rest is zeros."""
+    """Return `head_dim` rounded up to a multiple of 16. Native kernels take 16 columns at a time; the added ones are zeros."""
     return -(-head_dim // 16) * 16
 
 

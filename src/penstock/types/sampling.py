@@ -103,10 +103,14 @@ def _number(
     also_neutral: tuple[float, ...] = (),
     **others: tuple[float, float] | tuple[float, float, bool],
 ) -> Parameter:
-    """Return a sampling parameter.
+    """Return a sampling parameter. Arguments that are not listed here are fields of `Parameter`.
 
-    - `bounds`: (least, most), and True if the least value is excluded; `others` has an API's own bounds
-    - `names`: its name, then each API that has it: `api`, or `api=name` if its name differs there
+    - `neutral`, `also_neutral`: values that change nothing, such as 0 and -1 for `top_k`, which then keeps all tokens
+    - `bounds`: (least, most), or (least, most, True) if values must be greater than the least
+    - `names`: the parameter's name, then the APIs that have it, such as "top_k openai cohere=k" for `top_k`, which is also
+      `top_k` in OpenAI's API, but `k` in Cohere's
+    - `text`: a sentence for the docs
+    - `others`: bounds of single APIs in place of `bounds`, such as `cohere=(0, 500)`
     """
     name, *apis = names.split()
     spelled = [(api, own or name) for api, _, own in (word.partition("=") for word in apis)]

@@ -1,7 +1,8 @@
-"""The journal's memory: the life of each request, the recent steps, and what the queue waited for.
+"""The journal's data: the history of each request (`Life`), the recent steps, and the queue's waiting time by reason.
 
-A decoding request is in every step from its first token to its end, so two step numbers describe its decoding. All waiting
-requests wait for what the first of them lacks, so a request's waiting time is the difference of two totals.
+A decoding request is in every step until it pauses or ends, so the numbers of its first and last step tell all of them. All
+waiting requests wait for the resource that the first of them lacks, so a request's waiting time is the total of `WaitClock`
+when it was admitted, less the total when it was queued.
 """
 
 from __future__ import annotations

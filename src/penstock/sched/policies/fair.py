@@ -214,7 +214,10 @@ class FairShares(Order):
         return account
 
     def _forget_idle(self) -> None:
-        """Forget half of the idle accounts, smallest counters first: a returning tenant is lifted at least that far."""
+        """Delete all idle accounts but the `max_tenants // 2` with the largest counters.
+
+        A small counter is not missed, since `queued` lifts it anyway when its tenant returns.
+        """
         busy = self._waiting.keys() | self._serving.keys()
         idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in busy]
         for _, tenant in sorted(idle)[: -(self._max_tenants // 2) or None]:

@@ -292,7 +292,10 @@ class ChatWriter(AnswerWriter):
         return usage
 
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
-        """Return the events of a chunk's parts. Log-probabilities and token ids follow in a separate event."""
+        """Return an event for each part of a chunk: reasoning, content, or a piece of a tool call.
+
+        Unless the answer is plain (`_is_plain`), an event without text follows, with log-probabilities and token ids.
+        """
         parts = choice.read(chunk)
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]

@@ -228,7 +228,11 @@ def _size(text: TextInput) -> int:
 
 
 def _ask(call: TextsCall) -> Ask:
-    """Return the `Ask` for admission of a call's first texts, which fill `WINDOW_STEPS`, before they are tokenised."""
+    """Return the `Ask` for admission of a call, before its texts are tokenised.
+
+    It counts only the call's first texts: about as many as fill `WINDOW_STEPS` full steps of the engine. The others are
+    submitted when earlier ones end.
+    """
     model = call.running.model
     texts: list[TextInput] = []
     num_tokens = 0

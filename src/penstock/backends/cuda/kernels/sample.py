@@ -62,7 +62,8 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return how many tokens have a key above each of N keys or, unless `COUNTS`, their summed weight. float64 [N]"""
+    """Return a float64 for each of N keys: the number of tokens in the row with a larger key if `COUNTS`, else the sum of their
+    weights."""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
