@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from penstock.admission.door import AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
@@ -405,6 +406,19 @@ async def test_a_list_does_not_shut_the_door_for_others():
     await until(lambda: len(runtime.bridge._readers) > 40)
     gate.open()
     assert (await other).status_code == (await long).status_code == 200
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_list_of_token_ids_counts_for_as_many_requests_as_the_engine_gets_at_once():
+    gate, runtime, client = texts_gate(limits=AdmissionLimits(tenant_max_concurrent=100))
+    first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
+    await until(lambda: runtime.engine.load().num_running > 0)
+    token_ids = [[5 + index % 50] * 11 for index in range(1000)]  # 47 of them are two steps' worth
+    long = asyncio.create_task(client.post("/v1/embeddings", json={"input": token_ids}))
+    await until(lambda: long.done() or runtime.bridge.num_open_requests > 40)
+    gate.open()
+    assert (await long).status_code == (await first).status_code == 200
     await client.aclose()
     runtime.close()
 

@@ -239,8 +239,9 @@ def _ask(call: TextsCall) -> Ask:
     for text in call.texts:
         if num_tokens >= WINDOW_STEPS * model.capacity.max_step_tokens:
             break
-        texts.append(text)  # four characters for a token, as English has
-        num_tokens += min(max(1, _size(text) // 4), model.capacity.max_model_len)
+        texts.append(text)
+        size = _size(text) if isinstance(text, TokenIds) else _size(text) // 4  # English has four characters for a token
+        num_tokens += min(max(1, size), model.capacity.max_model_len)
     num_token_ids = sum([_size(text) for text in texts if isinstance(text, TokenIds)])
     return replace(
         ask_of(call.terms, call.claim),
