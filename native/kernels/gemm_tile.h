@@ -174,14 +174,14 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
     }
     const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
-    constexpr int kHalf = L::kPairBytes / 128 * 64;
+    constexpr int kHalf = L::kPairBytes / 128 * 64;  // bytes of a pair that its first group fetches ahead
     const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half, bool fetches) PENSTOCK_LAMBDA {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
             const vi start = set1_i(zero_sum[r * groups + g]);
             for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
         }
-        if (fetches) {  // half of the pair's lines: more at once would wait for each other
+        if (fetches) {  // all lines of a pair at once would wait for each other
             for (int p = 0; p < kPanels; ++p) {
                 for (int i = half * kHalf; i < (half ? L::kPairBytes : kHalf); i += 64) prefetch(stream[p] + ahead.distance * panel_bytes + i);
             }

@@ -36,7 +36,7 @@ constexpr int kMostRow8Cols = 8192;
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
 // Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, whose q are
-// `table` of 4 bits, m only in the affine kinds. `quants` is one stream, [panel][pair of groups], because a processor reads one stream
+// `table` of 4 bits, m only in the affine kinds. `quants` is one stream, [panel][pair of groups], because Zen 4 reads one stream
 // faster than three. A pair has
 //   q of the first group, then of the second. 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the 16 rows the bytes 4c..4c+3
 //     of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such chunks of columns 4c..

@@ -164,7 +164,9 @@ async def test_a_half_answered_http_1_0_client_that_says_goodbye_is_reset(tmp_pa
             kept.sendall(b"GET / HTTP/1.0\r\n\r\n")
             answer = b""
             while not answer.endswith(b"half"):
-                answer += kept.recv(1000)
+                piece = kept.recv(1000)
+                assert piece, "the server ended the connection"
+                answer += piece
             with pytest.raises((ConnectionResetError, ssl.SSLSyscallError)):
                 kept.unwrap()
 

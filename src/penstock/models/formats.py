@@ -98,7 +98,7 @@ class Floats(StrEnum):
 def held_bytes(
     fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
 ) -> int:
-    """Return the bytes that a matrix takes in a backend's memory. docs/kernels.md has the native backend's layout."""
+    """Return the bytes that a matrix takes in a backend's memory. See `PackedMatrix` in native/kernels/kernels.h."""
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)

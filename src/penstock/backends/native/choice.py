@@ -25,12 +25,12 @@ from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-SELF_TEST = (sys.executable, "-P", "-m", "penstock.backends.native.self_test")
+SELF_TEST = (sys.executable or "python3", "-P", "-m", "penstock.backends.native.self_test")
 TIMEOUT_S = 30.0
 """For a process that waits. `self_test.MAX_CPU_S` ends one that computes."""
 FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGXCPU)
-"""Signals that a kernel causes. Others come from outside."""
-KEPT_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE")
+"""Signals that a kernel causes once the self-test is `ready`. Others come from outside."""
+KEPT_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE")
 """Environment variables that Python may need to find the package. The process does not need the rest, such as keys."""
 
 
@@ -74,16 +74,15 @@ def choose(variants: Sequence[str], file: Path | None, machine: str, self_test: 
         fault = verdicts.get(variant)
         if fault is None and (fault := _test(variant, self_test)) is not None:
             verdicts[variant] = fault
-            if file:
-                _write(file, machine, verdicts)
+            is_kept = file is not None and _write(file, machine, verdicts)
             if fault:
                 _log.error(
                     "The %s kernels failed their self-test on this processor (%s), so others are used. --kernels %s uses them "
-                    "all the same; to test again, delete %s.",
+                    "all the same%s.",
                     variant,
                     fault,
                     variant,
-                    file,
+                    f"; to test again, delete {file}" if is_kept else "",
                 )
         if not fault:
             return Choice(variant, faults)
@@ -111,12 +110,12 @@ def _test(variant: str, self_test: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         cause = str(error)
     else:
-        verdict, _, fault = run.stdout.partition("\n")[0].partition(" ")
+        verdict, _, fault = run.stdout.rstrip().rpartition("\n")[2].partition(" ")
         if verdict == "passed":
             return ""
         if verdict == "failed":
             return fault
-        if -run.returncode in FAULTS:
+        if verdict == "ready" and -run.returncode in FAULTS:
             return f"ended by {signal.Signals(-run.returncode).name}"
         cause = run.stderr.strip().rpartition("\n")[2] or f"it ended with status {run.returncode} and no verdict"
     _log.warning("The %s kernels are used without their self-test, which could not run: %s", variant, cause)
@@ -134,7 +133,7 @@ def _read(file: Path, machine: str) -> dict[str, str]:
     return {variant: fault for variant, _, fault in (line.partition(" ") for line in lines)}
 
 
-def _write(file: Path, machine: str, faults: Mapping[str, str]) -> None:
+def _write(file: Path, machine: str, faults: Mapping[str, str]) -> bool:
     """Write a line for the machine and one for each variant. Another process reads the old file or the new one."""
     lines = [machine, *(f"{variant} {fault}" for variant, fault in faults.items())]
     try:
@@ -143,9 +142,12 @@ def _write(file: Path, machine: str, faults: Mapping[str, str]) -> None:
             try:
                 new.write("\n".join(lines))
                 new.flush()
+                Path(new.name).chmod(0o644)  # other users of a shared cache read it
                 Path(new.name).replace(file)
             except OSError:
                 Path(new.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
         _log.debug("the verdict on the kernels is not kept: %s", error)
+        return False
+    return True
