@@ -58,7 +58,9 @@ void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<k
             case 1: tile.template operator()<1>(); break;
             case 2: tile.template operator()<2>(); break;
             case 3: tile.template operator()<3>(); break;
-            default: tile.template operator()<4>(); break;
+            case 4: tile.template operator()<4>(); break;
+            case 5: tile.template operator()<5>(); break;
+            default: tile.template operator()<6>(); break;
         }
     });
 }

@@ -10,7 +10,7 @@ namespace penstock::PENSTOCK_ISA {
 
 // Rows of more columns than these have many outliers, few in the same column: merging would cost more than it saves.
 constexpr int kMergedCols = 1024;
-constexpr int kListRows = 4;      // of the largest tile
+constexpr int kListRows = kTileRows;  // of the largest tile
 constexpr int kListColumns = 24;  // rarely more, and then the others are merged in the tile
 
 static constexpr float kNoRest = 0.0f;

@@ -2,7 +2,14 @@
 
 // What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
 // is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
-constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
+// Processors without bf16 are Intel's, with two vector pipes: weights unpacked once for six rows save more there than activations
+// broadcast once for three panels.
+#if defined(__AVX512BF16__)
+constexpr int kTileRows = 4, kTilePanels = 3;
+#else
+constexpr int kTileRows = 6, kTilePanels = 2;
+#endif
+constexpr int kFewRows = 3, kFewRowPanels = 1;
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
