@@ -166,7 +166,7 @@ PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
 }
-// Bytes of both signs: sizes of w by a's with w's signs, of which no two products exceed 16 bits.
+// Signed bytes: |w| times a with the sign of w. The sum of two such products fits into 16 bits.
 constexpr int32_t kDotZero = 0;
 PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
     const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));

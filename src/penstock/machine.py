@@ -191,6 +191,7 @@ def _call_glibc(name: str, *numbers: int) -> None:
 
 @cache
 def _c_library() -> ctypes.CDLL:
+    """Open the C library once. Each opening makes types that are freed late or never."""
     return ctypes.CDLL(None)
 
 

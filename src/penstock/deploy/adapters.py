@@ -357,6 +357,7 @@ class Adapters:
         return [*([] if self._folder is None else [self._folder]), *map(_resolved, self._modules)]
 
     def _look_up(self, name: str) -> Path | None:
+        """Return the path of an adapter in the folder, or None. A link that leaves the folder does not count."""
         if self._folder is None or len(name) > _MAX_NAME or not NAME.fullmatch(name):
             return None
         for path in (self._folder / name, self._folder / f"{name}.gguf"):

@@ -102,6 +102,7 @@ class Loading:
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
+    """Raise ModelError for a vocabulary without a tokenizer, before weights are converted, which can take minutes."""
     from penstock.text.gguf_vocab import check_vocab
 
     check_vocab(vocab)

@@ -305,7 +305,6 @@ class ServedModel:
 
     def facts(self) -> ModelFacts:
         """Read facts such as the architecture from the headers of the model's files, or return empty facts if that fails."""
-
         try:
             return ModelFacts() if self.read_facts is None else self.read_facts()
         except (PenstockError, OSError) as error:

@@ -266,6 +266,7 @@ class EventWaker:
             self._function = tuple
 
     def _end(self) -> None:
+        """Call the function a last time: a wake for an engine's last chunks may not have reached it."""
         self._loop.remove_reader(self._event)
         function, self._function = self._function, tuple
         function()

@@ -114,6 +114,7 @@ class Supervisor:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
     def _free(self, engine: Engine) -> None:
+        """Close an engine to free its memory. A fault that broke a step may break this, too."""
         try:
             engine.close(0.0)
         except Exception:

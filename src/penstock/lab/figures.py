@@ -446,7 +446,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Return the number of parts for batch means. A part lasts at least twice the mean latency, with five ends."""
+    """Return the number of parts for batch means. Each lasts twice the mean latency or longer; 5 requests end in it."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0

@@ -313,6 +313,7 @@ def require() -> ModuleType:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
+    """Use our settings instead of the user's, and silence warnings about missing letters and long names."""
     matplotlib = require()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")

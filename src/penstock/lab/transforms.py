@@ -127,8 +127,8 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Limit the tokens of prompts and answers. A conversation ends before its first later turn with too
-    long a prompt.
+    """Limit the tokens of prompts and answers. A conversation ends before its first later turn whose
+    prompt is too long.
 
     A prefix block that is cut is no longer shared.
     """
@@ -257,7 +257,7 @@ def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) 
 def cancel(workload: Workload, share: float, seed: int) -> Workload:
     """Make the clients of a share of the jobs leave after a random part of the answer: at least 1 token, never all.
 
-    The share is exact, rounded to whole jobs, if so many answers have several tokens. Others are never cancelled.
+    The share is exact, rounded to whole jobs, if so many answers have several tokens. Answers of one token are never cancelled.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"The share of clients that go away is {share}.", remedy="Set it from 0 to 1, such as 0.03.")

@@ -52,6 +52,7 @@ _DEFAULTS = {
 
 
 def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Accept the names of files from before transformers had Falcon. Those of the 40B lack `new_decoder_architecture`."""
     found = with_defaults(values, _DEFAULTS, {**OLD_KEYS, "n_head_kv": "num_kv_heads"})
     is_new = found.setdefault("new_decoder_architecture", "n_head_kv" in values)
     found["num_key_value_heads"] = found.get("num_kv_heads", found["num_attention_heads"]) if is_new else 1

@@ -144,6 +144,7 @@ class ByteTable:
     __slots__ = ("_data", "_ends", "_hidden_ids", "_lock", "_lookup", "_starts")
 
     def __init__(self, lookup: Callable[[int], bytes], num_tokens: int) -> None:
+        """Ids outside [0, `num_tokens`) are not cached."""
         self._lookup = lookup
         self._hidden_ids: frozenset[int] = frozenset()
         self._lock = threading.Lock()

@@ -231,6 +231,7 @@ class AdapterScratch:
         self._num_rows = max(self._num_rows, num_rows)
 
     def allocate(self) -> None:
+        """Allocate the buffers. Call this before the first product runs."""
         self.hidden = torch.empty(self._num_rows * self.format.hidden_ranks, dtype=torch.float32, device=self.device)
 
     @property

@@ -13,7 +13,7 @@ from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
-"""As in the reference backend."""
+"""The type of a key's scale, the same as in the reference backend."""
 VALUE_SCALE_DTYPE = torch.float32
 """Scales are bf16 numbers, stored as float32: asynchronous copies need at least four bytes."""
 
@@ -189,6 +189,7 @@ class PagedKvCache:
         self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
+        """Return pinned memory. PyTorch does not reuse it before the device has copied it."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Workspace:
         self._num_ordered = max(self._num_ordered, num_ordered)
 
     def allocate(self) -> None:
+        """Allocate the buffers. Call this after all `reserve` calls and before any operation."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
         self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)

@@ -64,6 +64,7 @@ class Upload:
         return tensors
 
     def _sent_alone(self, array: NDArray[Any]) -> torch.Tensor:
+        """Copy an array to the device. PyTorch does not reuse its pinned memory before that is done."""
         host = self._stream.pinned(array.nbytes // 4)
         host.numpy().view(array.dtype)[:] = array.reshape(-1)
         return host.to(self._device.device, non_blocking=True).view(_DTYPES[array.dtype]).view(array.shape)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 SELF_TEST = (sys.executable or "python3", "-P", "-m", "penstock.backends.native.self_test")
 TIMEOUT_S = 30.0
-"""For a process that waits. `self_test.MAX_CPU_S` ends one that computes."""
+"""Limit of a self-test that waits. `self_test.MAX_CPU_S` limits one that computes."""
 FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGXCPU)
 """Signals that a kernel causes once the self-test is `ready`. Others come from outside."""
 KEPT_VARIABLES = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE")

@@ -316,6 +316,7 @@ class NativeExecutor:
         return StepTiming(start_ns + waited_ns, time.monotonic_ns(), parts, waited_ns)
 
     def _forget_stale(self, plan: StepPlan) -> None:
+        """Fill stale buffers and KV positions with NaN, so that any use of them becomes visible."""
         self._engine.poison_buffers()
         if self._capacity.is_one_pass:
             return

@@ -14,38 +14,33 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.native._native import (
-    Engine,
-    KvFormat,
-    RowOp,
-    RowOpKind,
-    SourceFormat,
-    Team,
-)
+from penstock.backends.native._native import Engine, KvFormat, RowOp, RowOpKind, SourceFormat, Team
 
 F32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+# No width is a multiple of all variants' tiles, and the prompt ends within a block of the KV cache.
+HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
+HIDDEN = HEADS * HEAD_DIM
+WIDE_INNER = 1056  # more columns than `kMergedCols`: outliers are added row by row
+PROMPT, ROWS, BLOCK = 37, 6, 32
+SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
+
 MODELS = {
-    "q4_0": (SourceFormat.Q4_0, KvFormat.INT8, 160),
-    "q4_1": (SourceFormat.Q4_1, KvFormat.INT16, 1056),
-    "q5_1": (SourceFormat.Q5_1, KvFormat.INT8, 160),
-    "q8_0": (SourceFormat.Q8_0, KvFormat.INT8, 160),
-    "iq4_nl": (SourceFormat.IQ4_NL, KvFormat.INT8, 160),
-    "bf16": (SourceFormat.BF16, KvFormat.INT16, 160),
+    "q4_0": (SourceFormat.Q4_0, KvFormat.INT8, INNER),
+    "q4_1": (SourceFormat.Q4_1, KvFormat.INT16, WIDE_INNER),
+    "q5_1": (SourceFormat.Q5_1, KvFormat.INT8, INNER),
+    "q8_0": (SourceFormat.Q8_0, KvFormat.INT8, INNER),
+    "iq4_nl": (SourceFormat.IQ4_NL, KvFormat.INT8, INNER),
+    "bf16": (SourceFormat.BF16, KvFormat.INT16, INNER),
 }
-"""Weights, KV cache and inner width of a model: each kind of packed weights, and rows with more outliers than a list holds."""
+"""Format of the weights, format of the KV cache, and inner width: a model for each kind of packed weights."""
 TOLERANCES = {"bf16": 1e-2, "texts": 1e-2}
 """Largest difference, relative to the largest result, where results are rounded between layers: a last bit can become 2e-3."""
 TOLERANCE = 1e-5
 """The same for others. With these inputs right variants differ by 1e-7."""
 MAX_CPU_S = 10
-"""For a kernel that never ends."""
-# No width is a multiple of all variants' tiles, and the prompt ends within a block of the KV cache.
-HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
-HIDDEN = HEADS * HEAD_DIM
-PROMPT, ROWS, BLOCK = 37, 6, 32
-SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
+"""CPU time of the test, so that a kernel that never ends is stopped."""
 
 
 def run() -> None:

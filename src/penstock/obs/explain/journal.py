@@ -151,6 +151,7 @@ class Journal:
     # With the lock held, on either thread.
 
     def _turn(self, life: Life, ticket: Ticket) -> Turn:
+        """Return a request's turn. It is unknown for a request that stands for a call of several texts."""
         return Turn() if life.call_id else self._turns.turn_of(ticket)
 
     def _settle(self) -> None:

@@ -108,7 +108,7 @@ def make_policies(
 ) -> Policies:
     """Return a preset's policies, with those that are given in their place: by name, as `module:Class`, or as objects.
 
-    `settings` and `arguments` set fields of policies that are not objects, by seam and field, and go before the preset's.
+    `settings` and `arguments` set fields of policies that are not objects, by seam and field, and override the preset's.
     `settings` come from the server's settings, and None leaves a field as it is. `arguments` are what the user wrote for this
     policy. Raises OwnPolicyError for a field in both, and for a class that can't be made; LacksSetting if the policy does not
     have a field of `settings`; ConfigError for an unknown name.

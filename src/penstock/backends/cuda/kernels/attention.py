@@ -338,6 +338,7 @@ class _Launch:
         )
 
     def _num_prefill_parts(self, queries: int) -> int:
+        """Return more than one where few queries after a long context would leave the device idle."""
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace

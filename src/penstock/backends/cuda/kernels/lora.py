@@ -133,6 +133,7 @@ def expand(
 
 
 def _rank_tiles(max_rank: int) -> int:
+    """Return at least 1, because a grid cannot be empty."""
     return max(1, triton.cdiv(max_rank, RANK_TILE.value))
 
 

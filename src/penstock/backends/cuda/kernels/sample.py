@@ -16,7 +16,7 @@ NEG_INF_KEY = tl.constexpr(-2139095041)
 """The key of -inf, below the key of any token that can be drawn."""
 NO_ID = tl.constexpr(2147483647)
 PARAM_WORDS = tl.constexpr(16)
-"""As `tables.PARAM_WORDS`."""
+"""32-bit words of a row's parameters: `tables.PARAM_WORDS`."""
 
 
 @triton.jit
