@@ -11,14 +11,15 @@ namespace {
 // Rows of a product that are computed together: in as few tiles of at most kMostRows rows as there can be, all of about the same
 // size. A last tile of one row would cost almost as much as a whole one. The weights of some panels stay in the first-level cache
 // for all of them.
-template <int kMostRows, bool kMerged>
+template <int kMostRows>
 struct RowBlock {
     static constexpr int kTiles = 24;
     static constexpr int kMost = kTiles * kMostRows;
     static_assert(kMostRows <= kListRows);
 
     int row0, row1;
-    OutlierList outliers[kMerged ? kTiles : 1];
+    bool merged;  // whether each tile has its outliers by column
+    OutlierList outliers[kTiles];
 
     // Calls f(index, row, rows, number of tiles).
     template <typename F>
@@ -32,26 +33,26 @@ struct RowBlock {
     }
 };
 
-template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
                                   const OutlierList* outliers, const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
     vf acc[kPanels][kRows];
-    compute_tile<kKind, kPanels, kRows, kMerged>(panels, a, row0, outliers, ahead, acc);
+    compute_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
     store_tile(acc, row0, panel, w.rows, e, gates);
 }
 
 // Some panels for a block of rows.
-template <WeightKind kKind, int kPanels, int kMostRows, bool kMerged>
-void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows, kMerged>& block, int panel, int next,
+template <WeightKind kKind, int kPanels, int kMostRows>
+void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows>& block, int panel, int next,
                     KvFetcher& kv, const Epilogue& e, const ActivationKind* gates) {
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
         const Ahead ahead{next - panel, tiles, index, kMostRows > kFewRows ? kv.next(&block) : KvPart{}};
-        const OutlierList* outliers = kMerged ? &block.outliers[index] : nullptr;
+        const OutlierList* outliers = block.merged ? &block.outliers[index] : nullptr;
         const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
             if constexpr (kRows <= kMostRows) {
-                product_tile<kKind, kPanels, kRows, kMerged>(w, panels, a, row, panel, outliers, ahead, e, gates);
+                product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
             }
         };
         switch (rows) {
@@ -76,13 +77,14 @@ PENSTOCK_INLINE void for_panels(PanelRange range, F f) {
 }
 
 // Calls f.template operator()<panels>(block, panel, next panel).
-template <WeightKind kKind, int kPanels, int kMostRows, bool kMerged, typename F>
+template <WeightKind kKind, int kPanels, int kMostRows, typename F>
 PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRange range, F f) {
-    RowBlock<kMostRows, kMerged> block;
+    RowBlock<kMostRows> block;
+    block.merged = kKind != WeightKind::kBf16 && a.cols <= kMergedCols;
     for (int row = row0; row < row1; row += block.kMost) {
         block.row0 = row;
         block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
-        if constexpr (kMerged) {
+        if (block.merged) {
             block.for_tiles([&](int index, int first, int rows, int) {
                 begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
             });
@@ -93,21 +95,13 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
     }
 }
 
-template <WeightKind kKind, bool kMerged, typename F>
+template <WeightKind kKind, typename F>
 PENSTOCK_INLINE void for_rows(const Activation& a, int row0, int row1, PanelRange range, F f) {
     if (row1 - row0 <= kFewRows) {
-        for_blocks<kKind, kFewRowPanels, kFewRows, kMerged>(a, row0, row1, range, f);
+        for_blocks<kKind, kFewRowPanels, kFewRows>(a, row0, row1, range, f);
     } else {
-        for_blocks<kKind, kTilePanels, kTileRows, kMerged>(a, row0, row1, range, f);
+        for_blocks<kKind, kTilePanels, kTileRows>(a, row0, row1, range, f);
     }
-}
-
-template <WeightKind kKind, typename F>
-PENSTOCK_INLINE void for_tasks(const Activation& a, int row0, int row1, PanelRange range, F f) {
-    if constexpr (kKind != WeightKind::kBf16) {
-        if (a.cols <= kMergedCols) return for_rows<kKind, true>(a, row0, row1, range, f);
-    }
-    for_rows<kKind, false>(a, row0, row1, range, f);
 }
 
 // The number for a product; about that many if the panels are no whole tiles.
@@ -140,7 +134,7 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
     if (w.kind == WeightKind::kU8Row) return gemm_row8(w, a, row0, row1, range, e);
     KvFetcher kv(upcoming, tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(w.kind, [&]<WeightKind kKind>() {
-        for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
             panels_product<kKind, kPanels>(w, a, block, panel, next, kv, e, nullptr);
         });
     });
@@ -151,7 +145,7 @@ void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activati
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
     KvFetcher kv(upcoming, 2 * tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(gate.kind, [&]<WeightKind kKind>() {
-        for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
             panels_product<kKind, kPanels>(gate, a, block, panel, next, kv, e, nullptr);
             panels_product<kKind, kPanels>(up, a, block, panel, next, kv, e, &kind);
         });

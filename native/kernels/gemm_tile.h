@@ -154,7 +154,7 @@ struct Ahead {
 };
 
 // y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
-template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
@@ -168,7 +168,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
-    if constexpr (kMerged) {
+    if (outliers) {
         add_by_column<kKind, kPanels, kRows>(panels, *outliers, acc);
     } else {
         add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
@@ -246,13 +246,13 @@ PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t 
     for (int r = 0; r < kRows; ++r) acc[r] = add(add(part[r][0], part[r][1]), add(part[r][2], part[r][3]));
 }
 
-template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const OutlierList* outliers,
                                   const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     if constexpr (kKind == WeightKind::kBf16) {
         for (int p = 0; p < kPanels; ++p) bf16_tile<kRows>(panels[p], a, row0, acc[p]);
     } else {
-        quant_tile<kKind, kPanels, kRows, kMerged>(panels, a, row0, outliers, ahead, acc);
+        quant_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
     }
 }
 
