@@ -89,7 +89,7 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample, bool by_ro
 void Engine::check_form(int weight, int activation) const {
     const PackedMatrix& w = weights_.packed(weight).matrix;
     const Activation& x = activations_.at(activation).view;
-    const bool fits = kernels_.reads_bf16(w) ? x.bf16 != nullptr : w.kind == WeightKind::kU8Row ? x.row_scale != nullptr : x.exponent != nullptr;
+    const bool fits = kernels_.reads_bf16(w) ? x.bf16 != nullptr : w.kind == WeightKind::kU8Row ? x.row_scale != nullptr : x.lift != nullptr;
     if (!fits || x.cols != w.cols) throw std::invalid_argument("an activation is in another form than its matrix multiplies, or has other columns");
 }
 

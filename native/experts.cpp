@@ -41,8 +41,8 @@ void copy_row(const Activation& out, int64_t to, const Activation& x, int64_t fr
     if (x.bf16) return copy(out.bf16, x.bf16, x.bf16_stride);
     const int64_t groups = x.cols / kGroup;
     copy(out.q, x.q, x.cols);
-    copy(out.exponent, x.exponent, groups);
-    copy(out.zero_sum, x.zero_sum, groups);
+    copy(out.lift, x.lift, groups);
+    copy(out.start, x.start, groups);
     copy(out.sum, x.sum, (groups + 1) & ~int64_t{1});
     copy(out.outlier, x.outlier, x.outliers_per_row);
     copy(out.outlier_rest, x.outlier_rest, x.outliers_per_row);

@@ -31,8 +31,8 @@ struct OwnedActivation {
         } else if (quantised) {
             view.outliers_per_row = outliers_of(cols);
             allocate(view.q, rows * cols);
-            allocate(view.exponent, rows * groups);
-            allocate(view.zero_sum, rows * groups);
+            allocate(view.lift, rows * groups);
+            allocate(view.start, rows * groups);
             allocate(view.sum, rows * ((groups + 1) & ~int64_t{1}));
             allocate(view.outlier, rows * view.outliers_per_row);
             allocate(view.outlier_rest, rows * view.outliers_per_row);

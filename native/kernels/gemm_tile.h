@@ -162,7 +162,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
-    const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
+    const int32_t *lifts = a.lift + row0 * groups, *starts = a.start + row0 * groups;
     int fetched = 2 * ahead.phase;
     const uint8_t* kv = ahead.kv.data;
     for (int p = 0; p < kPanels; ++p) {
@@ -178,8 +178,12 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half, bool fetches) PENSTOCK_LAMBDA {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
-            const vi start = set1_i(zero_sum[r * groups + g]);
-            for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
+            vi start = set1_i(starts[r * groups + g]);
+            if constexpr (!L::kSmall) {
+                const vi lift = set1_i(lifts[r * groups + g]);
+                start = add(times16(sub(start, lift)), lift);
+            }
+            for (int p = 0; p < kPanels; ++p) dots[p][r] = start;
         }
         if (fetches) {  // all lines of a pair at once would wait for each other
             for (int p = 0; p < kPanels; ++p) {
@@ -196,7 +200,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(reinterpret_cast<const uint16_t*>(stream[p] + L::kScales) + half * kPanel);
             for (int r = 0; r < kRows; ++r) {
-                acc[p][r] = fma(to_float(dots[p][r]), add_exponent(d, exponent[r * groups + g]), acc[p][r]);
+                acc[p][r] = fma(sub(float_of(dots[p][r]), float_of(set1_i(lifts[r * groups + g]))), d, acc[p][r]);
             }
         }
     };

@@ -24,9 +24,12 @@ constexpr float kOutlierRatio = 6.0f;
 constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
 constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
 
-// Scales of activations are powers of two, no smaller than this one: a scale is then applied by adding to an exponent.
-// A group of which all values are smaller than half of it becomes zero.
+// Scales of activations are powers of two, no smaller than this one. A group of which all values are smaller than half of it becomes zero.
 constexpr float kSmallestScale = 0x1p-90f;
+
+// A group's sum of integers, below 2^22 in size, is added to the bits of 1.5 * 2^(23 + e). Read as a float these are that number plus 2^e
+// times the sum: one subtraction then converts the sum and scales it, and rounds nothing.
+constexpr int32_t kLiftBits = 0x4B400000;  // of 1.5 * 2^23
 
 enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5, kU8Row = 6 };
 
@@ -60,8 +63,8 @@ struct PackedMatrix {
 // kU8Row one scale holds for a whole row: x = row_scale * (q - row_zero), plus row_scale * the rest of an outlier, which is an integer too.
 struct Activation {
     int8_t* q = nullptr;              // [rows, cols]
-    int32_t* exponent = nullptr;      // [rows, cols / 32]: e << 23
-    int32_t* zero_sum = nullptr;      // [rows, cols / 32]: -8 * sum of q
+    int32_t* lift = nullptr;          // [rows, cols / 32]: the bits of 1.5 * 2^(23 + e)
+    int32_t* start = nullptr;         // [rows, cols / 32]: lift - 8 * sum of q
     uint16_t* sum = nullptr;          // [rows, cols / 32, padded to an even number]: bf16 of 2^e * sum of q + rests
     int32_t* outlier = nullptr;       // [rows, outliers_per_row]: their columns, ascending, then kNoColumn
     float* outlier_rest = nullptr;    // [rows, outliers_per_row]: x - q * 2^e

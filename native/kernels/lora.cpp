@@ -54,7 +54,7 @@ template <int kRows>
 PENSTOCK_INLINE void shrink_quantised(const PanelOfA& panel, const Activation& x, int64_t row0, float* h, int ld) {
     const int groups = x.cols / kGroup;
     const int8_t* const q = x.q + row0 * x.cols;
-    const int32_t *const exponent = x.exponent + row0 * groups, *const zero_sum = x.zero_sum + row0 * groups;
+    const int32_t *const lift = x.lift + row0 * groups, *const start = x.start + row0 * groups;
     vf acc[kRows];
     for (int r = 0; r < kRows; ++r) acc[r] = add_rests(panel, x, row0 + r, set1(0.0f));
     for (int unit = 0, first = 0; first < groups; ++unit) {
@@ -67,13 +67,13 @@ PENSTOCK_INLINE void shrink_quantised(const PanelOfA& panel, const Activation& x
                 for (int c = 0; c < kGroupBytes; c += kChunk) prefetch(panel.next[unit] + i * kGroupBytes + c);
             }
             vi dots[kRows];  // of both lanes of a rank: half of what the zero of its weights comes to
-            for (int r = 0; r < kRows; ++r) dots[r] = set1_i(zero_sum[r * groups + g] * 8);
+            for (int r = 0; r < kRows; ++r) dots[r] = set1_i(lift[r * groups + g] + 8 * (start[r * groups + g] - lift[r * groups + g]));
             for (int c = 0; c < kChunksOfGroup; ++c) {
                 const vb weights = load64(quants + i * kGroupBytes + c * kChunk);
                 for (int r = 0; r < kRows; ++r) dots[r] = dot4_u8(dots[r], weights, set1_eight(q + int64_t{r} * x.cols + g * kGroup + 8 * c));
             }
             const vf d = load_bf16(scales + i * kGroup / kScaledCols * kLanes);
-            for (int r = 0; r < kRows; ++r) acc[r] = fma(to_float(dots[r]), add_exponent(d, exponent[r * groups + g]), acc[r]);
+            for (int r = 0; r < kRows; ++r) acc[r] = fma(sub(float_of(dots[r]), float_of(set1_i(lift[r * groups + g]))), d, acc[r]);
         }
         first += count;
     }

@@ -58,10 +58,10 @@ struct Row {
     const float* x;
     const float* norm;
     int groups;
-    // Of the activation. Before they are what they will be, the exponents are the largest size of each group, without `inverse`, and
-    // the sums of zeros those of the integers.
+    // Of the activation. Before they are what they will be, `lift` has the largest size of each group, without `inverse`, then e << 23, and
+    // `start` the sum of its integers.
     int8_t* q;
-    int32_t *exponent, *zero_sum;
+    int32_t *lift, *start;
     uint16_t* sum;
     int32_t *outlier, *end;
     float* rest;
@@ -72,8 +72,8 @@ struct Row {
         norm = weights;
         groups = a.cols / kGroup;
         q = a.q + row * a.cols;
-        exponent = a.exponent + row * groups;
-        zero_sum = a.zero_sum + row * groups;
+        lift = a.lift + row * groups;
+        start = a.start + row * groups;
         sum = a.sum + row * ((groups + 1) & ~1);
         outlier = end = a.outlier + row * a.outliers_per_row;
         rest = a.outlier_rest + row * a.outliers_per_row;
@@ -114,8 +114,8 @@ struct Row {
                 largest[i] = max(bits_of(abs(a)), bits_of(abs(b)));
             }
             alignas(16) int32_t some[4];
-            store_largest_of_four(kCount == 4 ? exponent + g : some, largest);
-            if (kCount < 4) memcpy(exponent + g, some, kCount * sizeof(int32_t));
+            store_largest_of_four(kCount == 4 ? lift + g : some, largest);
+            if (kCount < 4) memcpy(lift + g, some, kCount * sizeof(int32_t));
         });
         const float cols = static_cast<float>(groups * kGroup);
         const auto sum_of = [](const vf (&part)[4]) PENSTOCK_LAMBDA {
@@ -135,7 +135,7 @@ struct Row {
             const int count = groups - begin < 4 * kLanes ? groups - begin : 4 * kLanes;
             uint64_t above = 0;
             for_sixteens(count, [&](int g, int some) PENSTOCK_LAMBDA {
-                const vf largest = float_of(load_some(exponent + begin + g, some));
+                const vf largest = float_of(load_some(lift + begin + g, some));
                 above |= static_cast<uint64_t>(lanes_above(largest, bound)) << g;
             });
             for (; above != 0; above &= above - 1) list_outliers_of(begin + __builtin_ctzll(above), bound);
@@ -147,7 +147,7 @@ struct Row {
         const int column = group * kGroup;
         const vf a = abs(at(column)), b = abs(at(column + kLanes));
         const float largest = reduce_max(max(up_to(a, bound), up_to(b, bound)));
-        memcpy(exponent + group, &largest, sizeof(float));
+        memcpy(lift + group, &largest, sizeof(float));
         uint32_t above = lanes_above(a, bound) | lanes_above(b, bound) << kLanes;
         do {
             *end++ = column + __builtin_ctz(above);
@@ -158,10 +158,10 @@ struct Row {
     // The next power of two above the largest value / 127 of each group.
     PENSTOCK_MEMBER void choose_scales() {
         for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
-            const vf largest = mul(float_of(load_some(exponent + g, count)), set1(inverse));
+            const vf largest = mul(float_of(load_some(lift + g, count)), set1(inverse));
             const vf wanted = max(mul(largest, set1(1.0f / 127.0f)), set1(kSmallestScale));
             const vi scale = bit_and(add(bits_of(wanted), set1_i(0x7FFFFF)), set1_i(0x7F800000));
-            store_some(exponent + g, sub(scale, set1_i(kOneBits)), count);
+            store_some(lift + g, sub(scale, set1_i(kOneBits)), count);
         });
     }
 
@@ -173,7 +173,7 @@ struct Row {
             for (int i = 0; i < 4; ++i) {
                 values[2 * i] = values[2 * i + 1] = set1(0.0f);
                 if (i >= kCount) continue;
-                vf factor = float_of(sub(set1_i(kOneBits), set1_i(exponent[g + i])));
+                vf factor = float_of(sub(set1_i(kOneBits), set1_i(lift[g + i])));
                 if constexpr (kNormed) factor = mul(factor, set1(inverse));
                 for (int half = 0; half < 2; ++half) {
                     const int column = (g + i) * kGroup + half * kLanes;
@@ -188,22 +188,23 @@ struct Row {
             store64(to, first);
             store64(to + 2 * kGroup, second);
             alignas(16) int32_t some[4];
-            store_sums_of_four(kCount == 4 ? zero_sum + g : some, first, second);
+            store_sums_of_four(kCount == 4 ? start + g : some, first, second);
             if (kCount < 4) {
                 memcpy(q + g * kGroup, some_q, kCount * kGroup);
-                memcpy(zero_sum + g, some, kCount * sizeof(int32_t));
+                memcpy(start + g, some, kCount * sizeof(int32_t));
             }
         });
     }
 
     PENSTOCK_MEMBER void scale_sums() {
         for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
-            const vi of_q = load_some(zero_sum + g, count), twice = add(of_q, of_q), four = add(twice, twice);
-            const vi scale = add(set1_i(kOneBits), load_some(exponent + g, count));
+            const vi of_q = load_some(start + g, count), twice = add(of_q, of_q), four = add(twice, twice);
+            const vi exponent = load_some(lift + g, count), scale = add(set1_i(kOneBits), exponent), lifted = add(set1_i(kLiftBits), exponent);
             alignas(32) uint16_t some[kLanes];
             store_bf16(count == kLanes ? sum + g : some, mul(float_of(scale), to_float(of_q)));
             if (count < kLanes) memcpy(sum + g, some, static_cast<size_t>(count) * sizeof(uint16_t));
-            store_some(zero_sum + g, sub(set1_i(0), add(four, four)), count);
+            store_some(lift + g, lifted, count);
+            store_some(start + g, sub(lifted, add(four, four)), count);
         });
         if (groups % 2) sum[groups] = 0;
     }
@@ -213,11 +214,11 @@ struct Row {
         float total = 0.0f;
         for (int i = 0; outlier + i < end; ++i) {
             const int column = outlier[i], group = column / kGroup;
-            const float scale = float_of_bits(kOneBits + exponent[group]);
+            const float scale = float_of_bits(kOneBits + (lift[group] - kLiftBits));
             rest[i] = value(column) - scale * static_cast<float>(q[column]);
             total += rest[i];
             if (outlier[i + 1] / kGroup == group) continue;
-            sum[group] = bf16_of(scale * static_cast<float>(-zero_sum[group] >> 3) + total);
+            sum[group] = bf16_of(scale * static_cast<float>((lift[group] - start[group]) / 8) + total);
             total = 0.0f;
         }
     }
@@ -225,7 +226,7 @@ struct Row {
     // An int8 can't be NaN, but the rest of an outlier can: what is broken must not become a plausible number.
     PENSTOCK_MEMBER void spoil() {
         memset(q, 0, static_cast<size_t>(groups) * kGroup);
-        for (int g = 0; g < groups; ++g) exponent[g] = zero_sum[g] = 0;
+        for (int g = 0; g < groups; ++g) lift[g] = start[g] = kLiftBits;
         memset(sum, 0, static_cast<size_t>((groups + 1) & ~1) * sizeof(uint16_t));
         outlier[0] = 0;
         rest[0] = NAN;

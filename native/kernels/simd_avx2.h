@@ -218,11 +218,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     const __m256i m = _mm256_set1_epi32(mask);
     return {_mm256_cvtepi32_ps(_mm256_and_si256(a.l, m)), _mm256_cvtepi32_ps(_mm256_and_si256(a.h, m))};
 }
-PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
-    const __m256i e = _mm256_set1_epi32(exponent_bits);
-    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.l), e)),
-            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.h), e))};
-}
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     int32_t bits;

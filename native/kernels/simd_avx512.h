@@ -122,10 +122,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
 }
 // The lowest byte of each lane.
 PENSTOCK_INLINE vi low_bytes_of_lanes(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xFF))}; }
-// a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
-PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
-    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(exponent_bits)))};
-}
 // acc[lane] += sum over j of unsigned w[lane][j] * signed a4[j], j = 0..3
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {

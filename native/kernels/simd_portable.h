@@ -154,15 +154,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     }
     return r;
 }
-PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
-    PENSTOCK_LANES {
-        uint32_t bits;
-        memcpy(&bits, &a.v[i], 4);
-        bits += static_cast<uint32_t>(exponent_bits);
-        memcpy(&a.v[i], &bits, 4);
-    }
-    return a;
-}
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     PENSTOCK_LANES {
