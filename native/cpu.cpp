@@ -30,13 +30,13 @@ bool has_avx2_vnni() {
 }
 #endif
 
-// Cascade Lake and Ice Lake have no bf16.
+// Cascade Lake and Ice Lake have no bf16, Cooper Lake no GFNI.
 bool has_avx512_vnni() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
-bool has_avx512() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("gfni"); }
 
 // Products of bf16 and of bytes (Intel's manual, CPUID leaf 7: EDX bits 22, 24 and 25).
 bool processor_has_tiles() {

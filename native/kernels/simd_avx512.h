@@ -109,7 +109,11 @@ PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
+#if defined(__GFNI__)  // one operation for two: a product of bits by a matrix that moves them down by four
+PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_gf2p8affine_epi64_epi8(a.v, _mm512_set1_epi64(0x1020408000000000), 0)}; }
+#else
 PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
+#endif
 // table[a] of sixteen bytes
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
