@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from support.parity.tiny import write_case
@@ -95,3 +96,13 @@ def test_recurrent_state_is_part_of_the_memory(penstock: Penstock, tmp_path: Pat
     assert memory["kv_cache_bytes"] % (16 * memory["kv_bytes_per_token"] + 896) == 0
     result = penstock("show", path, "--no-speed")
     assert "a token, recurrent state 896 B a block of tokens; a server takes" in result.stdout
+
+
+def test_it_says_for_which_texts_rotary_factors_are(penstock: Penstock, tmp_path: Path) -> None:
+    """Of longrope, which has two sets: transformers chooses for each text, a server once."""
+    case = CASES["phi3_short_factors"]
+    path = write_case(replace(case, config={**case.config, "original_max_position_embeddings": 64}), tmp_path / "phi3")
+    long = penstock("show", path, "--no-speed").stdout
+    assert "positions     rotary factors for texts of more than 64 tokens, for all of them" in long
+    short = penstock("show", path, "--no-speed", "--max-model-len", 64).stdout
+    assert "positions     rotary factors for texts of up to 64 tokens, for all of them" in short

@@ -166,6 +166,9 @@ def _rows(
         values = format_number(one.num_values)
         yield f"  {one.name}", f"{counted(one.num_tensors, 'tensor')}, {values} values, {format_size(one.num_bytes)}, {bits}"
     yield "context", "the files do not say" if facts.max_model_len is None else counted(facts.max_model_len, "token")
+    if appraisal.model is not None:
+        rotations = [attention.rotation for attention in appraisal.model.spec.attentions]
+        yield from (("positions", words) for words in dict.fromkeys(turn.choice for turn in rotations if turn) if words)
     tokens = "" if facts.num_tokens is None else f", {counted(facts.num_tokens, 'token')}"
     yield "vocabulary", f"{facts.vocabulary or 'none'}{tokens}"
     encoder = None if appraisal.model is None else appraisal.model.encoder

@@ -214,7 +214,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     facts, refusals = read_facts(source), list[Refusal]()
     model, outline, expected = None, None, None
     with _check("weights", refusals):
-        model = load_model(source)
+        model = load_model(source, served_len=config.model.max_model_len)
     _check_text(config, source, facts, model, refusals)
     free_bytes = available_memory_bytes()
     if model is not None:

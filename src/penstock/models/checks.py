@@ -93,10 +93,10 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
     """Return the frequencies of a layer's rotary embedding. Raises ModelError if the parameters overflow."""
-    if (words := choice_words(parameters, served_len)) is not None:
+    if words := choice_words(parameters, served_len):
         _log.info("%s: %s", path, words)
     try:
-        return frequencies(parameters, head_dim, served_len)
+        return replace(frequencies(parameters, head_dim, served_len), choice=words)
     except (ArithmeticError, ValueError) as error:
         raise damaged(path, f"the rotary parameters have impossible numbers: {error}") from error
 

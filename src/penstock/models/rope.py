@@ -81,15 +81,15 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
     )
 
 
-def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
-    """Return a log message on the frequencies that all texts get, or None if they do not depend on the length."""
+def choice_words(parameters: RopeParameters, served_len: int) -> str:
+    """Say which frequencies all texts get; empty if they do not depend on the length."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
         return f"rotary factors for texts of {which} {border} tokens, for all of them; --max-model-len {other} takes the others"
     if parameters.kind == "dynamic":
         return f"rotary frequencies for texts of {max(served_len, parameters.trained_len)} tokens, for all of them"
-    return None
+    return ""
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:

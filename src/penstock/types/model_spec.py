@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
@@ -24,6 +24,8 @@ class Rotation:
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // growth_len)."""
     growth_len: int = 1
+    choice: str = field(default="", compare=False, repr=False)
+    """Which texts the frequencies are for, where that depends on the longest one to serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
