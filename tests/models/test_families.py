@@ -158,6 +158,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("gpt2", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "mish"}),
+        ("seed_oss", {"hidden_act": "gelu"}),
         ("starcoder2", {"hidden_act": "mish"}),
         ("arcee", {"hidden_act": "mish"}),
         ("phi3", {"hidden_act": "gelu"}),
@@ -180,7 +181,7 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
         spec_of(tmp_path, {**CASES[name].config, **changes})
 
 
-@pytest.mark.parametrize("name", ["arcee", "cohere", "glm4", "granite", "llama_biases", "qwen3", "smollm3"])
+@pytest.mark.parametrize("name", ["arcee", "cohere", "glm4", "granite", "llama_biases", "qwen3", "seed_oss", "smollm3"])
 def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, name: str) -> None:
     """Without weights a description believes the settings; with weights that lack such biases, the model is refused."""
     case = CASES[name]
@@ -191,8 +192,9 @@ def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, n
     biases = {shape for shape in case.shapes if shape.endswith("_proj.bias")}
     assert biases or not case.config.get("attention_bias")
     shapes = {key: shape for key, shape in case.shapes.items() if key not in biases}
-    for key in ("attention_bias", "mlp_bias"):
-        told = replace(case, config={**case.config, "attention_bias": False, "mlp_bias": False, key: True}, shapes=shapes)
+    keys = ("attention_bias", "attention_out_bias", "mlp_bias")
+    for key in keys:
+        told = replace(case, config={**case.config, **dict.fromkeys(keys, False), key: True}, shapes=shapes)
         path = write_case(told, tmp_path / key)
         layer = read_hf_spec(path).layers[0]
         assert (layer.attention.has_qkv_bias, layer.mlp.has_bias) == (key == "attention_bias", key == "mlp_bias")

@@ -48,6 +48,7 @@ _ROWS = (
     ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
     ("llama", "qwen2", "Qwen2ForCausalLM", "qwen2"),
     ("llama", "qwen3", "Qwen3ForCausalLM Qwen3Model Qwen3VLForConditionalGeneration", "qwen3"),
+    ("llama", "seed_oss", "SeedOssForCausalLM", "seed_oss"),
     ("llama", "smollm3", "SmolLM3ForCausalLM", "smollm3"),
     ("llama", "starcoder2", "Starcoder2ForCausalLM", "starcoder2"),
     ("bert", "modernbert", "ModernBert*", "modern-bert"),

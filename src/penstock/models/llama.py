@@ -130,6 +130,17 @@ ARCEE = Architecture(
 )
 
 
+# Seed-OSS (ByteDance): biases of q, k and v, and apart from these of the output projection.
+
+
+SEED_OSS = Architecture(
+    describe=describe,
+    of_hf=of_hf,
+    hf_values=lambda values: {"attention_bias": True, "head_dim": 128, **values},
+    gguf_layer={**GGUF_LAYER, "post_attention_norm.weight": "mlp_norm"},
+)
+
+
 # SmolLM3: every fourth layer has no rotation (NoPE, arXiv 2501.18795).
 
 

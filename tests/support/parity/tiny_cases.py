@@ -134,6 +134,9 @@ _MINISTRAL3 = settings(
         "llama_4_scaling_beta": 0.6,
     },
 )
+_SEED_OSS = settings(
+    "seed_oss", "SeedOssForCausalLM", num_attention_heads=5, attention_bias=True, attention_out_bias=True, mlp_bias=True
+)
 _SMOLLM3 = settings(
     "smollm3",
     "SmolLM3ForCausalLM",
@@ -595,6 +598,9 @@ _MINISTRAL3_GGUF = Gguf(
         "attention.temperature_scale": 0.6,
     },
 )
+_SEED_OSS_CASE = TinyCase(
+    architecture="seed_oss", config=_SEED_OSS, shapes=shapes(_SEED_OSS, **{**_ALL_BIASES, **_qkv_bias(_SEED_OSS)}), seed=60
+)
 _SMOLLM3_CASE = TinyCase(architecture="smollm3", config=_SMOLLM3, shapes=shapes(_SMOLLM3), seed=15)
 _GRANITE_CASE = TinyCase(
     architecture="granite",
@@ -943,6 +949,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="ministral3",
         ),
         "ministral3_gguf": replace(_MINISTRAL3_CASE, gguf=_MINISTRAL3_GGUF, golden="ministral3"),
+        "seed_oss": _SEED_OSS_CASE,
+        "seed_oss_gguf": replace(_SEED_OSS_CASE, gguf=Gguf(architecture="seed_oss", metadata={}), golden="seed_oss"),
         "smollm3": _SMOLLM3_CASE,
         "smollm3_gguf": replace(
             _SMOLLM3_CASE,
