@@ -40,9 +40,21 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
     assert slopes(num_heads) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_table_beyond_measure_is_refused(tmp_path):
-    path = write_encoder(ENCODERS["jina_bert"], tmp_path / "model")
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("jina_bert", {"max_position_embeddings": 1 << 20}, "ALiBi needs a table of that size"),
+        ("camembert", {"is_decoder": True}, "is_decoder is True"),
+        ("camembert", {"pad_token_id": -1}, "pad_token_id is -1"),
+        ("xlm_roberta_xl", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
+        ("xlm_roberta_xl", {"type_vocab_size": 0}, "type_vocab_size is 0"),
+        ("xlm_roberta_xl", {"add_cross_attention": True}, "add_cross_attention is True"),
+    ],
+)
+def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path, name, changes, words):
+    path = write_encoder(ENCODERS[name], tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
-    with pytest.raises(ModelError, match="ALiBi needs a table of that size"):
+    (path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=words) as refusal:
         load_hf_directory(path)
+    assert refusal.value.remedy

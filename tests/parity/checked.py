@@ -10,8 +10,7 @@ from pathlib import Path
 from textwrap import fill
 
 from penstock.models import architectures
-from support.parity.encoder_cases import ENCODERS
-from support.parity.encoders import BACKENDS
+from support.parity.encoder_cases import CLASSES, ENCODERS
 from support.parity.tiny import TinyCase
 from support.parity.tiny_cases import CASES
 from support.parity.tiny_runs import runs
@@ -34,7 +33,7 @@ def render() -> str:
     items = []
     for name in sorted(architectures.ARCHITECTURES):
         cases = {key: case for key, case in (CASES | ENCODERS).items() if case.architecture == name}
-        directories = [case.hf_class for case in cases.values() if case.gguf is None]
+        directories = _with_stars([case.hf_class for case in cases.values() if case.gguf is None])
         files = [case.gguf for case in cases.values() if case.gguf is not None]
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
         types = f" in {', '.join(dict.fromkeys(kinds))}" if files else ""
@@ -45,6 +44,18 @@ def render() -> str:
     return "\n".join(items) + "\n"
 
 
+def _with_stars(names: list[str]) -> list[str]:
+    """The names with `Bert*` for each class of BERT's, if all four of an encoder are there."""
+    stems = {name.removesuffix("Model") for name in names if name.endswith("Model")}
+    whole = {
+        f"{stem}{end}": f"{stem}*"
+        for stem in stems
+        if {f"{stem}{end}" for end in CLASSES.values()} <= set(names)
+        for end in CLASSES.values()
+    }
+    return [whole.get(name, name) for name in names]
+
+
 def _counted(names: list[str]) -> str:
     """Each name once, with the number of cases that have it if there are several."""
     counts = {name: names.count(name) for name in names}
@@ -53,7 +64,6 @@ def _counted(names: list[str]) -> str:
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:
     """The backends and types of KV with which all cases went through the core; AssertionError for a case that did not."""
-    of_texts = [f"texts: {', '.join(BACKENDS)}"] if cases.keys() & ENCODERS.keys() else []
     cases = {name: case for name, case in cases.items() if name not in ENCODERS}
     ran = runs(is_through_core=True)
     kinds: dict[str, list[str]] = {}
@@ -61,7 +71,7 @@ def _core_words(cases: Mapping[str, TinyCase]) -> str:
         kinds.setdefault(backend, []).append(kv_dtype.value)
     assert {run[0] for run in ran} >= cases.keys()
     words = [f"{backend}, KV in {' and '.join(dict.fromkeys(found))}" for backend, found in kinds.items()]
-    return "; ".join(word for word in words + of_texts if word != USUAL_CORE)
+    return "; ".join(word for word in words if word != USUAL_CORE)
 
 
 def written_into(page: str) -> str:

@@ -1,8 +1,8 @@
 """Encoders: BERT and its kin, and ModernBERT.
 
-Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 1910.01108
-(DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT 2, as in llama.cpp's
-jina-bert-v2.cpp) and 2108.12409 (ALiBi).
+Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
+(its XL), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT
+2, as in llama.cpp's jina-bert-v2.cpp) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models import checks, rope
+from penstock.models import checks, llama, rope
 from penstock.models.architectures import (
     GATE_AND_UP,
     GGUF_LAYER,
@@ -205,6 +205,24 @@ ROBERTA = replace(
     hf_head=_roberta_head,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
+XLM_ROBERTA_XL = replace(
+    ROBERTA,
+    describe=partial(llama.describe, has_positions=True),
+    hf_values=partial(
+        _values_after_padding,
+        vocab_size=250880,
+        hidden_size=2560,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        intermediate_size=10240,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    ),
+    hf_top={**BERT.hf_top, **with_biases({"encoder.LayerNorm": "norm"})},
+    hf_layer={**BERT.hf_layer, **with_biases({"attention.self_attn_layer_norm": "attn_norm", "LayerNorm": "mlp_norm"})},
+)
+"""Of 3.5 billion parameters or more. Its norms are before the halves of a layer."""
 
 
 # DistilBERT

@@ -43,7 +43,8 @@ def describe(
     `norms`: both have a norm before them, behind them, or both. `has_positions`: positions are learned embeddings.
     """
     build = Decoder(spec)
-    x = build.add_positions(build.embed()) if has_positions else build.embed()
+    x = build.add_types(build.embed())
+    x = build.add_positions(x) if has_positions else x
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
         normed = x if norms == "behind" else build.norm(x, f"{at}.attn_norm")

@@ -218,6 +218,20 @@ def _bert_cases(model_type: str, stem: str, seed: int, **changes: Any) -> dict[s
     return cases
 
 
+def _xlm_roberta_xl_cases() -> dict[str, EncoderCase]:
+    """RoBERTa's cases with other norms: before the halves of a layer, and one at the end."""
+    cases: dict[str, EncoderCase] = {}
+    found = _bert_cases("xlm-roberta-xl", "XLMRobertaXL", 200, pad_token_id=2, max_position_embeddings=50)
+    for name, case in found.items():
+        shapes: Shapes = {}
+        for key, shape in case.shapes.items():
+            key = key.replace("attention.output.LayerNorm", "attention.self_attn_layer_norm")
+            key = key.replace("output.LayerNorm", "LayerNorm").replace("embeddings.LayerNorm", "encoder.LayerNorm")
+            shapes[key] = shape
+        cases[name.replace("-", "_")] = replace(case, architecture="xlm_roberta_xl", shapes=shapes)
+    return cases
+
+
 CLASSES = {
     "": "Model",
     "_masked_lm": "ForMaskedLM",
@@ -452,6 +466,8 @@ _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), 
 _JINA = _jina_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
+_CAMEMBERT = _bert_cases("camembert", "Camembert", 190, pad_token_id=5, type_vocab_size=1, max_position_embeddings=53)
+_XLM_ROBERTA_XL = _xlm_roberta_xl_cases()
 _XLM_ROBERTA = _bert_cases("xlm-roberta", "XLMRoberta", 120, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 
 _CLS = {"pooling_type": 2}
@@ -499,6 +515,10 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "xlm_roberta_masked_lm": _XLM_ROBERTA["xlm-roberta_masked_lm"],
         "xlm_roberta_classes": _XLM_ROBERTA["xlm-roberta_classes"],
         "xlm_roberta_tokens": _XLM_ROBERTA["xlm-roberta_tokens"],
+        **_CAMEMBERT,
+        "camembert": replace(_CAMEMBERT["camembert"], pooling="last"),
+        **_XLM_ROBERTA_XL,
+        "xlm_roberta_xl": replace(_XLM_ROBERTA_XL["xlm_roberta_xl"], is_mutated=True),
         **_DISTILBERT,
         **_JINA,
         "jina_bert": replace(_JINA["jina_bert"], is_mutated=True),
