@@ -47,7 +47,7 @@ def settings(value: Any) -> Iterator[tuple[str, Any]]:
     kinds = typing.get_type_hints(type(value), vars(model_spec))
     for field in fields(value):
         found = getattr(value, field.name)
-        if field.name in KEPT | SIZES or field.name.startswith("has_"):
+        if field.name in KEPT | SIZES or field.name.startswith("has_") or not field.compare:
             continue
         if field.name in NOTHING_WITHOUT and not getattr(value, NOTHING_WITHOUT[field.name]):
             continue
