@@ -162,6 +162,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("starcoder2", {"hidden_act": "mish"}),
         ("arcee", {"hidden_act": "mish"}),
         ("phi3", {"hidden_act": "gelu"}),
+        ("ernie4_5", {"hidden_act": "gelu"}),
         ("exaone4", {"hidden_act": "gelu"}),
         ("falcon", {"alibi": True}),
         ("falcon", {"parallel_attn": False}),
@@ -262,12 +263,13 @@ def test_an_exaone_4_of_32b_has_a_letter_for_each_layer_of_a_period(tmp_path: Pa
 
 
 def test_a_base_that_a_file_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
-    for name, base in (("mixtral", 1e6), ("smollm3", 2e6)):
+    for name, base in (("ernie4_5", 5e5), ("mixtral", 1e6), ("smollm3", 2e6)):
         config = changed(CASES[name], rope_parameters=None, rope_theta=None)
         rotation = spec_of(tmp_path, config).layers[0].attention.rotation
         assert rotation is not None
         assert rotation.inv_freq[1] == pytest.approx(base ** (-2 / 24))
-    assert spec_of(tmp_path, changed(CASES["smollm3"], tie_word_embeddings=None)).tie_word_embeddings
+    for name in ("ernie4_5", "smollm3"):
+        assert spec_of(tmp_path, changed(CASES[name], tie_word_embeddings=None)).tie_word_embeddings
 
 
 def test_a_starcoder_2_in_a_gguf_file_has_the_window_of_all(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _ROWS = (
     ("lfm2", "lfm2", "Lfm2ForCausalLM Lfm2VlForConditionalGeneration", "lfm2"),
     ("lfm2", "lfm2_moe", "Lfm2MoeForCausalLM", "lfm2moe"),
     ("llama", "arcee", "ArceeForCausalLM", "arcee"),
+    ("llama", "ernie4_5", "Ernie4_5ForCausalLM", "ernie4_5"),
     ("llama", "glm", "GlmForCausalLM", ""),
     ("llama", "granite", "GraniteForCausalLM", "granite"),
     ("llama", "llama", "LlamaForCausalLM", "llama"),

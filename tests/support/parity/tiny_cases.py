@@ -486,6 +486,10 @@ _GLM_CASE = TinyCase(
     ),
     seed=47,
 )
+_ERNIE = settings("ernie4_5", "Ernie4_5ForCausalLM", num_attention_heads=6, num_key_value_heads=2, use_bias=True)
+_ERNIE_CASE = TinyCase(
+    architecture="ernie4_5", config=_ERNIE, shapes=shapes(_ERNIE, **{**_ALL_BIASES, **_qkv_bias(_ERNIE)}), seed=61
+)
 _COHERE = settings(
     "cohere",
     "CohereForCausalLM",
@@ -906,6 +910,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "glm4": _GLM4_CASE,
         "glm4_gguf": replace(_GLM4_CASE, gguf=Gguf(architecture="glm4", metadata={"rope.dimension_count": 18}), golden="glm4"),
         "glm": _GLM_CASE,
+        "ernie4_5": _ERNIE_CASE,
+        "ernie4_5_gguf": replace(_ERNIE_CASE, gguf=Gguf(architecture="ernie4_5", metadata={}), golden="ernie4_5"),
         "cohere": _COHERE_CASE,
         "cohere_gguf": replace(_COHERE_CASE, gguf=_COHERE_GGUF, golden="cohere"),
         "cohere2": _COHERE2_CASE,
