@@ -182,7 +182,9 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
         spec_of(tmp_path, {**CASES[name].config, **changes})
 
 
-@pytest.mark.parametrize("name", ["arcee", "cohere", "glm4", "granite", "llama_biases", "qwen3", "seed_oss", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["arcee", "cohere", "ernie4_5", "glm4", "granite", "llama_biases", "qwen3", "seed_oss", "smollm3"]
+)
 def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, name: str) -> None:
     """Without weights a description believes the settings; with weights that lack such biases, the model is refused."""
     case = CASES[name]
@@ -193,12 +195,13 @@ def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, n
     biases = {shape for shape in case.shapes if shape.endswith("_proj.bias")}
     assert biases or not case.config.get("attention_bias")
     shapes = {key: shape for key, shape in case.shapes.items() if key not in biases}
-    keys = ("attention_bias", "attention_out_bias", "mlp_bias")
+    keys = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias")
     for key in keys:
         told = replace(case, config={**case.config, **dict.fromkeys(keys, False), key: True}, shapes=shapes)
         path = write_case(told, tmp_path / key)
         layer = read_hf_spec(path).layers[0]
-        assert (layer.attention.has_qkv_bias, layer.mlp.has_bias) == (key == "attention_bias", key == "mlp_bias")
+        assert layer.attention.has_qkv_bias == (key in ("attention_bias", "use_bias"))
+        assert layer.mlp.has_bias == (key in ("mlp_bias", "use_bias"))
         with pytest.raises(ModelError, match=f"{key} is True, and the weights have no "):
             load_hf_directory(path)
 

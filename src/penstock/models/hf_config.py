@@ -129,8 +129,12 @@ def read_spec(
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
     """Return biases of the first layer that config.json announces (`layers.0.q_bias`) -> the key that does so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
-    of_output = ["layers.0.o_bias"]
-    told = {"attention_bias": of_attention, "attention_out_bias": of_output, "mlp_bias": ["layers.0.down_bias"]}
+    told = {
+        "attention_bias": of_attention,
+        "attention_out_bias": ["layers.0.o_bias"],
+        "mlp_bias": ["layers.0.down_bias"],
+        "use_bias": ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"],
+    }
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 
 

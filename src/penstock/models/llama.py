@@ -251,13 +251,12 @@ GLM = Architecture(
 # ERNIE 4.5, dense (Baidu): heads turn by neighbouring pairs, and one setting is for all biases.
 
 
-def _ernie_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    biases = dict.fromkeys(("attention_bias", "mlp_bias"), values.get("use_bias"))
-    return {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, **values, **biases}
-
-
 ERNIE4_5 = Architecture(
-    describe=describe, of_hf=of_hf, hf_values=_ernie_values, is_interleaved_in_hf=True, is_interleaved_in_gguf=True
+    describe=describe,
+    of_hf=of_hf,
+    hf_values=lambda values: {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, **values},
+    is_interleaved_in_hf=True,
+    is_interleaved_in_gguf=True,
 )
 
 
