@@ -174,6 +174,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("cohere2", {"use_parallel_block": False}),
         ("cohere2", {"sliding_window": None}),
         ("cohere2", {"logit_scale": 0.0}),
+        ("gpt_neox", {"hidden_act": "mish"}),
     ],
 )
 def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
@@ -300,3 +301,29 @@ def test_a_falcon_2_in_a_gguf_file_needs_the_base_of_its_rotation(tmp_path: Path
     gguf = replace(case.gguf, metadata={**case.gguf.metadata, "rope.freq_base": None})
     with pytest.raises(ModelError, match=r"falcon\.rope\.freq_base is missing"):
         load_gguf(write_case(replace(case, shapes=shapes, gguf=gguf), tmp_path))
+
+
+def test_old_files_of_gpt_neox_hold_masks_and_another_name_of_the_output(tmp_path: Path) -> None:
+    case = CASES["gpt_neox"]
+    weights = dict(case.weights())
+    weights["embed_out.weight"] = weights.pop("lm_head.weight")
+    weights["gpt_neox.layers.0.attention.bias"] = np.ones((1, 1, 64, 64), np.float32)
+    weights["gpt_neox.layers.0.attention.masked_bias"] = np.float32([-1e9])
+    write_hf_files(tmp_path, case.config, weights, case.vocab_size)
+    assert np.array_equal(load_hf_directory(tmp_path).weights["output"].dequantize(), weights["embed_out.weight"])
+
+
+def test_a_gpt_neox_is_parallel_and_turns_a_quarter_of_its_heads_unless_its_file_says_otherwise(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, changed(CASES["gpt_neox"], rotary_pct=None, rotary_emb_base=None))
+    rotation = spec.layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.inv_freq == pytest.approx([10_000 ** (-pair / 3) for pair in range(3)])
+    assert spec.has_parallel_halves
+    case = CASES["gpt_neox_gguf"]
+    assert case.gguf is not None
+    for told in (True, False):
+        gguf = replace(case.gguf, metadata={**case.gguf.metadata, "use_parallel_residual": told})
+        assert load_gguf(write_case(replace(case, gguf=gguf), tmp_path / str(told))).spec.has_parallel_halves is told
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "use_parallel_residual": None})
+    with pytest.raises(ModelError, match=r"no gptneox\.use_parallel_residual"):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path / "untold"))

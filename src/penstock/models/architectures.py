@@ -61,6 +61,7 @@ _ROWS = (
     ("parallel", "cohere", "CohereForCausalLM", "command-r"),
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
     ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
+    ("parallel", "gpt_neox", "GPTNeoXForCausalLM", "gptneox"),
 )
 """File in this folder, our name, classes in config.json (`*`: `_ENCODER_ENDS`), `general.architecture` in GGUF files.
 
@@ -96,6 +97,7 @@ _REASONS = {
     "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
     "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
+    "its logits have a bias, which no backend computes": ("codegen", "gptj", "phi", "phi2"),
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("eurobert", "jinabertv2", "jinabertv3", "neobert", "nomicbertmoe"),
     "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
@@ -183,7 +185,7 @@ class Parts:
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
 
 
-QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
+QKV, QKV_BIAS, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("q_bias", "k_bias", "v_bias")), Parts(("gate", "up"))
 
 
 @dataclass(frozen=True, slots=True)

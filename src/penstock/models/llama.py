@@ -18,6 +18,7 @@ from penstock.models.architectures import (
     HF_LAYER,
     OLD_KEYS,
     QKV,
+    QKV_BIAS,
     Architecture,
     Parts,
     with_biases,
@@ -329,7 +330,6 @@ def _gpt2_name(name: str) -> str | None:
     return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
 
 
-_QKV_BIAS = Parts(("q_bias", "k_bias", "v_bias"))
 GPT2 = Architecture(
     describe=partial(describe, has_positions=True),
     of_hf=_of_gpt2,
@@ -341,7 +341,7 @@ GPT2 = Architecture(
     hf_layer={
         **with_biases({"ln_1": "attn_norm", "ln_2": "mlp_norm"}),
         "attn.c_attn.weight": replace(QKV, is_transposed=True),
-        "attn.c_attn.bias": _QKV_BIAS,
+        "attn.c_attn.bias": QKV_BIAS,
         "attn.c_proj.weight": Parts(("o",), is_transposed=True),
         "attn.c_proj.bias": "o_bias",
         "mlp.c_fc.weight": Parts(("up",), is_transposed=True),
@@ -350,5 +350,5 @@ GPT2 = Architecture(
         "mlp.c_proj.bias": "down_bias",
     },
     gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
-    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": _QKV_BIAS},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
 )

@@ -1,7 +1,7 @@
-"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon and Cohere.
+"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon, Cohere, GPT-NeoX.
 
-Sources: arXiv 2311.16867 (Falcon) and 2504.00698 (Cohere); modeling_NAME.py of transformers; falcon.cpp, command-r.cpp and
-cohere2.cpp of llama.cpp.
+Sources: arXiv 2311.16867 (Falcon), 2504.00698 (Cohere) and 2204.06745 (GPT-NeoX); modeling_NAME.py of transformers; falcon.cpp,
+command-r.cpp, cohere2.cpp and gptneox.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.models import checks
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, OLD_KEYS, QKV, Architecture, Parts, with_biases, with_defaults
+from penstock.models import checks, llama
+from penstock.models.architectures import (
+    GGUF_LAYER,
+    HF_LAYER,
+    OLD_KEYS,
+    QKV,
+    QKV_BIAS,
+    Architecture,
+    with_biases,
+    with_defaults,
+)
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
@@ -32,6 +41,11 @@ def describe(spec: ModelSpec) -> Program:
         build.add_output(layer, x, attended)
         build.add_mlp(layer, x, normed)
     return build.finish(build.norm(x, "norm"))
+
+
+def describe_either(spec: ModelSpec) -> Program:
+    """Return the program of a model whose attention and MLP run in parallel or one after the other, as the spec says."""
+    return describe(spec) if spec.has_parallel_halves else llama.describe(spec)
 
 
 def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
@@ -88,6 +102,8 @@ def _with_falcon(spec: ModelSpec, activation: Activation, has_attn_norm: bool) -
     return _with_attn_norm(spec, has_attn_norm)
 
 
+_QKV_BY_HEAD = replace(QKV, is_by_kv_head=True)
+_QKV_BIAS_BY_HEAD = replace(QKV_BIAS, is_by_kv_head=True)
 FALCON = Architecture(
     describe=describe,
     of_hf=_of_falcon,
@@ -110,8 +126,8 @@ FALCON = Architecture(
                 "mlp.dense_4h_to_h": "down",
             }
         ),
-        "self_attention.query_key_value.weight": Parts(("q", "k", "v"), is_by_kv_head=True),
-        "self_attention.query_key_value.bias": Parts(("q_bias", "k_bias", "v_bias"), is_by_kv_head=True),
+        "self_attention.query_key_value.weight": _QKV_BY_HEAD,
+        "self_attention.query_key_value.bias": _QKV_BIAS_BY_HEAD,
     },
     gguf_layer={
         **GGUF_LAYER,
@@ -179,4 +195,46 @@ COHERE2 = replace(
     of_hf=_of_cohere2,
     of_gguf=_of_cohere2_gguf,
     hf_values=lambda values: _cohere_values({"rope_theta": 10_000.0, "sliding_window": 4096, **values}),
+)
+
+
+# GPT-NeoX and Pythia (EleutherAI): a norm for each half; heads turn in part. The halves are parallel, or as in Llama.
+
+_NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+
+
+def _neox_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return with_defaults(values, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}, _NEOX_KEYS)
+
+
+def _of_neox(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    is_parallel = config.get("use_parallel_residual", bool) is not False
+    return _with_neox(spec, read_activation(config, "hidden_act", "gelu"), is_parallel)
+
+
+def _with_neox(spec: ModelSpec, activation: Activation, is_parallel: bool) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True, has_parallel_halves=is_parallel)
+    return spec.with_plain_mlps(activation)
+
+
+GPT_NEOX = Architecture(
+    describe=describe_either,
+    of_hf=_of_neox,
+    of_gguf=lambda file, spec: _with_neox(spec, "gelu", file.require("gptneox.use_parallel_residual", bool)),
+    hf_values=_neox_values,
+    hf_name=lambda name: None if name.endswith((".attention.bias", ".attention.masked_bias")) else name,  # masks of old files
+    hf_top={
+        "gpt_neox.embed_in.weight": "embed",
+        **with_biases({"gpt_neox.final_layer_norm": "norm"}),
+        **dict.fromkeys(("lm_head.weight", "embed_out.weight"), "output"),
+    },
+    hf_layers="gpt_neox.layers.",
+    hf_layer={
+        **HF_LAYER,
+        **with_biases({"attention.dense": "o", "mlp.dense_h_to_4h": "up", "mlp.dense_4h_to_h": "down"}),
+        "attention.query_key_value.weight": _QKV_BY_HEAD,
+        "attention.query_key_value.bias": _QKV_BIAS_BY_HEAD,
+    },
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
+    has_partial_rope=True,
 )

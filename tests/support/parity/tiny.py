@@ -254,8 +254,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = interleave(values, heads)
         if values.ndim == 3 and values.shape[1] == 1:  # the kernels of a convolution, [channels, 1, positions]
             values = values[:, 0]
-        if key == "falcon" and name.endswith("query_key_value.weight"):
-            values = _queries_first(values, config["num_key_value_heads"], head_dim)
+        if key in ("falcon", "gptneox") and ".query_key_value." in name:
+            values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
         found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
@@ -269,9 +269,10 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
 
 
 def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> FloatArray:
-    """Rows of a fused matrix: all queries, keys, then values, where each key-value head had its own three together."""
-    heads = values.reshape(num_kv_heads, -1, head_dim, values.shape[1])
-    return np.concatenate([part.reshape(-1, values.shape[1]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])])
+    """Rows of a fused tensor: all queries, keys, then values, where each key-value head had its own three together."""
+    rest = values.shape[1:]
+    heads = values.reshape(num_kv_heads, -1, head_dim, *rest)
+    return np.concatenate([part.reshape(-1, *rest) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])])
 
 
 def _turned(values: FloatArray) -> FloatArray:

@@ -458,6 +458,49 @@ _FALCON_CASE = TinyCase(
 _FALCON_40B_CASE = replace(_FALCON_CASE, config=_FALCON_40B, shapes=_falcon_shapes(_FALCON_40B, "ln_attn", "ln_mlp"), seed=41)
 _FALCON_GGUF = Gguf(architecture="falcon", metadata={"attention.layer_norm_epsilon": 0.05})
 
+_GPT_NEOX = settings(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    head_dim=None,
+    num_key_value_heads=None,
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    hidden_act="gelu",
+    rope_parameters=None,
+    rotary_pct=0.75,
+    rotary_emb_base=3000.0,
+)
+_GPT_NEOX_SEQUENTIAL = {**_GPT_NEOX, "hidden_act": "gelu_fast", "use_parallel_residual": False, "attention_bias": False}
+
+
+def _gpt_neox_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    products = {
+        "attention.query_key_value": (3 * hidden, hidden),
+        "attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+    }
+    found: Shapes = {"gpt_neox.embed_in.weight": (config["vocab_size"], hidden)}
+    for at in (f"gpt_neox.layers.{layer}" for layer in range(config["num_hidden_layers"])):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found |= {f"{at}.{name}.weight": (hidden,), f"{at}.{name}.bias": (hidden,)}
+        for name, shape in products.items():
+            found[f"{at}.{name}.weight"] = shape
+            if config.get("attention_bias", True) or name.startswith("mlp"):
+                found[f"{at}.{name}.bias"] = shape[:1]
+    found |= {"gpt_neox.final_layer_norm.weight": (hidden,), "gpt_neox.final_layer_norm.bias": (hidden,)}
+    return {**found, "lm_head.weight": (config["vocab_size"], hidden)}
+
+
+_GPT_NEOX_CASE = TinyCase(
+    architecture="gpt_neox", config=_GPT_NEOX, shapes=_gpt_neox_shapes(_GPT_NEOX), seed=81, norm_centre=2.0
+)
+_GPT_NEOX_GGUF = Gguf(
+    architecture="gptneox",
+    metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 18, "use_parallel_residual": True},
+)
+
 _GLM4 = settings("glm4", "Glm4ForCausalLM", attention_bias=True, partial_rotary_factor=0.75, rms_norm_eps=0.05)
 _GLM4_CASE = TinyCase(
     architecture="glm4",
@@ -907,6 +950,11 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "falcon_40b": _FALCON_40B_CASE,
         "falcon_40b_gguf": replace(_FALCON_40B_CASE, gguf=_FALCON_GGUF, golden="falcon_40b"),
         "falcon2_biases": replace(_FALCON_CASE, config=_FALCON2, shapes=_falcon_shapes(_FALCON2, "input_layernorm"), seed=44),
+        "gpt_neox": _GPT_NEOX_CASE,
+        "gpt_neox_sequential": replace(
+            _GPT_NEOX_CASE, config=_GPT_NEOX_SEQUENTIAL, shapes=_gpt_neox_shapes(_GPT_NEOX_SEQUENTIAL), seed=82
+        ),
+        "gpt_neox_gguf": replace(_GPT_NEOX_CASE, gguf=_GPT_NEOX_GGUF, golden="gpt_neox"),
         "glm4": _GLM4_CASE,
         "glm4_gguf": replace(_GLM4_CASE, gguf=Gguf(architecture="glm4", metadata={"rope.dimension_count": 18}), golden="glm4"),
         "glm": _GLM_CASE,
