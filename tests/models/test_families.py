@@ -175,6 +175,9 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("cohere2", {"sliding_window": None}),
         ("cohere2", {"logit_scale": 0.0}),
         ("gpt_neox", {"hidden_act": "mish"}),
+        ("gpt_bigcode", {"multi_query": False}),
+        ("gpt_bigcode", {"scale_attn_weights": False}),
+        ("gpt_bigcode", {"activation_function": "mish"}),
     ],
 )
 def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def render() -> str:
         directories = _with_stars([case.hf_class for case in cases.values() if case.gguf is None])
         files = [case.gguf for case in cases.values() if case.gguf is not None]
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
-        types = f" in {', '.join(dict.fromkeys(kinds))}" if files else ""
+        types = f" in {', '.join(dict.fromkeys(kinds))}" if set(kinds) - {"BF16"} else ""  # BF16 is what the page says of all
         of_files = _counted([file.architecture for file in files]) + types
         parts = [_counted(directories), f"GGUF: {of_files}", _core_words(cases), REAL_WEIGHTS.get(name, "")]
         item = f"- **{name}**: {'; '.join(part for part in parts if part)}"

@@ -33,6 +33,7 @@ _ROWS = (
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
     ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
     ("llama", "gpt2", "GPT2LMHeadModel", "gpt2"),
+    ("llama", "gpt_bigcode", "GPTBigCodeForCausalLM", "starcoder"),
     ("moe", "gpt_oss", "GptOssForCausalLM", "gpt-oss"),
     ("lfm2", "lfm2", "Lfm2ForCausalLM Lfm2VlForConditionalGeneration", "lfm2"),
     ("lfm2", "lfm2_moe", "Lfm2MoeForCausalLM", "lfm2moe"),

@@ -352,3 +352,23 @@ GPT2 = Architecture(
     gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
     gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
 )
+
+
+# StarCoder 1 and SantaCoder (GPT-BigCode; arXiv 2305.06161): GPT-2 with one head of keys and values, and outputs as rows.
+
+
+def _of_gpt_bigcode(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("multi_query", True)
+    return _of_gpt2(config, spec)
+
+
+GPT_BIGCODE = replace(
+    GPT2,
+    of_hf=_of_gpt_bigcode,
+    hf_values=lambda values: {**_gpt2_values(values), "num_key_value_heads": 1},
+    hf_layer={
+        **with_biases({"ln_1": "attn_norm", "ln_2": "mlp_norm", "attn.c_proj": "o", "mlp.c_fc": "up", "mlp.c_proj": "down"}),
+        "attn.c_attn.weight": QKV,
+        "attn.c_attn.bias": QKV_BIAS,
+    },
+)

@@ -348,6 +348,8 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 _GPT2_OF_GGUF = {**{key: value for key, value in _GPT2.items() if key != "n_inner"}, "activation_function": "gelu_new"}
+_GPT_BIGCODE = {**_GPT2, "architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "multi_query": True}
+_GPT_BIGCODE_OF_GGUF = {**_GPT_BIGCODE, "n_inner": None, "activation_function": "gelu_pytorch_tanh"}
 _STARCODER2 = settings(
     "starcoder2",
     "Starcoder2ForCausalLM",
@@ -375,10 +377,11 @@ def _phi3_shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Products have their inputs as rows."""
-    hidden, inner = config["n_embd"], config.get("n_inner", 4 * config["n_embd"])
+    """Products have their inputs as rows, but not in GPT-BigCode, which has one head of keys and values."""
+    hidden, is_bigcode = config["n_embd"], "multi_query" in config
+    inner = config.get("n_inner") or 4 * hidden
     products = {
-        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_attn": (hidden, hidden + 2 * (hidden // config["n_head"] if is_bigcode else hidden)),
         "attn.c_proj": (hidden, hidden),
         "mlp.c_fc": (hidden, inner),
         "mlp.c_proj": (inner, hidden),
@@ -388,7 +391,7 @@ def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
         for name in ("ln_1", "ln_2"):
             found |= {f"h.{layer}.{name}.weight": (hidden,), f"h.{layer}.{name}.bias": (hidden,)}
         for name, shape in products.items():
-            found |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
+            found |= {f"h.{layer}.{name}.weight": shape[::-1] if is_bigcode else shape, f"h.{layer}.{name}.bias": shape[1:]}
     found |= {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
     return {f"transformer.{name}": shape for name, shape in found.items()}
 
@@ -616,6 +619,15 @@ _GPT2_GGUF_CASE = replace(
     config=_GPT2_OF_GGUF,
     shapes=_gpt2_shapes(_GPT2_OF_GGUF),
     gguf=Gguf(architecture="gpt2", metadata={"attention.layer_norm_epsilon": 0.05}),
+)
+_GPT_BIGCODE_CASE = TinyCase(
+    architecture="gpt_bigcode", config=_GPT_BIGCODE, shapes=_gpt2_shapes(_GPT_BIGCODE), seed=83, norm_centre=2.0
+)
+_GPT_BIGCODE_GGUF_CASE = replace(
+    _GPT_BIGCODE_CASE,
+    config=_GPT_BIGCODE_OF_GGUF,
+    shapes=_gpt2_shapes(_GPT_BIGCODE_OF_GGUF),
+    gguf=Gguf(architecture="starcoder", metadata={"attention.layer_norm_epsilon": 0.05}),
 )
 _STARCODER2_CASE = TinyCase(
     architecture="starcoder2", config=_STARCODER2, shapes=_starcoder2_shapes(_STARCODER2), seed=34, norm_centre=2.0
@@ -991,6 +1003,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "phi3_short_factors": replace(_PHI3_LONG_CASE, config=_PHI3_SHORT, seed=36),
         "gpt2": _GPT2_CASE,
         "gpt2_gguf": _GPT2_GGUF_CASE,
+        "gpt_bigcode": _GPT_BIGCODE_CASE,
+        "gpt_bigcode_gguf": _GPT_BIGCODE_GGUF_CASE,
         "starcoder2": _STARCODER2_CASE,
         "starcoder2_gguf": replace(_STARCODER2_CASE, gguf=_STARCODER2_GGUF, golden="starcoder2"),
         "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
