@@ -168,6 +168,9 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("falcon", {"parallel_attn": False}),
         ("falcon", {"multi_query": False}),
         ("falcon", {"activation": "mish"}),
+        ("gemma", {"hidden_act": "mish"}),
+        ("gemma", {"hidden_activation": "gelu"}),
+        ("gemma", {"use_bidirectional_attention": True}),
         ("glm4", {"hidden_act": "gelu"}),
         ("cohere", {"use_qk_norm": True}),
         ("cohere2", {"use_qk_norm": True}),
@@ -275,7 +278,7 @@ def test_a_base_that_a_file_leaves_out_is_that_of_transformers(tmp_path: Path) -
         rotation = spec_of(tmp_path, config).layers[0].attention.rotation
         assert rotation is not None
         assert rotation.inv_freq[1] == pytest.approx(base ** (-2 / 24))
-    for name in ("ernie4_5", "smollm3"):
+    for name in ("ernie4_5", "gemma", "smollm3"):
         assert spec_of(tmp_path, changed(CASES[name], tie_word_embeddings=None)).tie_word_embeddings
 
 

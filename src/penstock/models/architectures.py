@@ -28,6 +28,7 @@ _ROWS = (
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
     ("gemma", "exaone4", "Exaone4ForCausalLM", "exaone4"),
+    ("gemma", "gemma", "GemmaForCausalLM", "gemma"),
     ("gemma", "gemma2", "Gemma2ForCausalLM", "gemma2"),
     ("gemma", "gemma3", "Gemma3ForCausalLM Gemma3ForConditionalGeneration", "gemma3"),
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),

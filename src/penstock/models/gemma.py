@@ -1,7 +1,7 @@
-"""Architectures with norms after attention and after the MLP: Gemma 2 and 3, GLM 4 of 2025, OLMo 2 and EXAONE 4.
+"""Gemma, and architectures with norms after attention and after the MLP: GLM 4 of 2025, OLMo 2 and EXAONE 4.
 
-Sources: arXiv 2408.00118 and 2503.19786 (Gemma), 2501.00656 (OLMo 2), 2507.11407 (EXAONE 4); modeling_NAME.py of transformers
-and src/models/NAME.cpp of llama.cpp.
+Sources: arXiv 2403.08295, 2408.00118 and 2503.19786 (Gemma), 2501.00656 (OLMo 2), 2507.11407 (EXAONE 4); modeling_NAME.py of
+transformers and src/models/NAME.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from penstock.models import checks, llama, rope
 from penstock.models.architectures import GATE_AND_UP, GGUF_LAYER, HF_LAYER, Architecture
 from penstock.models.gguf_file import GgufFile
-from penstock.models.hf_config import JsonFile
+from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import (
     local_layers,
     local_layers_of_gguf,
@@ -22,15 +22,39 @@ from penstock.models.layers import (
     with_windows,
     without_global_rotations,
 )
-from penstock.types.model_spec import ModelSpec, Rotation
+from penstock.types.model_spec import Activation, ModelSpec, Rotation
 
 _LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest models. They scale scores by hidden_size / num_heads, all others by head_dim."""
 
 
-# Gemma: norms before the halves, too; windows in most layers. Gemma 2 caps scores and logits. Gemma 3 norms queries and keys
-# per head instead, and its local layers rotate at another speed.
+# Gemma 1: Llama with norms stored less 1 and a factor of the embeddings.
+
+
+def _of_gemma1_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Apply Gemma's keys. `gelu` in a published file means the approximation by tanh."""
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", False)
+    activation = read_activation(config, "hidden_act", "gelu")
+    return _with_gemma1(spec, "gelu_tanh" if activation == "gelu" else activation)
+
+
+def _with_gemma1(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    return with_gated_mlps(replace(spec, embed_scale=spec.hidden_size**0.5), activation)
+
+
+GEMMA = Architecture(
+    describe=llama.describe,
+    of_hf=_of_gemma1_hf,
+    of_gguf=lambda _, spec: _with_gemma1(spec, "gelu_tanh"),
+    hf_values=lambda values: {"head_dim": 256, "tie_word_embeddings": True, **values},
+    hf_norm_offset=1.0,
+)
+
+
+# Gemma 2 and 3: norms behind the halves, too; windows in most layers. Gemma 2 caps scores and logits. Gemma 3 norms queries and
+# keys per head instead, and its local layers rotate at another speed.
 
 
 def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -74,8 +98,8 @@ def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_gemma(spec: ModelSpec, scale: float, logit_softcap: float | None) -> ModelSpec:
-    spec = replace(spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap or 0.0)
-    return with_gated_mlps(spec, "gelu_tanh").with_attention(lambda _, attention: replace(attention, scale=scale))
+    spec = replace(_with_gemma1(spec, "gelu_tanh"), logit_softcap=logit_softcap or 0.0)
+    return spec.with_attention(lambda _, attention: replace(attention, scale=scale))
 
 
 def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:

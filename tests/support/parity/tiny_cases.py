@@ -185,6 +185,7 @@ def _gemma_norms(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {"pre_feedforward_layernorm__weight": hidden, "post_feedforward_layernorm__weight": hidden}
 
 
+_GEMMA = settings("gemma", "GemmaForCausalLM", hidden_act="gelu", tie_word_embeddings=True, rms_norm_eps=0.05)
 _GEMMA2 = settings(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -684,6 +685,7 @@ _OLMO2_CASE = TinyCase(
     ),
     seed=17,
 )
+_GEMMA_CASE = TinyCase(architecture="gemma", config=_GEMMA, shapes=shapes(_GEMMA), seed=62, norm_centre=0.0)
 _GEMMA2_CASE = TinyCase(
     architecture="gemma2",
     config=_GEMMA2,
@@ -1029,6 +1031,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "granite_gguf": replace(_GRANITE_CASE, gguf=_GRANITE_GGUF, golden="granite"),
         "olmo2": _OLMO2_CASE,
         "olmo2_gguf": replace(_OLMO2_CASE, gguf=Gguf(architecture="olmo2", metadata={}), golden="olmo2"),
+        "gemma": _GEMMA_CASE,
+        "gemma_gguf": replace(_GEMMA_CASE, gguf=Gguf(architecture="gemma", norm_offset=1.0, metadata={}), golden="gemma"),
         "gemma2": _GEMMA2_CASE,
         "gemma2_gguf": replace(_GEMMA2_CASE, config={**_GEMMA2, "query_pre_attn_scalar": 24}, gguf=_GEMMA2_GGUF),
         "gemma3": _GEMMA3_CASE,
