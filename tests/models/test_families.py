@@ -65,6 +65,17 @@ def test_a_mistral_that_does_not_speak_of_a_window_has_that_of_the_first(tmp_pat
     assert {layer.attention.window for layer in spec_of(tmp_path, {**config, "sliding_window": None}).layers} == {0}
 
 
+def test_a_qwen_2_vl_that_names_little_has_the_windows_and_the_base_of_transformers(tmp_path: Path) -> None:
+    config = changed(CASES["qwen2_vl"], use_sliding_window=True, num_hidden_layers=81, rope_parameters=None)
+    wrapped = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "text_config": config}
+    layers = spec_of(tmp_path, wrapped).layers
+    assert [layer.attention.window for layer in layers] == [0] * 80 + [4096]
+    assert layers[0].attention.has_qkv_bias
+    rotation = layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.inv_freq[1] == pytest.approx(1e6 ** (-2 / 24))
+
+
 def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None:
     """null within `text_config` is a value."""
     text = {**changed(CASES["mistral"]), "sliding_window": None}

@@ -51,6 +51,7 @@ _ROWS = (
     ),
     ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
     ("llama", "qwen2", "Qwen2ForCausalLM", "qwen2"),
+    ("llama", "qwen2_vl", "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl"),
     ("llama", "qwen3", "Qwen3ForCausalLM Qwen3Model Qwen3VLForConditionalGeneration", "qwen3"),
     ("llama", "seed_oss", "SeedOssForCausalLM", "seed_oss"),
     ("llama", "smollm3", "SmolLM3ForCausalLM", "smollm3"),

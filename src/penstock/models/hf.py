@@ -174,7 +174,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}
-    if described.name == "qwen2":
+    if described.name in ("qwen2", "qwen2_vl"):
         names.add("layers.0.q_bias")
     return described.spec(names, None)
 

@@ -116,6 +116,10 @@ def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf)
+QWEN2_VL = replace(
+    QWEN2, hf_values=lambda values: {"rope_theta": 1e6, "sliding_window": 4096, "max_window_layers": 80, **values}
+)
+"""The text part of Qwen 2 VL and 2.5 VL. The three positions of a token are equal in texts."""
 QWEN3 = Architecture(
     describe=partial(describe, qk_norms="heads"), of_hf=_of_qwen, hf_values=lambda values: {"head_dim": 128, **values}
 )

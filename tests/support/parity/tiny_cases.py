@@ -158,6 +158,22 @@ _GRANITE = settings(
 )
 _OLMO2 = settings("olmo2", "Olmo2ForCausalLM", head_dim=None)
 _QWEN2 = settings("qwen2", "Qwen2ForCausalLM", head_dim=24)
+_QWEN2_VL = settings(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    head_dim=None,
+    rope_parameters={"rope_type": "default", "rope_theta": 700.0, "mrope_section": [5, 4, 3]},
+)
+_QWEN2_5_VL = {
+    **{key: value for key, value in _QWEN2_VL.items() if key != "rope_parameters"},
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rope_theta": 700.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [5, 4, 3]},
+    "vision_config": {"depth": 1},
+}
+_QWEN2_VL_SHAPES = shapes(_QWEN2_VL, **_qkv_bias({**_QWEN2_VL, "head_dim": 24}))
+_QWEN2_VL_CASE = TinyCase(architecture="qwen2_vl", config=_QWEN2_VL, shapes=_QWEN2_VL_SHAPES, seed=63)
 _WIDE_QWEN2 = settings(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -937,6 +953,16 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             shapes=shapes(_WIDE_QWEN2, **_qkv_bias(_WIDE_QWEN2)),
             seed=9,
             gguf=Gguf(architecture="qwen2", matrix_type="Q8_0", metadata={}),
+        ),
+        "qwen2_vl": replace(
+            _QWEN2_VL_CASE,
+            wrapper={"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": {}},
+        ),
+        "qwen2_5_vl": replace(_QWEN2_VL_CASE, old_config=_QWEN2_5_VL, golden="qwen2_vl"),
+        "qwen2_vl_gguf": replace(
+            _QWEN2_VL_CASE,
+            gguf=Gguf(architecture="qwen2vl", metadata={"rope.dimension_sections": [5, 4, 3, 0]}),
+            golden="qwen2_vl",
         ),
         "mixtral": _MIXTRAL_CASE,
         "mixtral_per_expert": replace(_MIXTRAL_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="mixtral"),
