@@ -1,4 +1,4 @@
-"""Details of BERT's kin that no tiny model shows."""
+"""Details of models that read texts, which no tiny model shows."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
         ("jina_bert", {"max_position_embeddings": 1 << 20}, "ALiBi needs a table of that size"),
         ("camembert", {"is_decoder": True}, "is_decoder is True"),
         ("camembert", {"pad_token_id": -1}, "pad_token_id is -1"),
+        ("llama_classes", {"id2label": {"1": "bad"}}, "id2label does not name the columns"),
+        ("mistral_model", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen2_model", {"is_causal": "no"}, "is_causal is 'no'"),
+        ("qwen3_score", {"layer_types": ["full_attention"], "use_sliding_window": True, "sliding_window": 6}, "layer_types"),
         ("xlm_roberta_xl", {"hidden_act": "mish"}, "hidden_act is 'mish'"),
         ("xlm_roberta_xl", {"type_vocab_size": 0}, "type_vocab_size is 0"),
         ("xlm_roberta_xl", {"add_cross_attention": True}, "add_cross_attention is True"),
@@ -58,3 +62,13 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path, name,
     with pytest.raises(ModelError, match=words) as refusal:
         load_hf_directory(path)
     assert refusal.value.remedy
+
+
+def test_a_decoder_whose_tokens_see_later_ones_embeds_and_writes_nothing(tmp_path):
+    """As in GTE-Qwen2, whose class is that of a decoder with an output."""
+    path = write_encoder(ENCODERS["qwen3_embedding"], tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    assert {attention.mask for attention in load_hf_directory(path).spec.attentions} == {"all"}
+    with pytest.raises(ModelError, match="is_causal is False"):
+        load_hf_directory(path, task="generate")

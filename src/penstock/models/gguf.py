@@ -150,7 +150,7 @@ def _choose_ending(
         file.path,
         architecture,
         files=SentenceFiles(pooling=None if kind is None else _POOLINGS.get(kind), is_normalised=True),
-        writes_none=architecture.is_encoder,
+        writes_none=architecture.is_encoder or head is not None,
         head=head,
         labels=labels,
         hidden_size=file.require(f"{key}.embedding_length", int),

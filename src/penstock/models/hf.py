@@ -29,6 +29,7 @@ from penstock.models.hf_config import (
     told_biases,
 )
 from penstock.models.hf_quantised import Stored, read_quantisation
+from penstock.models.layers import with_both_sides
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
@@ -55,6 +56,10 @@ class _Described:
         partial = self.architecture.has_partial_rope
         spec = read_spec(self.config, self.name, names, has_partial_rope=partial, served_len=served_len)
         spec = endings.with_ending(self.architecture.of_hf(self.config, spec), self.ending)
+        if spec.ending is None:
+            self.config.only("is_causal", True)
+        elif self.config.get("is_causal", bool) is False and not self.architecture.is_encoder:
+            spec = with_both_sides(spec)
         checks.check_spec(spec, self.config.path)
         return spec
 
@@ -71,7 +76,7 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
         config.path,
         architecture,
         files=files,
-        writes_none=architecture.is_encoder or hf_class == "Qwen3Model",  # a decoder without an output, as `AutoModel` saves it
+        writes_none=architecture.is_encoder or head is not None or _lacks_output(hf_class),
         head=head,
         labels=endings.read_labels(config) if head else (),
         hidden_size=config.require("hidden_size", int),
@@ -80,6 +85,11 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     )
     is_wrapped = "text_config" in whole.values or "vision_config" in whole.values
     return _Described(config, is_wrapped, name, architecture, head, files, ending)
+
+
+def _lacks_output(hf_class: str) -> bool:
+    """Return whether a class such as `Qwen3Model` is a decoder without an output, as `AutoModel` saves it."""
+    return hf_class.endswith("Model") and not hf_class.endswith("LMHeadModel")
 
 
 def load_hf_directory(

@@ -108,7 +108,6 @@ def read_spec(
     `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `served_len`: tokens of
     the longest text to serve; None: all positions.
     """
-    config.only("is_causal", True)
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     for name, key in told_biases(config, architecture).items():

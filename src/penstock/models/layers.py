@@ -11,7 +11,7 @@ from penstock.models.architectures import Parts
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.types.errors import damaged
-from penstock.types.model_spec import Activation, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec
 
 GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
@@ -78,6 +78,15 @@ def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence
             raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
         is_local = [kind == "sliding_attention" for kind in kinds]
     return spec.with_windows(window, is_local)
+
+
+def with_both_sides(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with attention to later tokens, too. As in transformers, windows then have their end on both sides."""
+
+    def changed(_: int, attention: AttentionSpec) -> AttentionSpec:
+        return replace(attention, mask="all", window=attention.window + 1 if attention.window else 0)
+
+    return spec.with_attention(changed)
 
 
 def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> list[bool]:

@@ -20,6 +20,8 @@ from penstock.models.architectures import (
     QKV,
     QKV_BIAS,
     Architecture,
+    Head,
+    HeadLayer,
     Parts,
     with_biases,
     with_defaults,
@@ -68,6 +70,14 @@ def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def _hf_head(hf_class: str, _: JsonFile) -> Head | None:
+    return _last_token("score") if hf_class.endswith("ForSequenceClassification") else None
+
+
+def _last_token(name: str) -> Head:
+    return Head("last", (HeadLayer(name, is_last=True, has_bias=False),))
+
+
 def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.architecture
     if file.get(f"{key}.expert_count", int):  # GGUF files of Mixtral call themselves llama
@@ -76,7 +86,12 @@ def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 LLAMA = Architecture(
-    describe=describe, of_hf=of_hf, of_gguf=of_gguf, gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS}, is_interleaved_in_gguf=True
+    describe=describe,
+    of_hf=of_hf,
+    of_gguf=of_gguf,
+    hf_head=_hf_head,
+    gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS},
+    is_interleaved_in_gguf=True,
 )
 
 
@@ -99,7 +114,12 @@ def _of_mistral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 MISTRAL = Architecture(
-    describe=describe, of_hf=_of_mistral, of_gguf=of_gguf, hf_values=_mistral_values, is_interleaved_in_gguf=True
+    describe=describe,
+    of_hf=_of_mistral,
+    of_gguf=of_gguf,
+    hf_values=_mistral_values,
+    hf_head=_hf_head,
+    is_interleaved_in_gguf=True,
 )
 
 
@@ -115,13 +135,22 @@ def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return with_windows(config, spec, window, [layer >= (28 if first is None else first) for layer in range(spec.num_layers)])
 
 
-QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf)
+def _qwen3_gguf_head(file: GgufFile) -> Head | None:
+    """Return the head of a reranker, or None. llama.cpp's converter makes it of the rows of `yes` and `no` in the output."""
+    return _last_token("cls.output") if "cls.output.weight" in file.tensors else None
+
+
+QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf, hf_head=_hf_head)
 QWEN2_VL = replace(
     QWEN2, hf_values=lambda values: {"rope_theta": 1e6, "sliding_window": 4096, "max_window_layers": 80, **values}
 )
 """The text part of Qwen 2 VL and 2.5 VL. The three positions of a token are equal in texts."""
 QWEN3 = Architecture(
-    describe=partial(describe, qk_norms="heads"), of_hf=_of_qwen, hf_values=lambda values: {"head_dim": 128, **values}
+    describe=partial(describe, qk_norms="heads"),
+    of_hf=_of_qwen,
+    hf_values=lambda values: {"head_dim": 128, **values},
+    hf_head=_hf_head,
+    gguf_head=_qwen3_gguf_head,
 )
 
 

@@ -61,7 +61,8 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
     """The path to load."""
     if case.gguf is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        return _write_gguf(case, case.gguf, directory / "tiny.gguf")
+        is_encoder = find(case.architecture).is_encoder
+        return _write_gguf(case, case.gguf, directory / "tiny.gguf") if is_encoder else write_case(case, directory)
     if case.has_head or not case.has_modules:
         return write_case(case, directory)
     own = {name: shape for name, shape in case.shapes.items() if "/" not in name}
@@ -462,6 +463,64 @@ _QWEN3_SHAPES = shapes(_QWEN3, self_attn__q_norm__weight=(24,), self_attn__k_nor
 _QWEN3_MODEL = _qwen3("Qwen3Model")
 _QWEN3_BARE = {name.removeprefix("model."): shape for name, shape in _QWEN3_SHAPES.items() if name != "lm_head.weight"}
 
+
+def _decoder(name: str, hf_class: str, seed: int, shapes: Shapes, config: dict[str, Any], **own: Any) -> EncoderCase:
+    """A decoder that reads texts with its last token: a class without a head has bare names, as `AutoModel` saves them."""
+    found = {key: shape for key, shape in shapes.items() if key != "lm_head.weight"}
+    if hf_class.endswith("Model"):
+        found = {key.removeprefix("model."): shape for key, shape in found.items()}
+    else:
+        labels: dict[str, str] = {**_LABELS, **config}["id2label"]
+        config = {**_LABELS, **config}
+        found["score.weight"] = (len(labels), config["hidden_size"])
+    config = {**config, "architectures": [hf_class]}
+    usual: dict[str, Any] = {"pooling": "last", "has_modules": False}
+    return EncoderCase(architecture=name, config=config, shapes=found, seed=seed, **{**usual, **own})
+
+
+_DECODER_CONFIG = {
+    "llama": settings("llama", "LlamaForCausalLM", num_key_value_heads=3),
+    "mistral": settings("mistral", "MistralForCausalLM", sliding_window=6),
+    "qwen2": settings("qwen2", "Qwen2ForCausalLM", num_hidden_layers=3),
+}
+_DECODER_SHAPES = {
+    "llama": shapes(_DECODER_CONFIG["llama"]),
+    "mistral": shapes(_DECODER_CONFIG["mistral"]),
+    "qwen2": shapes(
+        _DECODER_CONFIG["qwen2"],
+        self_attn__q_proj__bias=(72,),
+        self_attn__k_proj__bias=(24,),
+        self_attn__v_proj__bias=(24,),
+    ),
+    "qwen3": _QWEN3_SHAPES,
+}
+
+
+def _decoder_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, stem) in enumerate((("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))):
+        config, shapes_of = _DECODER_CONFIG[name], _DECODER_SHAPES[name]
+        cases[f"{name}_model"] = _decoder(name, f"{stem}Model", 210 + number, shapes_of, config)
+        cases[f"{name}_classes"] = _decoder(name, f"{stem}ForSequenceClassification", 220 + number, shapes_of, config)
+    # In the last layer the mask is no matter for the last token, and the rotation is little for flat scores.
+    own = {"pooling": "mean", "has_modules": True, "is_mutated": True, "factors": {"q_proj.weight": 3.0}}
+    for number, (name, stem) in enumerate((("mistral", "Mistral"), ("qwen2", "Qwen2"))):
+        config = {**_DECODER_CONFIG[name], "is_causal": False}
+        cases[f"{name}_both_ways"] = _decoder(name, f"{stem}Model", 230 + number, _DECODER_SHAPES[name], config, **own)
+    one = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    two = {"id2label": {"0": "yes", "1": "no"}, "label2id": {"yes": 0, "no": 1}}
+    cases["qwen3_score"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 223, _QWEN3_SHAPES, {**_QWEN3, **one})
+    cases["qwen3_classes"] = _decoder("qwen3", "Qwen3ForSequenceClassification", 224, _QWEN3_SHAPES, {**_QWEN3, **two})
+    answers = {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
+    cases["qwen3_classes_gguf"] = replace(
+        cases["qwen3_classes"], golden="qwen3_classes", gguf=Gguf(architecture="qwen3", metadata=answers)
+    )
+    for name, is_interleaved in (("llama", True), ("qwen2", False)):
+        gguf = Gguf(architecture=name, metadata={"pooling_type": 3}, is_interleaved=is_interleaved)
+        cases[f"{name}_model_gguf"] = replace(cases[f"{name}_model"], golden=f"{name}_model", gguf=gguf)
+    return cases
+
+
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
 _JINA = _jina_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
@@ -569,6 +628,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "qwen3_embedding": EncoderCase(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),
+        **_decoder_cases(),
         "qwen3_model": EncoderCase(
             architecture="qwen3", config=_QWEN3_MODEL, shapes=_QWEN3_BARE, seed=171, pooling="last", has_modules=False
         ),

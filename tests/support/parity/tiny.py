@@ -256,7 +256,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = values[:, 0]
         if key in ("falcon", "gptneox") and ".query_key_value." in name:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
-        found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
     told = {name: value for name, value in metadata.items() if value is not None}
