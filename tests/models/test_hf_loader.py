@@ -326,8 +326,8 @@ def test_biases_of_q_k_and_v(tmp_path):
 
 REFUSED = {
     "architecture": (
-        {"architectures": ["OPTForCausalLM"]},
-        "OPTForCausalLM is not supported. The nearest that are supported: .*ForCausalLM",
+        {"architectures": ["XGLMForCausalLM"]},
+        "XGLMForCausalLM is not supported. The nearest that are supported: .*ForCausalLM",
     ),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),

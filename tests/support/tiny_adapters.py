@@ -20,7 +20,7 @@ Factors = dict[str, tuple[FloatArray, FloatArray]]
 
 EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "word_embeddings")
 """Ends of the names of modules that look rows up."""
-_NO_PRODUCTS = ("wpe", "conv.conv", "mlp.gate", "feed_forward.gate", "router")
+_NO_PRODUCTS = ("wpe", "embed_positions", "conv.conv", "mlp.gate", "feed_forward.gate", "router")
 
 
 def config_of(rank: int, **changes: Any) -> dict[str, Any]:

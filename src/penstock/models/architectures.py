@@ -50,6 +50,7 @@ _ROWS = (
         "MinistralForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration",
         "mistral3",
     ),
+    ("llama", "opt", "OPTForCausalLM", ""),
     ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
     ("llama", "qwen2", "Qwen2ForCausalLM Qwen2Model Qwen2ForSequenceClassification", "qwen2"),
     ("llama", "qwen2_vl", "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl"),

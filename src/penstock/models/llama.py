@@ -405,3 +405,46 @@ GPT_BIGCODE = replace(
         "attn.c_attn.bias": QKV_BIAS,
     },
 )
+
+
+# OPT (Meta; arXiv 2205.01068) and Galactica (2211.09085): GPT-2 with other names; the first two positions are not used.
+
+_OPT_ONLY = {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
+
+
+def _opt_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"tie_word_embeddings": True, **with_defaults(values, {}, {"ffn_dim": "intermediate_size"}), "rms_norm_eps": 1e-5}
+
+
+def _of_opt(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in _OPT_ONLY.items():
+        config.only(key, value)
+    config.only("word_embed_proj_dim", spec.hidden_size)
+    return replace(_with_gpt2(spec, read_activation(config, "activation_function", "relu")), first_position=2)
+
+
+OPT = Architecture(
+    describe=partial(describe, has_positions=True),
+    of_hf=_of_opt,
+    hf_values=_opt_values,
+    hf_top={
+        "model.decoder.embed_tokens.weight": "embed",
+        "model.decoder.embed_positions.weight": "positions",
+        **with_biases({"model.decoder.final_layer_norm": "norm"}),
+        "lm_head.weight": "output",
+    },
+    hf_layers="model.decoder.layers.",
+    hf_layer={
+        **HF_LAYER,
+        **with_biases(
+            {
+                "self_attn_layer_norm": "attn_norm",
+                "self_attn.out_proj": "o",
+                "final_layer_norm": "mlp_norm",
+                "fc1": "up",
+                "fc2": "down",
+            }
+        ),
+    },
+)
+"""llama.cpp has no OPT. The 350M, whose embeddings are narrower and whose norms follow the halves of a layer, is refused."""

@@ -521,6 +521,55 @@ _GPT_NEOX_GGUF = Gguf(
     metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 18, "use_parallel_residual": True},
 )
 
+_OPT = settings(
+    "opt",
+    "OPTForCausalLM",
+    head_dim=None,
+    num_key_value_heads=None,
+    intermediate_size=None,
+    ffn_dim=100,
+    max_position_embeddings=64,
+    rms_norm_eps=None,
+    hidden_act=None,
+    activation_function="gelu",
+    rope_parameters=None,
+    tie_word_embeddings=None,
+    word_embed_proj_dim=72,
+)
+
+
+def _opt_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["ffn_dim"]
+    products = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")}
+    products |= {"fc1": (inner, hidden), "fc2": (hidden, inner)}
+    found: Shapes = {
+        "embed_tokens.weight": (config["vocab_size"], hidden),
+        "embed_positions.weight": (config["max_position_embeddings"] + 2, hidden),
+    }
+    norms = ["final_layer_norm"]
+    for at in (f"layers.{layer}" for layer in range(config["num_hidden_layers"])):
+        norms += [f"{at}.self_attn_layer_norm", f"{at}.final_layer_norm"]
+        for name, shape in products.items():
+            found[f"{at}.{name}.weight"] = shape
+            if config.get("enable_bias", True):
+                found[f"{at}.{name}.bias"] = shape[:1]
+    found |= {f"{name}.{end}": (hidden,) for name in norms for end in ("weight", "bias")}
+    return {f"model.decoder.{name}": shape for name, shape in found.items()}
+
+
+_OPT_CASE = TinyCase(
+    architecture="opt",
+    config=_OPT,
+    shapes=_opt_shapes(_OPT),
+    seed=84,
+    norm_centre=2.0,
+    factors={  # so small a residual stream that the norms' epsilon, which is fixed, matters
+        **dict.fromkeys(("embed_tokens.weight", "embed_positions.weight"), 0.04),
+        **dict.fromkeys(("out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias"), 0.04),
+        **dict.fromkeys(("decoder.final_layer_norm.weight", "decoder.final_layer_norm.bias"), 16.0),
+    },
+)
+_OPT_WITHOUT_BIASES = {**_OPT, "activation_function": "relu", "enable_bias": False}
 _GLM4 = settings("glm4", "Glm4ForCausalLM", attention_bias=True, partial_rotary_factor=0.75, rms_norm_eps=0.05)
 _GLM4_CASE = TinyCase(
     architecture="glm4",
@@ -1033,6 +1082,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "gpt2_gguf": _GPT2_GGUF_CASE,
         "gpt_bigcode": _GPT_BIGCODE_CASE,
         "gpt_bigcode_gguf": _GPT_BIGCODE_GGUF_CASE,
+        "opt": _OPT_CASE,
+        "opt_without_biases": replace(_OPT_CASE, config=_OPT_WITHOUT_BIASES, shapes=_opt_shapes(_OPT_WITHOUT_BIASES), seed=85),
         "starcoder2": _STARCODER2_CASE,
         "starcoder2_gguf": replace(_STARCODER2_CASE, gguf=_STARCODER2_GGUF, golden="starcoder2"),
         "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
