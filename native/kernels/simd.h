@@ -27,6 +27,9 @@ namespace penstock::PENSTOCK_ISA {
 
 constexpr int kLanes = 16;
 
+// A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
+constexpr float kRoundingMagic = 12582912.0f;
+
 #if defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -125,9 +128,6 @@ PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride, int 
     }
 #endif
 }
-
-// A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
-constexpr float kRoundingMagic = 12582912.0f;
 
 // 2^a for a <= 126, 1 for 0, 0 or below 1e-37 from -126 down; relative error below 3e-6 (a minimax polynomial on
 // [-1/2, 1/2]). NaN stays NaN but for payloads that no operation produces, and no table or vector has (blocks.h, weights.h).

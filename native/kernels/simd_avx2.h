@@ -127,12 +127,15 @@ PENSTOCK_INLINE void store_largest_of_four(int32_t* p, const vi (&a)[4]) {
     const __m256i all = _mm256_max_epi32(_mm256_unpacklo_epi64(first, second), _mm256_unpackhi_epi64(first, second));
     _mm_storeu_si128((__m128i*)p, _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
-PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) {
-    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
-    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(b.l), _mm256_cvtps_epi32(b.h));
-    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+PENSTOCK_INLINE __m256i packed_i16(vf a) { return _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h)); }
+PENSTOCK_INLINE __m256i in_order(__m256i halves) {
+    return _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
+PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) { return in_order(_mm256_packs_epi16(packed_i16(a), packed_i16(b))); }
 PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) { return {rounded_i8_part(a, b), rounded_i8_part(c, d)}; }
+PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+    _mm256_storeu_si256((__m256i*)p, in_order(_mm256_packus_epi16(packed_i16(a[0]), packed_i16(a[1]))));
+}
 // Products of integers, four bytes or two 16-bit numbers to a lane: with AVX-VNNI as in simd_avx512.h.
 #if defined(__AVXVNNI__)
 PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), a); }
@@ -236,15 +239,6 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&a0, &b0, 4);
     memcpy(&a1, &b1, 4);
     return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
-}
-// The lowest 16 bits of each lane as bytes, 255 for more than that; of a[0] first.
-PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
-    const auto low_halves = [](vf b) PENSTOCK_LAMBDA {
-        const __m256i mask = _mm256_set1_epi32(0xFFFF);
-        return _mm256_permute4x64_epi64(
-            _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(b.l), mask), _mm256_and_si256(_mm256_castps_si256(b.h), mask)), 0xD8);
-    };
-    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi16(low_halves(a[0]), low_halves(a[1])), 0xD8));
 }
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;

@@ -68,12 +68,15 @@ PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
-// 64 of them, in order.
-PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
-    const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));
-    const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(c.v), _mm512_cvtps_epi32(d.v));
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return {_mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high))};
+// 64 of them, in order. packs_epi16 and its kin leave each quarter of `a` to `d` beside the others'.
+PENSTOCK_INLINE __m512i packed_i16(vf a, vf b) { return _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v)); }
+PENSTOCK_INLINE __m512i in_order(__m512i quarters) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), quarters);
+}
+PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) { return {in_order(_mm512_packs_epi16(packed_i16(a, b), packed_i16(c, d)))}; }
+// From 0 to 255, saturating likewise; of a[0] first.
+PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+    _mm512_storeu_si512(p, in_order(_mm512_packus_epi16(packed_i16(a[0], a[1]), packed_i16(a[2], a[3]))));
 }
 // Bit i: whether lane i of a exceeds that of b.
 PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
@@ -132,17 +135,6 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     int32_t bits;
     memcpy(&bits, a4, 4);
     return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(bits))};
-}
-// The lowest 16 bits of each lane of a, then of b.
-PENSTOCK_INLINE __m512i low_halves(vf a, vf b) {
-    alignas(64) static constexpr uint16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                                                       32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-    return _mm512_permutex2var_epi16(_mm512_castps_si512(a.v), _mm512_load_si512(kEven), _mm512_castps_si512(b.v));
-}
-// Those of each lane as bytes, 255 for more than that; of a[0] first.
-PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
-    const __m512i packed = _mm512_packus_epi16(low_halves(a[0], a[1]), low_halves(a[2], a[3]));
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
 }
 // Two 16-bit values for every lane.
 PENSTOCK_INLINE vb set1_pair(const void* p) {

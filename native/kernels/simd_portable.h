@@ -172,12 +172,12 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     }
     return acc;
 }
-// The lowest 16 bits of each lane as bytes, 255 for more than that; of a[0] first.
-PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
     for (int j = 0; j < kSoftmaxVectors; ++j) {
         PENSTOCK_LANES {
+            const float rounded = a[j].v[i] + kRoundingMagic;  // whose low bits are the integer
             uint32_t bits;
-            memcpy(&bits, &a[j].v[i], 4);
+            memcpy(&bits, &rounded, 4);
             bits &= 0xFFFF;
             p[j * kLanes + i] = static_cast<uint8_t>(bits < 255 ? bits : 255);
         }

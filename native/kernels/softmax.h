@@ -142,13 +142,12 @@ static_assert(Dither::kPeriod % kStep == 0);
 // Weights of masked scores, each times its position's scale, as bytes; their sum is of the weights alone. `dither`: where it begins.
 PENSTOCK_INLINE float soften_scaled(const float* scores, const float* scales, uint8_t* weights, int from, int end, float factor,
                                     float top, int dither) {
-    const vf rounder = set1(kRoundingMagic);
     vf sum[2] = {set1(0.0f), set1(0.0f)};
     for_weights<true>(scores, from, end, factor, top, [&](int i, vf(&a)[kSide]) PENSTOCK_LAMBDA {
         for (int j = 0; j < kSide; ++j) sum[j % 2] = add(sum[j % 2], a[j]);
         const float* const added = kDither.values + dither + i % Dither::kPeriod;
-        for (int j = 0; j < kSide; ++j) a[j] = add(fma(a[j], load(scales + i + j * kLanes), load(added + j * kLanes)), rounder);
-        store_low_bytes(weights + i, a);
+        for (int j = 0; j < kSide; ++j) a[j] = fma(a[j], load(scales + i + j * kLanes), load(added + j * kLanes));
+        store_rounded_u8(weights + i, a);
     });
     return reduce_add(add(sum[0], sum[1]));
 }
