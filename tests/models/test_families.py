@@ -183,6 +183,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("gemma", {"hidden_activation": "gelu"}),
         ("gemma", {"use_bidirectional_attention": True}),
         ("glm4", {"hidden_act": "gelu"}),
+        ("qwen2_moe", {"hidden_act": "gelu"}),
         ("cohere", {"use_qk_norm": True}),
         ("cohere2", {"use_qk_norm": True}),
         ("cohere2", {"use_parallel_block": False}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from penstock.backends.native.footprint import expert_bytes
+from penstock.models.architectures import describe
 from penstock.models.assembly import find_pieces
+from penstock.models.hf import read_hf_spec
 from penstock.models.moe import GRANITE_MOE
+from penstock.models.program import Experts
+from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp, GatedMlp
 from support.models.moe import changed, load
@@ -36,6 +42,9 @@ def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name
         ("qwen3_moe", {"num_local_experts": 8}, "num_experts is 7, and num_local_experts is 8"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("granite_moe", {"logits_scaling": 0.0}, "logits_scaling"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -1}, "a shared expert of -1 columns"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 55}, "shared_gate is 56 x 72"),
         ("mixtral_gguf", {"expert_used_count": 9}, "9 of 7 experts"),
         ("mixtral_gguf", {"expert_used_count": None}, "expert_used_count"),
         ("qwen3_moe_gguf", {"expert_shared_count": 1}, "expert_shared_count is 1"),
@@ -56,6 +65,30 @@ def test_both_names_that_transformers_writes_for_the_number_of_experts_are_read(
     case = changed(name, **{"num_experts": None, "num_local_experts": None, key: 7})
     mlps = [layer.mlp for layer in load(case, tmp_path).spec.layers]
     assert [mlp.num_experts for mlp in mlps if isinstance(mlp, ExpertsMlp)] == [7] * len(mlps)
+
+
+def test_a_shared_expert_is_no_expert_that_a_token_chooses(tmp_path: Path) -> None:
+    """It is computed as a mixture of one, needs memory for each token, and never lies on disk."""
+    model = load(CASES["qwen2_moe"], tmp_path)
+    ops = [op for op in describe(model.spec).ops if isinstance(op, Experts)]
+    assert [(op.num_experts, op.down) for op in ops[:2]] == [(7, "layers.0.expert_down"), (1, "layers.0.shared_down")]
+    assert {name.split(".")[-1] for name in model.weights if is_of_experts(name)} == {"expert_gate", "expert_up", "expert_down"}
+    without = model.spec.with_layers(
+        lambda _, layer: (
+            replace(layer, mlp=replace(layer.mlp, shared_size=0, has_shared_gate=False))
+            if isinstance(layer.mlp, ExpertsMlp)
+            else layer
+        )
+    )
+    assert expert_bytes(model.spec, 5) > expert_bytes(without, 5)
+
+
+def test_a_qwen_2_moe_has_biases_unless_it_says_that_it_has_none(tmp_path: Path) -> None:
+    config = dict(CASES["qwen2_moe"].config)
+    for told, has_bias in (({}, True), ({"qkv_bias": True}, True), ({"qkv_bias": False}, False)):
+        (tmp_path / "config.json").write_text(json.dumps({**{k: v for k, v in config.items() if k != "qkv_bias"}, **told}))
+        attention = read_hf_spec(tmp_path).layers[0].attention
+        assert (attention.has_qkv_bias, attention.has_o_bias) == (has_bias, False)
 
 
 def test_windows_of_a_qwen_3_moe_are_in_all_layers(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def render() -> str:
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
         types = f" in {', '.join(dict.fromkeys(kinds))}" if set(kinds) - {"BF16"} else ""  # BF16 is what the page says of all
         of_files = _counted([file.architecture for file in files]) + types
-        parts = [_counted(directories), f"GGUF: {of_files}", _core_words(cases), REAL_WEIGHTS.get(name, "")]
-        item = f"- **{name}**: {'; '.join(part for part in parts if part)}"
+        parts = [_counted(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "")]
+        item = f"- {'; '.join(part for part in parts if part)}"
         items.append(fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join(items) + "\n"
 

@@ -20,7 +20,10 @@ Factors = dict[str, tuple[FloatArray, FloatArray]]
 
 EMBEDDINGS = ("embed_in", "embed_tokens", "wte", "word_embeddings")
 """Ends of the names of modules that look rows up."""
-_NO_PRODUCTS = ("wpe", "embed_positions", "conv.conv", "mlp.gate", "feed_forward.gate", "router")
+_NO_PRODUCTS = (
+    *("wpe", "embed_positions", "conv.conv", "mlp.gate", "feed_forward.gate", "router"),
+    *("shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))),
+)
 
 
 def config_of(rank: int, **changes: Any) -> dict[str, Any]:

@@ -62,6 +62,7 @@ _ROWS = (
     ("moe", "granite_moe", "GraniteMoeForCausalLM", "granitemoe"),
     ("moe", "mixtral", "MixtralForCausalLM", ""),
     ("moe", "olmoe", "OlmoeForCausalLM", "olmoe"),
+    ("moe", "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe"),
     ("moe", "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
     ("parallel", "cohere", "CohereForCausalLM", "command-r"),
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),

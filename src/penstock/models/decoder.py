@@ -7,7 +7,7 @@ from typing import Literal
 from penstock.models import program as prog
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec, TextEnding
+from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, PlainMlp, ShortConvSpec, TextEnding
 
 SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 
@@ -153,11 +153,14 @@ class Decoder:
 
     def activated(self, layer: int, x: str) -> str:
         """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`."""
-        mlp, at = self._spec.layers[layer].mlp, f"layers.{layer}"
+        mlp = self._spec.layers[layer].mlp
         assert not isinstance(mlp, ExpertsMlp)
+        return self._activated(f"layers.{layer}.", mlp, x)
+
+    def _activated(self, at: str, mlp: GatedMlp | PlainMlp, x: str) -> str:
         names = ("gate", "up") if isinstance(mlp, GatedMlp) else ("up",)
         *gate, up = (
-            self.linear(x, f"{at}.{name}", name, mlp.intermediate_size, bias=f"{at}.{name}_bias" if mlp.has_bias else None)
+            self.linear(x, f"{at}{name}", name, mlp.intermediate_size, bias=f"{at}{name}_bias" if mlp.has_bias else None)
             for name in names
         )
         act = self._buffer("act", mlp.intermediate_size)
@@ -171,18 +174,19 @@ class Decoder:
         """Return the weighted sum of the outputs of the experts that the router chooses for each token. [., hidden_size]"""
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
-        out, at = self._buffer("mixed", self._spec.hidden_size), f"layers.{layer}"
-        gate_bias, up_bias, down_bias = (
-            f"{at}.expert_{name}_bias" if mlp.has_bias else None for name in ("gate", "up", "down")
-        )
+        return self._experts(f"layers.{layer}.", "expert_", mlp, x)
+
+    def _experts(self, at: str, kind: str, mlp: ExpertsMlp, x: str) -> str:
+        out = self._buffer("mixed", self._spec.hidden_size)
+        gate_bias, up_bias, down_bias = (f"{at}{kind}{name}_bias" if mlp.has_bias else None for name in ("gate", "up", "down"))
         self._ops.append(
             prog.Experts(
                 out=out,
                 x=x,
-                router=f"{at}.router",
-                gate=f"{at}.expert_gate",
-                up=f"{at}.expert_up",
-                down=f"{at}.expert_down",
+                router=f"{at}router",
+                gate=f"{at}{kind}gate",
+                up=f"{at}{kind}up",
+                down=f"{at}{kind}down",
                 num_experts=mlp.num_experts,
                 num_experts_per_token=mlp.num_experts_per_token,
                 intermediate_size=mlp.intermediate_size,
@@ -190,8 +194,8 @@ class Decoder:
                 scoring=mlp.scoring,
                 is_renormalised=mlp.is_renormalised,
                 share_factor=mlp.share_factor,
-                router_bias=f"{at}.router_bias" if mlp.has_router_bias else None,
-                selection_bias=f"{at}.selection_bias" if mlp.has_selection_bias else None,
+                router_bias=f"{at}router_bias" if mlp.has_router_bias else None,
+                selection_bias=f"{at}selection_bias" if mlp.has_selection_bias else None,
                 gate_bias=gate_bias,
                 up_bias=up_bias,
                 down_bias=down_bias,
@@ -203,9 +207,26 @@ class Decoder:
         """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none."""
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
-            return self.add(to, self.experts(layer, x))
+            self.add(to, self.experts(layer, x))
+            return self._add_shared(layer, to, x, mlp) if mlp.shared_size else to
         bias = f"layers.{layer}.down_bias" if mlp.has_bias or has_down_bias else None
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
+
+    def _add_shared(self, layer: int, to: str, x: str, mlp: ExpertsMlp) -> str:
+        """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""
+        at = f"layers.{layer}.shared_"
+        if not mlp.has_shared_gate:
+            shared = GatedMlp(intermediate_size=mlp.shared_size, activation=mlp.activation)
+            return self.add_linear(to, self._activated(at, shared, x), f"{at}down")
+        gated = ExpertsMlp(
+            num_experts=1,
+            num_experts_per_token=1,
+            intermediate_size=mlp.shared_size,
+            activation=mlp.activation,
+            scoring="sigmoid",
+            is_renormalised=False,
+        )
+        return self.add(to, self._experts(at, "", gated, x))
 
     def finish(self, x: str) -> Program:
         """Add the last operations, for logits of x or for the spec's `ending`, and return the program."""

@@ -132,12 +132,13 @@ def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
         "attention_bias": of_attention,
         "attention_out_bias": ["layers.0.o_bias"],
         "mlp_bias": ["layers.0.down_bias"],
+        "qkv_bias": ["layers.0.q_bias"],
         "use_bias": ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"],
     }
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 
 
-_NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2", "qwen2_vl", "seed_oss")
+_NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "qwen2", "qwen2_vl", "seed_oss")
 """Architectures in which `attention_bias` does not include the output projection."""
 
 

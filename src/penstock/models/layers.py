@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from penstock.models import checks
 from penstock.models.architectures import Parts
@@ -16,13 +17,19 @@ from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, Gat
 GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
     **{f"ffn_{name}_exps.weight": Parts((f"expert_{name}",)) for name in ("gate", "up", "down")},
+    "exp_probs_b.bias": "selection_bias",
+    "ffn_gate_inp_shexp.weight": "shared_router",
+    **{f"ffn_{name}_shexp.weight": f"shared_{name}" for name in ("gate", "up", "down")},
 }
 _PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "smollm3": 4}
 """The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 
 
-def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with config.json's experts in every layer. `width` is the key with an expert's intermediate size."""
+def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, dense: Container[int] = (), **others: Any) -> ModelSpec:
+    """Return the spec with config.json's experts in every layer that is not `dense`. `others`: fields of `ExpertsMlp`.
+
+    `width` is the key with an expert's intermediate size.
+    """
     one, other = config.get("num_experts", int), config.get("num_local_experts", int)
     if one is not None and other is not None and one != other:
         raise config.error(f"num_experts is {one}, and num_local_experts is {other}")
@@ -30,32 +37,43 @@ def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormali
         num_experts=config.require("num_experts", int) if other is None else other,
         num_experts_per_token=config.require("num_experts_per_tok", int),
         intermediate_size=config.require(width, int),
-        is_renormalised=is_renormalised,
+        **others,
     )
-    return with_experts(spec, mlp, config.path)
+    return with_experts(spec, mlp, config.path, dense=dense)
 
 
-def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with a GGUF file's experts in every layer. Raises ModelError for shared experts or dense layers."""
+def experts_of_gguf(file: GgufFile, spec: ModelSpec, **others: Any) -> ModelSpec:
+    """Return the spec with a GGUF file's experts in every layer. Raises ModelError for shared experts or dense layers.
+
+    `others`: fields of `ExpertsMlp`.
+    """
     key = file.architecture
     for name in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
         if number := file.get(f"{key}.{name}", int):
             raise checks.unsupported(file.path, f"{key}.{name} is {number}", "routed experts in every layer are")
-    mlp = ExpertsMlp(
+    return with_experts(spec, read_gguf_experts(file, **others), file.path)
+
+
+def read_gguf_experts(file: GgufFile, **others: Any) -> ExpertsMlp:
+    key = file.architecture
+    return ExpertsMlp(
         num_experts=file.require(f"{key}.expert_count", int),
         num_experts_per_token=file.require(f"{key}.expert_used_count", int),
         intermediate_size=file.get(f"{key}.expert_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int),
-        is_renormalised=is_renormalised,
+        **others,
     )
-    return with_experts(spec, mlp, file.path)
 
 
-def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
-    """Return the spec with these experts as the MLP of every layer. Raises ModelError for impossible numbers."""
+def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path, *, dense: Container[int] = ()) -> ModelSpec:
+    """Return the spec with these experts in every layer that is not `dense`. Raises ModelError for impossible numbers."""
     if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:
         chosen = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts"
         raise damaged(path, f"{chosen} of {mlp.intermediate_size} columns are not a possible mixture")
-    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+    if not 0 <= mlp.shared_size <= checks.LIMITS["intermediate_size"]:
+        raise damaged(path, f"a shared expert of {mlp.shared_size} columns is not possible")
+    if not 0.0 <= mlp.share_factor <= 1e6:
+        raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
+    return spec.with_layers(lambda i, layer: layer if i in dense else replace(layer, mlp=mlp))
 
 
 def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:

@@ -16,7 +16,7 @@ from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_biases
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, with_experts
+from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
 from penstock.types.errors import damaged
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
@@ -66,7 +66,7 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         share_factor=1.0 if factor is None else factor,
         has_selection_bias=config.get("use_expert_bias", bool) is not False,
     )
-    return _with_experts_behind(_of_hf(config, spec), mlp, config.get("num_dense_layers", int), config.path)
+    return with_experts(_of_hf(config, spec), mlp, config.path, dense=range(config.require("num_dense_layers", int)))
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
@@ -102,23 +102,14 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = "lfm2moe"
     if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
         raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")
-    mlp = ExpertsMlp(
-        num_experts=file.require(f"{key}.expert_count", int),
-        num_experts_per_token=file.require(f"{key}.expert_used_count", int),
-        intermediate_size=file.require(f"{key}.expert_feed_forward_length", int),
+    mlp = read_gguf_experts(
+        file,
         scoring="sigmoid",
         share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
         has_selection_bias=True,
     )
     num_dense = file.get(f"{key}.leading_dense_block_count", int) or 0
-    return _with_experts_behind(_of_gguf(file, spec), mlp, num_dense, file.path)
-
-
-def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None, path: Path) -> ModelSpec:
-    if not 0.0 <= mlp.share_factor <= 1e6:
-        raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
-    mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
-    return mixed.with_layers(lambda i, layer: spec.layers[i] if i < num_dense else layer)
+    return with_experts(_of_gguf(file, spec), mlp, file.path, dense=range(num_dense))
 
 
 def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:
@@ -183,5 +174,5 @@ LFM2_MOE = replace(
         "feed_forward.experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
         "feed_forward.experts.down_proj": Parts(("expert_down",)),
     },
-    gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS, "exp_probs_b.bias": "selection_bias"},
+    gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS},
 )

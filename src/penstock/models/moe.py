@@ -1,7 +1,7 @@
 """Mixtures of experts: a layer has many small MLPs, and a router chooses a few of them for each token.
 
-Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE), 2505.09388 (Qwen 3) and 2508.10925 (gpt-oss); modeling_NAME.py of
-transformers; openai-moe.cpp and conversion/gpt_oss.py of llama.cpp.
+Sources: arXiv 2401.04088 (Mixtral), 2407.10671 (Qwen 2), 2409.02060 (OLMoE), 2505.09388 (Qwen 3) and 2508.10925 (gpt-oss);
+modeling_NAME.py of transformers; openai-moe.cpp, qwen2moe.cpp and conversion/gpt_oss.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _GATE_UP_DOWN: Mapping[str, str | Parts] = {
     **{f"mlp.experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
     **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
 }
+_SHARED: Mapping[str, str] = {
+    f"mlp.shared_expert{plural}.{name}_proj.weight": f"shared_{name}" for plural in ("", "s") for name in ("gate", "up", "down")
+}
 _GGUF_LAYER: Mapping[str, str | Parts] = {**GGUF_LAYER, **GGUF_EXPERTS}
 
 
@@ -46,11 +49,32 @@ def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Put experts into every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     config.only("hidden_act", "silu")
     window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
-    dense = spec.with_windows(window, [True] * spec.num_layers)
+    return _of_qwen(config, spec.with_windows(window, [True] * spec.num_layers))
+
+
+def _of_qwen(config: JsonFile, spec: ModelSpec, **others: Any) -> ModelSpec:
     step, only = config.get("decoder_sparse_step", int) or 1, config.get("mlp_only_layers", list) or []
-    is_renormalised = config.get("norm_topk_prob", bool) or False
-    mixed = experts_of_hf(config, dense, width="moe_intermediate_size", is_renormalised=is_renormalised)
-    return mixed.with_layers(lambda i, layer: dense.layers[i] if i in only or (i + 1) % step else layer)
+    dense = [i for i in range(spec.num_layers) if i in only or (i + 1) % step]
+    others["is_renormalised"] = config.get("norm_topk_prob", bool) or False
+    return experts_of_hf(config, spec, width="moe_intermediate_size", dense=dense, **others)
+
+
+def _of_qwen2_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Add windows to every other one of the first `max_window_layers`, unless `layer_types` names the layers."""
+    config.only("hidden_act", "silu")
+    if config.get("use_sliding_window", bool):
+        most = config.get("max_window_layers", int)
+        usual = [i % 2 == 0 and i < (28 if most is None else most) for i in range(spec.num_layers)]
+        spec = with_windows(config, spec, config.require("sliding_window", int), usual)
+    width = config.require("shared_expert_intermediate_size", int)
+    return _of_qwen(config, spec, shared_size=width, has_shared_gate=True)
+
+
+def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the experts' keys. Shares are never divided by their sum, as in llama.cpp."""
+    width = file.get("qwen2moe.expert_shared_feed_forward_length", int) or file.require("qwen2moe.feed_forward_length", int)
+    factor = file.get("qwen2moe.expert_weights_scale", float) or 1.0
+    return experts_of_gguf(file, spec, is_renormalised=False, share_factor=factor, shared_size=width, has_shared_gate=True)
 
 
 def _of_olmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -80,6 +104,14 @@ QWEN3_MOE = Architecture(
     of_hf=_of_qwen3_moe,
     of_gguf=llama.of_gguf,
     hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
+    gguf_layer=_GGUF_LAYER,
+)
+QWEN2_MOE = Architecture(
+    describe=llama.describe,
+    of_hf=_of_qwen2_moe,
+    of_gguf=_of_qwen2_moe_gguf,
+    hf_values=lambda values: {"qkv_bias": True, **values},
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_SHARED, "mlp.shared_expert_gate.weight": "shared_router"},
     gguf_layer=_GGUF_LAYER,
 )
 OLMOE = Architecture(

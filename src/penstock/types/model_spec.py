@@ -74,7 +74,7 @@ class PlainMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsMlp:
-    """A mixture of experts: a router picks a few gated MLPs for each token."""
+    """A mixture of experts: a router picks a few gated MLPs for each token. A shared one may serve all tokens beside them."""
 
     num_experts: int
     num_experts_per_token: int
@@ -86,6 +86,8 @@ class ExpertsMlp:
     has_router_bias: bool = False
     has_selection_bias: bool = False  # biases that affect only the choice of experts
     has_bias: bool = False
+    shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
+    has_shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ shared_router.T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

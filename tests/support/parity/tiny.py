@@ -256,6 +256,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = values[:, 0]
         if key in ("falcon", "gptneox") and ".query_key_value." in name:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
+        if values.shape[:1] == (1,):  # the converter leaves out dimensions of one
+            values = values.reshape(-1)
         found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
@@ -284,7 +286,8 @@ def _experts_in_gguf(name: str, values: FloatArray, is_interleaved: bool) -> Ite
     found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
     if found is None:
         name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
-        yield f"{name}.weight" if name.endswith("sinks") else f"{name}.bias" if name.endswith("expert_bias") else name, values
+        name = f"{name}.weight" if name.endswith("sinks") else f"{name}.bias" if name.endswith("expert_bias") else name
+        yield name.replace("correction_bias", "correction.bias").replace(".gate.moe_statics.", ".moe_statics."), values
         return
     names = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
     num = len(names)

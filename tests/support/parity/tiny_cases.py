@@ -275,6 +275,29 @@ _QWEN3_MOE = settings(
     decoder_sparse_step=1,
     mlp_only_layers=[],
 )
+_QWEN2_MOE = settings(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    num_hidden_layers=4,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=56,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+    qkv_bias=True,
+    use_sliding_window=True,
+    sliding_window=6,
+    max_window_layers=2,
+)
+_QWEN2_MOE_OF_GGUF = {
+    **_QWEN2_MOE,
+    "norm_topk_prob": False,
+    "use_sliding_window": False,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 2,
+}
 _OLMOE = settings(
     "olmoe",
     "OlmoeForCausalLM",
@@ -313,6 +336,43 @@ _QWEN3_MOE_CASE = TinyCase(
     config=_QWEN3_MOE,
     shapes=shapes(_QWEN3_MOE, **_HEAD_NORMS, **_experts(_QWEN3_MOE, 40)),
     seed=35,
+)
+
+
+def _mixed(config: Mapping[str, Any], experts: Mapping[str, tuple[int, ...] | None], *dense: int, **others: Any) -> Shapes:
+    """Tensors of a model whose layers have `experts`, as `_experts` returns them, but for those that are `dense`."""
+    ours, theirs = shapes(config, **others, **experts), shapes(config, **others)
+    at = tuple(f"model.layers.{layer}." for layer in dense)
+    found = {name: shape for name, shape in ours.items() if not name.startswith(at)}
+    return found | {name: shape for name, shape in theirs.items() if name.startswith(at)}
+
+
+def _shared(config: Mapping[str, Any], name: str, width: int) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    matrices = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    return {f"mlp__{name}__{matrix}__weight": shape for matrix, shape in matrices.items()}
+
+
+_QWEN2_EXPERTS = {
+    **_experts(_QWEN2_MOE, 40),
+    **_shared(_QWEN2_MOE, "shared_expert", 56),
+    "mlp__shared_expert_gate__weight": (1, 72),
+}
+_QWEN2_MOE_CASE = TinyCase(
+    architecture="qwen2_moe",
+    config=_QWEN2_MOE,
+    shapes=_mixed(_QWEN2_MOE, _QWEN2_EXPERTS, 1, **_qkv_bias(_QWEN2_MOE)),
+    seed=80,
+)
+_QWEN2_MOE_GGUF_CASE = TinyCase(
+    architecture="qwen2_moe",
+    config=_QWEN2_MOE_OF_GGUF,
+    shapes=_mixed(_QWEN2_MOE_OF_GGUF, _QWEN2_EXPERTS, **_qkv_bias(_QWEN2_MOE)),
+    seed=82,
+    gguf=Gguf(
+        architecture="qwen2moe",
+        metadata={**_GGUF_EXPERTS, "expert_feed_forward_length": 40, "expert_shared_feed_forward_length": 56},
+    ),
 )
 _OLMOE_SHAPES = shapes({**_OLMOE, "head_dim": 24}, **_ROW_NORMS, **_experts(_OLMOE, 40))
 _OLMOE_CASE = TinyCase(architecture="olmoe", config=_OLMOE, shapes=_OLMOE_SHAPES, seed=32)
@@ -1025,6 +1085,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             gguf=Gguf(architecture="qwen3moe", metadata={**_GGUF_EXPERTS, "expert_feed_forward_length": 40}),
             golden="qwen3_moe",
         ),
+        "qwen2_moe": _QWEN2_MOE_CASE,
+        "qwen2_moe_per_expert": replace(_QWEN2_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="qwen2_moe"),
+        "qwen2_moe_gguf": _QWEN2_MOE_GGUF_CASE,
         "olmoe": _OLMOE_CASE,
         "olmoe_gguf": replace(_OLMOE_CASE, gguf=Gguf(architecture="olmoe", metadata=_GGUF_EXPERTS), golden="olmoe"),
         "granite_moe": _GRANITE_MOE_CASE,

@@ -19,6 +19,7 @@ in `test_encoders.py`."""
 
 SIZES = frozenset(
     {"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts", "kernel"}
+    | {"shared_size"}
     | {"num_types", "first_position", "num_distances"}
 )
 

@@ -28,6 +28,9 @@ def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
         for layer in spec.layers
         if isinstance(mlp := layer.mlp, ExpertsMlp)
     }
+    shapes |= {
+        (1, 1, mlp.shared_size) for layer in spec.layers if isinstance(mlp := layer.mlp, ExpertsMlp) and mlp.has_shared_gate
+    }
     return num_tokens * sum(
         4 * num_experts + num_chosen * (12 + _pair_bytes(spec.hidden_size, 2, width) + _pair_bytes(width, 1, spec.hidden_size))
         for num_experts, num_chosen, width in shapes

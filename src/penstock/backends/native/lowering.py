@@ -678,9 +678,9 @@ class _Weights:
                 f"{' and '.join(names)} are of the formats {formats}: the native backend computes experts of one alone.",
                 remedy="Use a file with both in the same format, or --backend reference.",
             )
-        matrix = self._engine.add_matrix(
-            _source_format(first), num_experts * sum(_in_panels(size) for size in sizes), first.num_cols, is_partly_read=True
-        )
+        num_rows = num_experts * sum(_in_panels(size) for size in sizes)
+        is_partly_read = num_experts > 1  # a single expert is shared by all tokens
+        matrix = self._engine.add_matrix(_source_format(first), num_rows, first.num_cols, is_partly_read=is_partly_read)
         at = 0
         for expert in range(num_experts):
             for tensor, size in zip(tensors, sizes, strict=True):
