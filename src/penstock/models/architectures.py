@@ -22,6 +22,7 @@ from penstock.types.model_spec import Activation, ModelSpec, Pooling
 _ROWS = (
     ("bert", "bert", "Bert*", "bert"),
     ("bert", "distilbert", "DistilBert*", ""),
+    ("bert", "eurobert", "EuroBert*", "eurobert"),
     ("bert", "nomic_bert", "NomicBert*", "nomic-bert"),
     ("bert", "roberta", "Roberta* XLMRoberta* Camembert*", ""),
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
@@ -105,7 +106,7 @@ _REASONS = {
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
     "its logits have a bias, which no backend computes": ("codegen", "gptj", "phi", "phi2"),
     "its layers share their weights": ("albert",),
-    "its positions or its layers are not those of BERT": ("eurobert", "jinabertv2", "jinabertv3", "neobert", "nomicbertmoe"),
+    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "neobert", "nomicbertmoe"),
     "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
@@ -211,6 +212,7 @@ class Head:
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
+    is_pooled_last: bool = False  # the mean is that of the tokens' scores
 
     @property
     def names(self) -> dict[str, str]:

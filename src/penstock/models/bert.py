@@ -1,8 +1,8 @@
-"""Encoders: BERT and its kin, and ModernBERT.
+"""Encoders: BERT and its kin, ModernBERT and EuroBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
 (its XL), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT
-2, as in llama.cpp's jina-bert-v2.cpp) and 2108.12409 (ALiBi).
+2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import local_layers_of_gguf, with_gated_mlps, with_windows
+from penstock.models.layers import local_layers_of_gguf, with_both_sides, with_gated_mlps, with_windows
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
@@ -560,4 +560,44 @@ MODERNBERT = Architecture(
     gguf_top={**GGUF_TOP, "token_embd_norm.weight": "embed_norm"},
     gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "ffn_up.weight": GATE_AND_UP},
     gguf_head=_modernbert_gguf_head,
+)
+
+
+# EuroBERT: Llama whose tokens see each other both ways.
+
+
+def _eurobert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with defaults. The first releases call the pooling `clf_pooling`."""
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "classifier_pooling": "late"}
+    return with_defaults(values, defaults, {"clf_pooling": "classifier_pooling"})
+
+
+def _of_eurobert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return with_both_sides(with_gated_mlps(spec, read_activation(config, "hidden_act", "silu")))
+
+
+def _eurobert_head(hf_class: str, config: JsonFile) -> Head | None:
+    last = HeadLayer("classifier", is_last=True)
+    if hf_class.endswith("ForTokenClassification"):
+        return Head("each", (last,))
+    if not hf_class.endswith("ForSequenceClassification"):
+        return None
+    name = config.require("classifier_pooling", str)
+    if name not in ("bos", "mean", "late"):
+        raise checks.unsupported(config.path, f"classifier_pooling is {name[:80]!r}", "bos, mean and late are")
+    layers = (HeadLayer("dense", activation="gelu"), last)
+    return Head("first" if name == "bos" else "mean", layers, is_pooled_last=name == "late")
+
+
+EUROBERT = Architecture(
+    describe=llama.describe,
+    is_encoder=True,
+    of_hf=_of_eurobert,
+    hf_values=_eurobert_values,
+    hf_name=lambda name: name.removeprefix("model."),
+    hf_top={"embed_tokens.weight": "embed", "norm.weight": "norm"},
+    hf_layers="layers.",
+    hf_head=_eurobert_head,
+    hf_unread=("lm_head.",),
+    of_gguf=lambda _, spec: with_both_sides(spec),
 )

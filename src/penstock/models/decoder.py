@@ -246,18 +246,23 @@ class Decoder:
         )
 
     def _finish_with_states(self, x: str, ending: TextEnding) -> None:
-        if ending.pooling == "mean":
-            self._prefix = SAMPLED
-            pooled = self._buffer("x", self._widths[x])
-            self._ops.append(prog.MeanRows(pooled, x))
-            x = pooled
+        if ending.pooling == "mean" and not ending.is_pooled_last:
+            x = self._mean(x)
         for i, dense in enumerate(ending.dense):
             x = self.linear(x, f"dense.{i}", f"dense_{i}", dense.width, bias=f"dense.{i}_bias" if dense.has_bias else None)
             if dense.activation is not None:
                 self._ops.append(prog.Act(x, x, dense.activation))
             if dense.has_norm:
                 x = self.norm(x, f"dense.{i}_norm", out=f"dense_{i}")
+        if ending.pooling == "mean" and ending.is_pooled_last:
+            x = self._mean(x)
         self._ops.append(prog.States(x, ending.is_normalised))
+
+    def _mean(self, x: str) -> str:
+        self._prefix = SAMPLED
+        pooled = self._buffer("x", self._widths[x])
+        self._ops.append(prog.MeanRows(pooled, x))
+        return pooled
 
     def _finish_with_logits(self, x: str) -> None:
         self._prefix = ""

@@ -69,7 +69,7 @@ def choose_ending(
         )
         for layer in head.layers
     )
-    return TextEnding(pooling=head.pooling, dense=layers, labels=labels)
+    return TextEnding(pooling=head.pooling, dense=layers, is_pooled_last=head.is_pooled_last, labels=labels)
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:

@@ -119,6 +119,7 @@ class TextEnding:
 
     pooling: Pooling
     dense: tuple[Dense, ...] = ()  # poolers, heads and sentence-transformers' dense modules, in order
+    is_pooled_last: bool = False  # the mean comes after the dense layers
     is_normalised: bool = False
     labels: tuple[str, ...] = ()  # names of the answer's columns if a head makes them
 

@@ -61,8 +61,8 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
     """The path to load."""
     if case.gguf is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        is_encoder = find(case.architecture).is_encoder
-        return _write_gguf(case, case.gguf, directory / "tiny.gguf") if is_encoder else write_case(case, directory)
+        is_like_llama = "rms_norm_eps" in case.config
+        return write_case(case, directory) if is_like_llama else _write_gguf(case, case.gguf, directory / "tiny.gguf")
     if case.has_head or not case.has_modules:
         return write_case(case, directory)
     own = {name: shape for name, shape in case.shapes.items() if "/" not in name}
@@ -521,8 +521,35 @@ def _decoder_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _eurobert_cases() -> dict[str, EncoderCase]:
+    """The classifier by its three poolings, of which the mean of the tokens' scores is the usual one."""
+    cases: dict[str, EncoderCase] = {}
+    kinds = {**CLASSES, "_first_token": "ForSequenceClassification", "_mean": "ForSequenceClassification"}
+    for number, (name, end) in enumerate(kinds.items()):
+        has_biases = end == "ForTokenClassification"
+        own = {"attention_bias": has_biases, "mlp_bias": has_biases, "hidden_act": "gelu" if has_biases else "silu"}
+        config = settings("eurobert", f"EuroBert{end}", mask_token_id=4, **own)
+        biases = {f"self_attn__{part}_proj__bias": (72 if part in "qo" else 24,) for part in "qkvo"}
+        biases |= {f"mlp__{part}_proj__bias": (72 if part == "down" else 100,) for part in ("gate", "up", "down")}
+        found = shapes(config, **(biases if has_biases else {}))
+        if end != "ForMaskedLM":
+            del found["lm_head.weight"]
+        if end == "Model":
+            found = {key.removeprefix("model."): shape for key, shape in found.items()}
+        elif end != "ForMaskedLM":
+            config |= _LABELS
+            found |= _linear("classifier", 3, 72)
+        if end == "ForSequenceClassification":
+            config |= {"_first_token": {"classifier_pooling": "bos"}, "_mean": {"classifier_pooling": "mean"}}.get(name, {})
+            found |= _linear("dense", 72, 72)
+        cases[f"eurobert{name}"] = EncoderCase(architecture="eurobert", config=config, shapes=found, seed=240 + number)
+    gguf = Gguf(architecture="eurobert", metadata={"pooling_type": 1, "attention.causal": False, "rope.scaling.type": "none"})
+    cases["eurobert_gguf"] = replace(cases["eurobert"], golden="eurobert", gguf=gguf)
+    return cases
+
+
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
-_JINA = _jina_cases()
+_JINA, _EUROBERT = _jina_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 _CAMEMBERT = _bert_cases("camembert", "Camembert", 190, pad_token_id=5, type_vocab_size=1, max_position_embeddings=53)
@@ -628,6 +655,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "qwen3_embedding": EncoderCase(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),
+        **_EUROBERT,
+        "eurobert": replace(_EUROBERT["eurobert"], is_mutated=True),
         **_decoder_cases(),
         "qwen3_model": EncoderCase(
             architecture="qwen3", config=_QWEN3_MODEL, shapes=_QWEN3_BARE, seed=171, pooling="last", has_modules=False
