@@ -100,6 +100,10 @@ def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None
         ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("olmo3", {"attention_bias": True}, "attention_bias is True"),
+        ("olmo3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}, "rope_parameters"),
+        ("olmo3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling"),
         ("qwen3", {"is_causal": False}, "is_causal is False"),
     ],
 )
@@ -251,6 +255,16 @@ def test_a_glm_4_of_pictures_in_a_gguf_file_is_refused(tmp_path: Path) -> None:
         gguf = replace(case.gguf, metadata={**case.gguf.metadata, key: value})
         with pytest.raises(ModelError, match=key):
             load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+@pytest.mark.parametrize(("key", "value"), [("alpha", 2.0), ("yarn_attn_factor", 1.2), ("yarn_attn_factor", math.nan)])
+def test_factors_of_rotations_that_llama_cpp_does_not_compute_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    """The case itself has the `yarn_attn_factor` that llama.cpp computes."""
+    case = CASES["olmo3_gguf"]
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, f"rope.scaling.{key}": value})
+    with pytest.raises(ModelError, match=key):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
 
 
 def test_a_cohere_turns_at_the_base_of_its_release_if_it_names_none(tmp_path: Path) -> None:

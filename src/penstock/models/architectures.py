@@ -34,6 +34,7 @@ _ROWS = (
     ("gemma", "gemma3", "Gemma3ForCausalLM Gemma3ForConditionalGeneration", "gemma3"),
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
     ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
+    ("gemma", "olmo3", "Olmo3ForCausalLM", ""),
     ("llama", "gpt2", "GPT2LMHeadModel", "gpt2"),
     ("llama", "gpt_bigcode", "GPTBigCodeForCausalLM", "starcoder"),
     ("moe", "gpt_oss", "GptOssForCausalLM", "gpt-oss"),

@@ -1,4 +1,4 @@
-"""Gemma, and architectures with norms after attention and after the MLP: GLM 4 of 2025, OLMo 2 and EXAONE 4.
+"""Gemma, and architectures with norms after attention and after the MLP: GLM 4 of 2025, OLMo 2 and 3, and EXAONE 4.
 
 Sources: arXiv 2403.08295, 2408.00118 and 2503.19786 (Gemma), 2501.00656 (OLMo 2), 2507.11407 (EXAONE 4); modeling_NAME.py of
 transformers and src/models/NAME.cpp of llama.cpp.
@@ -71,15 +71,22 @@ def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Apply Gemma 3's keys. If rotary parameters are by type of layer, as of transformers 5, `read_spec` has applied them."""
     config.only("attn_logit_softcapping", None)
-    found = _of_gemma_hf(config, spec)
-    local = (config.get("rope_parameters", dict) or {}).get("sliding_attention")
-    if local is None:
-        return _with_local_base(found, config.positive("rope_local_base_freq"))
+    return _with_local_rotations(config, _of_gemma_hf(config, spec), "rope_local_base_freq")
+
+
+def _with_local_rotations(config: JsonFile, spec: ModelSpec, base: str) -> ModelSpec:
+    """Return the spec with unscaled rotations by the key `base` in layers with a window.
+
+    If rotary parameters are by type of layer, as of transformers 5, `read_spec` has applied them.
+    """
+    parameters = config.get("rope_parameters", dict)
+    if not parameters:
+        return _with_local_base(spec, config.positive(base))
+    local = parameters.get("sliding_attention")
     if config.values.get("rope_scaling") or not isinstance(local, dict) or local.get("rope_theta") is None:
         raise config.error("rope_parameters of sliding_attention lack rope_theta, or rope_scaling stands beside them")
-    return found
+    return spec
 
 
 def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -187,15 +194,25 @@ GLM4 = replace(
 )
 
 
-# OLMo 2 norms queries and keys over all heads together and has no norms before the halves. EXAONE 4 (LG) norms them per head;
+# OLMo 2 norms queries and keys over all heads together and has no norms before the halves. OLMo 3 adds windows in three of four
+# layers, whose rotation is not scaled: YaRN is for the others. EXAONE 4 (LG) norms them per head;
 # its larger models have windows, and rotate only in layers with a window.
 
 
 def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Refuse OLMo 3: its files name the same architecture, but it has attention windows."""
-    if window := file.get("olmo2.attention.sliding_window", int):
-        raise checks.unsupported(file.path, f"olmo2.attention.sliding_window is {window}", "OLMo 2, which has none, is")
-    return spec
+    """Apply the windows of OLMo 3: its files name the same architecture."""
+    window = file.get("olmo2.attention.sliding_window", int)
+    if not window:
+        return spec
+    base = file.get("olmo2.rope.freq_base", float) or 10000.0
+    return _with_local_base(spec.with_windows(window, local_layers_of_gguf(file, spec)), base)
+
+
+def _of_olmo3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("attention_bias", False)
+    window = config.require("sliding_window", int)
+    spec = with_windows(config, llama.of_hf(config, spec), window, local_layers(spec))
+    return _with_local_rotations(config, spec, "rope_theta")
 
 
 def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -234,6 +251,7 @@ OLMO2 = Architecture(
         "post_feedforward_layernorm.weight": "post_mlp_norm",
     },
 )
+OLMO3 = replace(OLMO2, of_hf=_of_olmo3_hf, hf_values=lambda values: {"rope_theta": 5e5, "sliding_window": 4096, **values})
 EXAONE4 = replace(
     OLMO2,
     describe=partial(llama.describe, norms="behind", qk_norms="heads"),

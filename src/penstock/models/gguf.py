@@ -276,10 +276,6 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
     scaling = file.get(f"{key}.rope.scaling.type", str) or "linear"
     if scaling not in _ROPE_KINDS:
         raise checks.unsupported(file.path, f"{key}.rope.scaling.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")
-    for name, unset in (("alpha", 0.0), ("yarn_attn_factor", 0.0), ("yarn_ext_factor", -1.0)):
-        factor = file.get(f"{key}.rope.scaling.{name}", float)
-        if factor not in (None, unset, 1.0):
-            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {factor}", "only 1 is")
     factor_key = f"{key}.rope.scaling.factor"
     if factor_key not in file.metadata:
         factor_key = f"{key}.rope.scale_linear"  # the name before 2023-11; as in llama.cpp, the new one wins
@@ -289,9 +285,15 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
         kind = "longrope"
     elif kind == "longrope":
         raise file.error("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
+    growth = 0.1 * math.log(max(1.0, factor)) if kind == "yarn" else 0.0
+    for name, unset in (("alpha", 0.0), ("yarn_attn_factor", 0.0), ("yarn_ext_factor", -1.0)):
+        found = file.get(f"{key}.rope.scaling.{name}", float)
+        is_usual = name == "yarn_attn_factor" and found is not None and math.isclose(found, 1.0 + growth, rel_tol=1e-6)
+        if found not in (None, unset, 1.0) and not is_usual:
+            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {found}", "only 1 is")
     attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
     if kind == "yarn":  # as in llama.cpp's llama-context.cpp
-        growth, multiplier = 0.1 * math.log(max(1.0, factor)), f"{key}.rope.scaling.yarn_log_multiplier"
+        multiplier = f"{key}.rope.scaling.yarn_log_multiplier"
         attention_factor *= (1.0 + growth) / (
             1.0 + (growth * _positive(file, multiplier) if file.get(multiplier, float) else 0.0)
         )

@@ -21,7 +21,10 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp_shexp.weight": "shared_router",
     **{f"ffn_{name}_shexp.weight": f"shared_{name}" for name in ("gate", "up", "down")},
 }
-_PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "smollm3": 4}
+_PERIODS = {
+    **{"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4},
+    "smollm3": 4,
+}
 """The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 
 

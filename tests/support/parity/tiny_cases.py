@@ -6,6 +6,7 @@ one: a value below, then `make_tiny_golden.py NAME` where torch is. `tests/golde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -157,6 +158,32 @@ _GRANITE = settings(
     attention_multiplier=0.15,
 )
 _OLMO2 = settings("olmo2", "Olmo2ForCausalLM", head_dim=None)
+_OLMO3_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "attention_factor": 1.3,
+}
+_OLMO3 = settings(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    num_hidden_layers=4,
+    head_dim=None,
+    sliding_window=6,
+    rope_parameters={
+        _GLOBAL: {**_OLMO3_YARN, "rope_theta": 3000.0},
+        _LOCAL: {"rope_type": "default", "rope_theta": 200.0},
+    },
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
+)
+_USUAL_YARN_FACTOR = 1.0 + 0.1 * math.log(4.0)
+_OLMO3_OLD = {
+    **{key: value for key, value in _OLMO3.items() if key not in ("rope_parameters", "layer_types")},
+    "rope_theta": 500000.0,
+    "rope_scaling": {**_OLMO3_YARN, "attention_factor": _USUAL_YARN_FACTOR},
+}
 _QWEN2 = settings("qwen2", "Qwen2ForCausalLM", head_dim=24)
 _QWEN2_VL = settings(
     "qwen2",
@@ -798,17 +825,37 @@ _GRANITE_GGUF = Gguf(
     is_interleaved=True,
     metadata={"embedding_scale": 3.0, "logit_scale": 2.5, "residual_scale": 0.37, "attention.scale": 0.15},
 )
-_OLMO2_CASE = TinyCase(
-    architecture="olmo2",
-    config=_OLMO2,
-    shapes=shapes(
-        _OLMO2,
+
+
+def _olmo_shapes(config: Mapping[str, Any]) -> Shapes:
+    return shapes(
+        config,
         input_layernorm__weight=None,
         post_feedforward_layernorm__weight=(72,),
         self_attn__q_norm__weight=(72,),
         self_attn__k_norm__weight=(24,),
-    ),
+    )
+
+
+_OLMO2_CASE = TinyCase(
+    architecture="olmo2",
+    config=_OLMO2,
+    shapes=_olmo_shapes(_OLMO2),
     seed=17,
+)
+_OLMO3_CASE = replace(_OLMO2_CASE, architecture="olmo3", config=_OLMO3, shapes=_olmo_shapes(_OLMO3), seed=64)
+_OLMO3_OLD_CASE = replace(_OLMO3_CASE, config=_OLMO3_OLD)
+_OLMO3_GGUF = Gguf(
+    architecture="olmo2",
+    metadata={
+        "attention.sliding_window": 6,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_beta_fast": 4.0,
+        "rope.scaling.yarn_beta_slow": 0.5,
+        "rope.scaling.yarn_attn_factor": _USUAL_YARN_FACTOR,
+    },
 )
 _GEMMA_CASE = TinyCase(architecture="gemma", config=_GEMMA, shapes=shapes(_GEMMA), seed=62, norm_centre=0.0)
 _GEMMA2_CASE = TinyCase(
@@ -1171,6 +1218,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "granite_gguf": replace(_GRANITE_CASE, gguf=_GRANITE_GGUF, golden="granite"),
         "olmo2": _OLMO2_CASE,
         "olmo2_gguf": replace(_OLMO2_CASE, gguf=Gguf(architecture="olmo2", metadata={}), golden="olmo2"),
+        "olmo3": _OLMO3_CASE,
+        "olmo3_old_config": _OLMO3_OLD_CASE,
+        "olmo3_gguf": replace(_OLMO3_OLD_CASE, gguf=_OLMO3_GGUF, golden="olmo3_old_config"),
         "gemma": _GEMMA_CASE,
         "gemma_gguf": replace(_GEMMA_CASE, gguf=Gguf(architecture="gemma", norm_offset=1.0, metadata={}), golden="gemma"),
         "gemma2": _GEMMA2_CASE,
