@@ -28,6 +28,7 @@ _ROWS = (
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
+    ("gemma", "embedding_gemma", "Gemma3TextModel", "gemma-embedding"),
     ("gemma", "exaone4", "Exaone4ForCausalLM", "exaone4"),
     ("gemma", "gemma", "GemmaForCausalLM", "gemma"),
     ("gemma", "gemma2", "Gemma2ForCausalLM", "gemma2"),

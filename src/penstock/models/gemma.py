@@ -22,7 +22,7 @@ from penstock.models.layers import (
     with_windows,
     without_global_rotations,
 )
-from penstock.types.model_spec import Activation, ModelSpec, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Rotation
 
 _LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
@@ -91,15 +91,15 @@ def _with_local_rotations(config: JsonFile, spec: ModelSpec, base: str) -> Model
 
 def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply Gemma's keys. No key has the scale of attention scores. Missing keys have llama.cpp's values."""
-    key, attention = spec.architecture, spec.layers[0].attention
-    is_27b = spec.num_layers == _LAYERS_OF_27B[key]
+    key, attention = file.architecture, spec.layers[0].attention
+    is_27b = spec.num_layers == _LAYERS_OF_27B.get(key)
     scale = (spec.hidden_size / attention.num_heads if is_27b else attention.head_dim) ** -0.5
     found = _with_gemma(spec, scale, file.get(f"{key}.final_logit_softcapping", float, 30.0 if key == "gemma2" else None))
     window = file.get(f"{key}.attention.sliding_window", int, 4096 if key == "gemma2" else None)
     if window:
         found = found.with_windows(window, local_layers_of_gguf(file, spec))
-    if key == "gemma3":
-        theta = file.get("gemma3.rope.freq_base_swa", float) or _LOCAL_THETA["rope_local_base_freq"]
+    if key != "gemma2":
+        theta = file.get(f"{key}.rope.freq_base_swa", float) or _LOCAL_THETA["rope_local_base_freq"]
         return _with_local_base(found, theta)
     return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
@@ -164,6 +164,32 @@ GEMMA3 = replace(
     of_hf=_of_gemma3_hf,
     hf_values=_gemma3_values,
     has_local_base_in_gguf=True,
+)
+
+
+# EmbeddingGemma (arXiv 2509.20354): Gemma 3 whose tokens see each other both ways, half a window to each side.
+
+
+def _of_embedding_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if not config.require("use_bidirectional_attention", bool):
+        raise checks.unsupported(config.path, "use_bidirectional_attention is False", "only True is in a Gemma3TextModel")
+    rest = {key: value for key, value in config.values.items() if key != "use_bidirectional_attention"}
+    return _with_halves(_of_gemma3_hf(JsonFile(config.path, rest), spec))
+
+
+def _with_halves(spec: ModelSpec) -> ModelSpec:
+    def changed(_: int, attention: AttentionSpec) -> AttentionSpec:
+        return replace(attention, mask="all", window=attention.window // 2 + 1 if attention.window else 0)
+
+    return spec.with_attention(changed)
+
+
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    is_encoder=True,
+    of_hf=_of_embedding_hf,
+    of_gguf=lambda file, spec: _with_halves(_of_gemma_gguf(file, spec)),
+    hf_name=lambda name: f"model.{name.removeprefix('model.')}",
 )
 
 

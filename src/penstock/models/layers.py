@@ -23,7 +23,7 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
 }
 _PERIODS = {
     **{"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4},
-    "smollm3": 4,
+    **{"embedding_gemma": 6, "smollm3": 4},
 }
 """The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 

@@ -548,6 +548,41 @@ def _eurobert_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _embedding_gemma_cases() -> dict[str, EncoderCase]:
+    """Of seven layers the sixth sees all tokens, the others 4 to each side."""
+    norms = {f"{half}_feedforward_layernorm__weight": (72,) for half in ("pre", "post")}
+    config = settings(
+        "gemma3_text",
+        "Gemma3TextModel",
+        num_hidden_layers=7,
+        hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        rms_norm_eps=0.05,
+        query_pre_attn_scalar=24,
+        sliding_window=9,
+        use_bidirectional_attention=True,
+        layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+        },
+    )
+    found = shapes(config, **norms, self_attn__q_norm__weight=(24,), self_attn__k_norm__weight=(24,))
+    bare = {name.removeprefix("model."): shape for name, shape in found.items()}
+    case = EncoderCase(architecture="embedding_gemma", config=config, shapes=bare, seed=250, norm_centre=0.0)
+    metadata = {"attention.sliding_window": 9, "rope.freq_base": 3000.0, "rope.freq_base_swa": 200.0, "pooling_type": 1}
+    dense = {**bare, **_linear("2_Dense/linear", DENSE_SIZE, 72)}
+    scaled = {**config, "query_pre_attn_scalar": 17}
+    return {
+        "embedding_gemma": replace(case, is_mutated=True, has_modules=False),
+        "embedding_gemma_dense": replace(case, config=scaled, shapes=dense, seed=251, has_dense=True, is_normalised=True),
+        "embedding_gemma_gguf": replace(
+            case, golden="embedding_gemma", gguf=Gguf(architecture="gemma-embedding", norm_offset=1.0, metadata=metadata)
+        ),
+    }
+
+
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
 _JINA, _EUROBERT = _jina_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
@@ -657,6 +692,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         ),
         **_EUROBERT,
         "eurobert": replace(_EUROBERT["eurobert"], is_mutated=True),
+        **_embedding_gemma_cases(),
         **_decoder_cases(),
         "qwen3_model": EncoderCase(
             architecture="qwen3", config=_QWEN3_MODEL, shapes=_QWEN3_BARE, seed=171, pooling="last", has_modules=False
