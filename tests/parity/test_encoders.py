@@ -114,6 +114,7 @@ def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], na
 MUTATED = (
     "bert_dense",
     "bert_classes",
+    "electra_classes",
     "embedding_gemma",
     "eurobert_classes",
     "mpnet",

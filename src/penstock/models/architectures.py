@@ -22,6 +22,7 @@ from penstock.types.model_spec import Activation, ModelSpec, Pooling
 _ROWS = (
     ("bert", "bert", "Bert*", "bert"),
     ("bert", "distilbert", "DistilBert*", ""),
+    ("bert", "electra", "Electra* ElectraForPreTraining", ""),
     ("bert", "eurobert", "EuroBert*", "eurobert"),
     ("bert", "nomic_bert", "NomicBert*", "nomic-bert"),
     ("bert", "roberta", "Roberta* XLMRoberta* Camembert*", ""),

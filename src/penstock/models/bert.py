@@ -1,8 +1,8 @@
 """Encoders: BERT and its kin, ModernBERT and EuroBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
-(its XL), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT
-2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
+(its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT),
+2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: boo
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.norm(build.add_positions(x) if has_positions else x, "embed_norm", "x")
+    if spec.embed_size:
+        x = build.linear(x, "embed_project", "projected", spec.hidden_size, bias="embed_project_bias")
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
         attended = build.attention(layer, x)
@@ -223,6 +225,29 @@ XLM_ROBERTA_XL = replace(
     hf_layer={**BERT.hf_layer, **with_biases({"attention.self_attn_layer_norm": "attn_norm", "LayerNorm": "mlp_norm"})},
 )
 """Of 3.5 billion parameters or more. Its norms are before the halves of a layer."""
+
+
+# ELECTRA: BERT, whose embeddings may be narrower than its layers.
+
+
+def _of_electra(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    embed_size = config.require("embedding_size", int)
+    if not 0 < embed_size <= spec.hidden_size:
+        raise checks.unsupported(config.path, f"embedding_size is {embed_size}", f"1 to hidden_size, {spec.hidden_size}, are")
+    return replace(_of_bert(config, spec), embed_size=embed_size if embed_size < spec.hidden_size else 0)
+
+
+ELECTRA = replace(
+    BERT,
+    of_hf=_of_electra,
+    hf_values=partial(_bert_values, embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+    hf_name=lambda name: _bare_name(name.removeprefix("electra.")),
+    hf_top={**BERT.hf_top, **with_biases({"embeddings_project": "embed_project"})},
+    hf_head=partial(
+        _hf_head, (HeadLayer("classifier.dense", activation="gelu"), HeadLayer("classifier.out_proj", is_last=True))
+    ),
+    hf_unread=(*BERT.hf_unread, "generator_", "discriminator_predictions."),
+)
 
 
 # DistilBERT

@@ -33,8 +33,8 @@ class Decoder:
         return name
 
     def embed(self) -> str:
-        """Embed the tokens and return the residual stream. [num_tokens, hidden_size]"""
-        x = self._buffer("x", self._spec.hidden_size)
+        """Embed the tokens and return the residual stream. [num_tokens, embed_size or hidden_size]"""
+        x = self._buffer("x", self._spec.embed_size or self._spec.hidden_size)
         self._ops.append(prog.Embed(x, "embed", self._spec.embed_scale))
         return x
 

@@ -133,6 +133,7 @@ class ModelSpec:
     norm_eps: float
     max_model_len: int
     tie_word_embeddings: bool
+    embed_size: int = 0  # columns of the embeddings, which a matrix widens to hidden_size; 0: they have as many
     embed_scale: float = 1.0
     logit_softcap: float = 0.0  # if > 0, logits become logit_softcap * tanh(logits / logit_softcap)
     logit_scale: float = 1.0

@@ -233,6 +233,33 @@ def _xlm_roberta_xl_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _electra_cases() -> dict[str, EncoderCase]:
+    """Embeddings of 40 columns, or of as many as the layers have."""
+    cases: dict[str, EncoderCase] = {}
+    kinds = {**CLASSES, "_discriminator": "ForPreTraining", "_of_one_width": "Model"}
+    for number, (name, end) in enumerate(kinds.items()):
+        width = 72 if name == "_of_one_width" else 40
+        config = _config("electra", f"Electra{end}", embedding_size=width)
+        found = {
+            key: (*shape[:-1], width) if key.startswith("embeddings.") else shape for key, shape in _bert_shapes(config).items()
+        }
+        found |= _linear("embeddings_project", 72, 40) if width == 40 else {}
+        others: Shapes = {}
+        if end == "ForMaskedLM":
+            others = _norm("generator_predictions.LayerNorm", 40) | _linear("generator_predictions.dense", 40, 72)
+            others |= {"generator_lm_head.bias": (263,)}
+        elif end == "ForPreTraining":
+            at = "discriminator_predictions"
+            others = _linear(f"{at}.dense", 72, 72) | _linear(f"{at}.dense_prediction", 1, 72)
+        elif end == "ForSequenceClassification":
+            others = _linear("classifier.dense", 72, 72) | _linear("classifier.out_proj", 3, 72)
+        elif end == "ForTokenClassification":
+            others = _linear("classifier", 3, 72)
+        config |= _LABELS if end.endswith("Classification") else {}
+        cases[f"electra{name}"] = _case("electra", config, found, others, "electra.", 260 + number)
+    return cases
+
+
 CLASSES = {
     "": "Model",
     "_masked_lm": "ForMaskedLM",
@@ -584,7 +611,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
-_JINA, _EUROBERT = _jina_cases(), _eurobert_cases()
+_JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 _CAMEMBERT = _bert_cases("camembert", "Camembert", 190, pad_token_id=5, type_vocab_size=1, max_position_embeddings=53)
@@ -690,6 +717,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "qwen3_embedding": EncoderCase(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),
+        **_ELECTRA,
+        "electra": replace(_ELECTRA["electra"], is_mutated=True),
         **_EUROBERT,
         "eurobert": replace(_EUROBERT["eurobert"], is_mutated=True),
         **_embedding_gemma_cases(),

@@ -18,7 +18,17 @@ KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layer
 in `test_encoders.py`."""
 
 SIZES = frozenset(
-    {"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts", "kernel"}
+    {
+        "vocab_size",
+        "hidden_size",
+        "embed_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "num_experts",
+        "kernel",
+    }
     | {"shared_size"}
     | {"num_types", "first_position", "num_distances"}
 )
