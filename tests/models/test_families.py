@@ -179,6 +179,8 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("phi3", {"hidden_act": "gelu"}),
         ("ernie4_5", {"hidden_act": "gelu"}),
         ("exaone4", {"hidden_act": "gelu"}),
+        ("helium", {"hidden_act": "gelu"}),
+        ("nemotron", {"hidden_act": "mish"}),
         ("falcon", {"alibi": True}),
         ("falcon", {"parallel_attn": False}),
         ("falcon", {"multi_query": False}),
@@ -211,7 +213,8 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "name", ["arcee", "cohere", "ernie4_5", "glm4", "granite", "llama_biases", "qwen3", "seed_oss", "smollm3"]
+    "name",
+    ["arcee", "cohere", "ernie4_5", "glm4", "granite", "helium", "llama_biases", "nemotron", "qwen3", "seed_oss", "smollm3"],
 )
 def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, name: str) -> None:
     """Without weights a description believes the settings; with weights that lack such biases, the model is refused."""

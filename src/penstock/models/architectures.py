@@ -46,6 +46,7 @@ _ROWS = (
     ("llama", "ernie4_5", "Ernie4_5ForCausalLM", "ernie4_5"),
     ("llama", "glm", "GlmForCausalLM", ""),
     ("llama", "granite", "GraniteForCausalLM", "granite"),
+    ("llama", "helium", "HeliumForCausalLM", ""),
     ("llama", "llama", "LlamaForCausalLM LlamaModel LlamaForSequenceClassification", "llama"),
     (
         "llama",
@@ -55,6 +56,7 @@ _ROWS = (
         "mistral3",
     ),
     ("llama", "opt", "OPTForCausalLM", ""),
+    ("llama", "nemotron", "NemotronForCausalLM", "nemotron"),
     ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
     ("llama", "qwen2", "Qwen2ForCausalLM Qwen2Model Qwen2ForSequenceClassification", "qwen2"),
     ("llama", "qwen2_vl", "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration", "qwen2vl"),

@@ -138,7 +138,7 @@ def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 
 
-_NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "qwen2", "qwen2_vl", "seed_oss")
+_NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_vl", "seed_oss")
 """Architectures in which `attention_bias` does not include the output projection."""
 
 

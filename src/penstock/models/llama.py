@@ -294,6 +294,39 @@ ERNIE4_5 = Architecture(
 )
 
 
+# Helium (Kyutai): heads turn by neighbouring pairs.
+
+
+HELIUM = Architecture(
+    describe=describe,
+    of_hf=of_hf,
+    hf_values=lambda values: {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5, **values},
+    is_interleaved_in_hf=True,
+)
+"""llama.cpp has no Helium."""
+
+
+# Nemotron 4 and Minitron (NVIDIA; arXiv 2402.16819): layer norms, heads that turn in part, and an MLP without a gate.
+
+
+def _of_nemotron(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return _with_starcoder2(spec, read_activation(config, "hidden_act", "relu2"), window=0)
+
+
+def _nemotron_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"partial_rotary_factor": 0.5, **values, "rms_norm_eps": values.get("norm_eps", 1e-5)}
+
+
+NEMOTRON = Architecture(
+    describe=describe,
+    of_hf=_of_nemotron,
+    of_gguf=lambda _, spec: _with_starcoder2(spec, "relu2", window=0),
+    hf_values=_nemotron_values,
+    has_partial_rope=True,
+    hf_norm_offset=1.0,
+)
+
+
 # StarCoder 2 (BigCode; arXiv 2402.19173): layer norms, biases everywhere, and an MLP without a gate.
 
 

@@ -689,6 +689,40 @@ _ERNIE = settings("ernie4_5", "Ernie4_5ForCausalLM", num_attention_heads=6, num_
 _ERNIE_CASE = TinyCase(
     architecture="ernie4_5", config=_ERNIE, shapes=shapes(_ERNIE, **{**_ALL_BIASES, **_qkv_bias(_ERNIE)}), seed=61
 )
+_HELIUM = settings("helium", "HeliumForCausalLM", attention_bias=True)
+_HELIUM_CASE = TinyCase(architecture="helium", config=_HELIUM, shapes=shapes(_HELIUM, **_qkv_bias(_HELIUM)), seed=90)
+_NEMOTRON = settings(
+    "nemotron",
+    "NemotronForCausalLM",
+    rms_norm_eps=None,
+    norm_eps=0.05,
+    hidden_act="relu2",
+    rope_parameters={"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5},
+    attention_bias=True,
+    mlp_bias=True,
+)
+_NEMOTRON_CASE = TinyCase(
+    architecture="nemotron",
+    config=_NEMOTRON,
+    shapes={
+        **shapes(
+            _NEMOTRON,
+            **_qkv_bias(_NEMOTRON),
+            self_attn__o_proj__bias=(72,),
+            mlp__gate_proj__weight=None,
+            mlp__up_proj__bias=(100,),
+            mlp__down_proj__bias=(72,),
+            input_layernorm__bias=(72,),
+            post_attention_layernorm__bias=(72,),
+        ),
+        "model.norm.bias": (72,),
+    },
+    seed=91,
+    norm_centre=0.0,
+)
+_NEMOTRON_GGUF = Gguf(
+    architecture="nemotron", norm_offset=1.0, metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 12}
+)
 _COHERE = settings(
     "cohere",
     "CohereForCausalLM",
@@ -1159,6 +1193,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "glm": _GLM_CASE,
         "ernie4_5": _ERNIE_CASE,
         "ernie4_5_gguf": replace(_ERNIE_CASE, gguf=Gguf(architecture="ernie4_5", metadata={}), golden="ernie4_5"),
+        "helium": _HELIUM_CASE,
+        "nemotron": _NEMOTRON_CASE,
+        "nemotron_gguf": replace(_NEMOTRON_CASE, gguf=_NEMOTRON_GGUF, golden="nemotron"),
         "cohere": _COHERE_CASE,
         "cohere_gguf": replace(_COHERE_CASE, gguf=_COHERE_GGUF, golden="cohere"),
         "cohere2": _COHERE2_CASE,
