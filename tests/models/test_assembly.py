@@ -264,6 +264,8 @@ OF_DOCS = (
         "BloomForCausalLM",
         "DebertaV2Model",
         "nomic-bert-moe",
+        "NeoBERTLMHead",
+        "neo-bert",
         "T5ForConditionalGeneration",
     ),
 )

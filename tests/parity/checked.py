@@ -59,7 +59,7 @@ def _with_stars(names: list[str]) -> list[str]:
 def _counted(names: list[str]) -> str:
     """Each name once, with the number of cases that have it if there are several."""
     counts = {name: names.count(name) for name in names}
-    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items()) or "none"
+    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items())
 
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:

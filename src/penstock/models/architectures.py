@@ -111,12 +111,13 @@ _REASONS = {
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
     "its logits have a bias, which no backend computes": ("codegen", "gptj", "phi", "phi2"),
     "its layers share their weights": ("albert",),
-    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "neobert", "nomicbertmoe"),
+    "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
+    "queries and keys whose neighbouring columns rotate lie in one tensor, which is not read yet": ("neobert",),
     "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
 """Family, as `_family` returns it -> why Penstock can't serve it."""
-_CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
+_CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHead(?:Model)?|Model)$")
 
 
 def _family(name: str) -> str:
