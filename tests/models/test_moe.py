@@ -13,7 +13,7 @@ import pytest
 from penstock.backends.native.footprint import expert_bytes
 from penstock.models.architectures import describe
 from penstock.models.assembly import find_pieces
-from penstock.models.hf import read_hf_spec
+from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.moe import GRANITE_MOE
 from penstock.models.program import Experts
 from penstock.models.weights import is_of_experts
@@ -21,6 +21,7 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp, GatedMlp
 from support.models.moe import changed, load
 from support.parity.tiny_cases import CASES
+from support.tiny_models import write_hf_files
 
 
 @pytest.mark.parametrize(("name", "is_renormalised"), [("mixtral", True), ("qwen3_moe_gguf", True), ("olmoe_gguf", False)])
@@ -45,6 +46,19 @@ def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name
         ("qwen2_moe", {"shared_expert_intermediate_size": -1}, "a shared expert of -1 columns"),
         ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 55}, "shared_gate is 56 x 72"),
+        ("qwen3_vl_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_vl_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_vl_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("glm4_moe", {"n_shared_experts": -1}, "a shared expert of -40 columns"),
+        ("glm4_moe", {"routed_scaling_factor": -1.0}, "shares is -1.0"),
+        ("glm4_moe_gguf", {"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("glm4_moe_gguf", {"expert_group_count": 2}, "expert_group_count is 2"),
+        ("glm4_moe_gguf", {"nextn_predict_layers": 3}, "nextn_predict_layers is 3"),
+        ("glm4_moe_gguf", {"rope.dimension_sections": [4, 4, 4, 0]}, "rope.dimension_sections"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0"),
+        ("ernie4_5_moe_gguf", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+        ("ernie4_5_moe_gguf", {"interleave_moe_layer_step": None}, "no ernie4_5-moe.interleave_moe_layer_step"),
+        ("ernie4_5_moe_gguf", {"leading_dense_block_count": None}, "layers.1.expert_gate"),
         ("mixtral_gguf", {"expert_used_count": 9}, "9 of 7 experts"),
         ("mixtral_gguf", {"expert_used_count": None}, "expert_used_count"),
         ("qwen3_moe_gguf", {"expert_shared_count": 1}, "expert_shared_count is 1"),
@@ -81,6 +95,64 @@ def test_a_shared_expert_is_no_expert_that_a_token_chooses(tmp_path: Path) -> No
         )
     )
     assert expert_bytes(model.spec, 5) > expert_bytes(without, 5)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_gguf"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    of_last = {key: shape for key, shape in case.shapes.items() if key.startswith("model.layers.2.")}
+    more = {key.replace("layers.2.", "layers.3."): shape for key, shape in of_last.items()}
+    more |= {"model.layers.3.eh_proj.weight": (72, 144), "model.layers.3.shared_head.norm.weight": (72,)}
+    told = {"num_nextn_predict_layers": 1}
+    gguf = None if case.gguf is None else replace(case.gguf, metadata={**case.gguf.metadata, "nextn_predict_layers": 1})
+    whole = replace(case, shapes={**case.shapes, **more}, config={**case.config, **told}, gguf=gguf)
+    usual, model = load(case, tmp_path / "usual"), load(whole, tmp_path / "whole")
+    assert model.spec == usual.spec
+    assert model.weights.keys() == usual.weights.keys()
+    untold = replace(whole, config=case.config)
+    with pytest.raises(ModelError, match=r"(layers|blk)\.3\."):
+        load(untold if gguf is None else replace(whole, gguf=case.gguf), tmp_path / "untold")
+
+
+def test_a_part_of_an_ernie_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    case = CASES["ernie4_5_moe"]
+    more = replace(case, shapes={**case.shapes, "model.mtp_block.0.mlp.up_proj.weight": (100, 72)})
+    assert load(more, tmp_path).weights.keys() == load(case, tmp_path).weights.keys()
+
+
+def test_published_files_of_an_ernie_have_the_biases_of_its_choice_beside_the_router(tmp_path: Path) -> None:
+    case = CASES["ernie4_5_moe"]
+    older = {name.replace(".gate.moe_statics.", ".moe_statics."): values for name, values in case.weights().items()}
+    write_hf_files(tmp_path, case.config, older, case.vocab_size)
+    assert load_hf_directory(tmp_path).weights.keys() == load(case, tmp_path / "new").weights.keys()
+
+
+def test_a_glm_4_5_that_says_little_has_defaults(tmp_path: Path) -> None:
+    names = ("partial_rotary_factor", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor")
+    config = {key: value for key, value in CASES["glm4_moe"].config.items() if key not in (*names, "use_qk_norm")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    first, second, _ = read_hf_spec(tmp_path).layers
+    assert first.attention.rotation is not None
+    assert (len(first.attention.rotation.inv_freq), first.attention.has_qk_norms, type(first.mlp)) == (6, False, GatedMlp)
+    assert second.mlp == ExpertsMlp(
+        num_experts=7,
+        num_experts_per_token=3,
+        intermediate_size=40,
+        scoring="sigmoid",
+        has_selection_bias=True,
+        shared_size=40,
+    )
+
+
+def test_an_ernie_that_says_little_has_defaults(tmp_path: Path) -> None:
+    config = dict(CASES["ernie4_5_moe"].config)
+    short = {key: value for key, value in config.items() if not key.startswith(("moe_layer", "moe_num_shared", "rope"))}
+    (tmp_path / "config.json").write_text(json.dumps({**short, "head_dim": 24}))
+    spec = read_hf_spec(tmp_path)
+    assert [layer.mlp.shared_size if isinstance(layer.mlp, ExpertsMlp) else 0 for layer in spec.layers] == [0, 80, 80, 80, 80]
+    rotation = spec.layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.inv_freq[1] == pytest.approx(5e5 ** (-2 / 24))
 
 
 def test_a_qwen_2_moe_has_biases_unless_it_says_that_it_has_none(tmp_path: Path) -> None:

@@ -97,6 +97,16 @@ def _pieces_of(
     return [(our_name, Piece(name, ours, part, expert, end)) for part, our_name in enumerate(ours)]
 
 
+def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: range) -> dict[str, list[Piece]]:
+    """Leave out weights of layers with these numbers, which predict further tokens. `prefix`: of the layers' tensors."""
+
+    def is_out(tensor: str) -> bool:
+        number = tensor.removeprefix(prefix).partition(".")[0]
+        return tensor.startswith(prefix) and number.isdecimal() and int(number) in numbers
+
+    return {name: found for name, found in pieces.items() if not is_out(found[0].tensor)}
+
+
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
     """Return the shape (num_rows, num_cols) of the weight that the pieces make, or (0, 0) if they do not fit together."""
     if pieces[0].layout is None:

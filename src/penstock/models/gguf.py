@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, rope
 from penstock.models.architectures import Architecture, Head
-from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of
+from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.sentence import SentenceFiles
@@ -88,6 +88,8 @@ def load_gguf(
         architecture.of_gguf(file, _read_spec(file, architecture_name, architecture, entries, served_len)), ending
     )
     checks.check_spec(spec, path)
+    pieces = without_layers(pieces, "blk.", range(spec.num_layers, file.require(f"{file.architecture}.block_count", int)))
+    entries = {name: entries[name] for name in pieces}
     program = architecture.describe(spec)
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
     sizes = Sizes(shapes, checks.weight_shapes(program), program.num_kv_heads)

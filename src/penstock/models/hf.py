@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, hf_quantised, rope
 from penstock.models.architectures import Architecture, Head
-from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
+from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_layers, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
     JsonFile,
@@ -126,6 +126,8 @@ def load_hf_directory(
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
     spec = described.spec(pieces, served_len)
+    num_more = config.get("num_nextn_predict_layers", int) or 0
+    pieces = without_layers(pieces, architecture.hf_layers, range(spec.num_layers, spec.num_layers + num_more))
     if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
         spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
         if spec.tie_word_embeddings:

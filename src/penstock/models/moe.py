@@ -1,7 +1,8 @@
 """Mixtures of experts: a layer has many small MLPs, and a router chooses a few of them for each token.
 
-Sources: arXiv 2401.04088 (Mixtral), 2407.10671 (Qwen 2), 2409.02060 (OLMoE), 2505.09388 (Qwen 3) and 2508.10925 (gpt-oss);
-modeling_NAME.py of transformers; openai-moe.cpp, qwen2moe.cpp and conversion/gpt_oss.py of llama.cpp.
+Sources: arXiv 2401.04088 (Mixtral), 2407.10671 (Qwen 2), 2409.02060 (OLMoE), 2505.09388 (Qwen 3), 2508.06471 (GLM 4.5) and
+2508.10925 (gpt-oss); modeling_NAME.py of transformers; openai-moe.cpp, qwen2moe.cpp, glm4-moe.cpp, ernie4-5-moe.cpp and
+conversion/gpt_oss.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.models import llama
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
+from penstock.models import checks, llama
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_defaults
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
 from penstock.models.layers import (
@@ -21,8 +22,11 @@ from penstock.models.layers import (
     experts_of_hf,
     local_layers,
     local_layers_of_gguf,
+    read_gguf_experts,
+    with_experts,
     with_windows,
 )
+from penstock.models.program import Program
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 
 _GATE_UP, _DOWN = Parts(("expert_gate", "expert_up")), Parts(("expert_down",))
@@ -77,6 +81,12 @@ def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     return experts_of_gguf(file, spec, is_renormalised=False, share_factor=factor, shared_size=width, has_shared_gate=True)
 
 
+def _of_qwen3_vl_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("norm_topk_prob", True), ("use_sliding_window", False)):
+        config.only(key, value)
+    return _of_qwen(config, spec)
+
+
 def _of_olmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     config.only("clip_qkv", None)
@@ -106,6 +116,16 @@ QWEN3_MOE = Architecture(
     hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    of_hf=_of_qwen3_vl_moe,
+    hf_values=lambda values: {"rope_theta": 5e5, "norm_topk_prob": True, **values},
+    hf_layer={
+        **QWEN3_MOE.hf_layer,
+        **{f"mlp.{name}": replace(parts, is_transposed=True) for name, parts in _CUBES.items()},
+    },
+)
+"""The text part: published cubes have inputs as rows. Its GGUF name is not in the table: none was compared."""
 QWEN2_MOE = Architecture(
     describe=llama.describe,
     of_hf=_of_qwen2_moe,
@@ -135,6 +155,136 @@ GRANITE_MOE = Architecture(
         **{f"block_sparse_moe.{name}": parts for name, parts in _CUBES.items()},
     },
     gguf_layer=_GGUF_LAYER,
+    is_interleaved_in_gguf=True,
+)
+
+
+# GLM 4.5 (Z.ai): sigmoid scores, shared experts, dense layers first. Layers behind the last predict further tokens.
+
+_GLM4_DEFAULTS = {
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def _describe_glm4(spec: ModelSpec) -> Program:
+    return llama.describe(spec, qk_norms="heads" if spec.attentions[0].has_qk_norms else None)
+
+
+def _of_glm4_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("n_group", 1), ("topk_group", 1)):
+        config.only(key, value)
+    mixed = experts_of_hf(
+        config,
+        spec,
+        width="moe_intermediate_size",
+        dense=range(config.require("first_k_dense_replace", int)),
+        scoring="sigmoid",
+        is_renormalised=config.require("norm_topk_prob", bool),
+        share_factor=config.require("routed_scaling_factor", float),
+        has_selection_bias=True,
+        shared_size=config.require("moe_intermediate_size", int) * config.require("n_shared_experts", int),
+    )
+    return _with_qk_norms(mixed, config.get("use_qk_norm", bool) or False)
+
+
+def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the keys of experts. Without `expert_weights_norm` shares are not divided by their sum, as in llama.cpp."""
+    if any(file.get_list("glm4moe.rope.dimension_sections", int)):
+        raise checks.unsupported(file.path, "glm4moe.rope.dimension_sections are there", "a model of text alone is")
+    for name, usual in (("expert_gating_func", 2), ("expert_group_count", 1)):
+        if (value := file.get(f"glm4moe.{name}", int) or usual) != usual:
+            raise checks.unsupported(file.path, f"glm4moe.{name} is {value}", f"{usual} is")
+    num_more = file.get("glm4moe.nextn_predict_layers", int) or 0
+    if not 0 <= num_more < spec.num_layers:
+        raise file.error(f"glm4moe.nextn_predict_layers is {num_more}")
+    mlp = read_gguf_experts(
+        file,
+        scoring="sigmoid",
+        is_renormalised=file.get("glm4moe.expert_weights_norm", bool) or False,
+        share_factor=file.get("glm4moe.expert_weights_scale", float) or 1.0,
+        has_selection_bias=True,
+    )
+    mlp = replace(mlp, shared_size=mlp.intermediate_size * file.require("glm4moe.expert_shared_count", int))
+    spec = replace(spec, layers=spec.layers[: spec.num_layers - num_more])
+    dense = range(file.get("glm4moe.leading_dense_block_count", int) or 0)
+    return _with_qk_norms(with_experts(spec, mlp, file.path, dense=dense), "blk.0.attn_q_norm.weight" in file.tensors)
+
+
+def _with_qk_norms(spec: ModelSpec, has_qk_norms: bool) -> ModelSpec:
+    return spec.with_attention(lambda _, attention: replace(attention, has_qk_norms=has_qk_norms))
+
+
+GLM4_MOE = Architecture(
+    describe=_describe_glm4,
+    of_hf=_of_glm4_moe,
+    of_gguf=_of_glm4_moe_gguf,
+    hf_values=lambda values: with_defaults(values, _GLM4_DEFAULTS, {"n_routed_experts": "num_local_experts"}),
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_SHARED, "mlp.gate.e_score_correction_bias": "selection_bias"},
+    gguf_layer={**_GGUF_LAYER, "post_attention_norm.weight": "mlp_norm"},
+    has_partial_rope=True,
+)
+
+
+# ERNIE 4.5 (Baidu): shares are a softmax, and biases affect the choice alone. Some layers are dense.
+
+_ERNIE_DEFAULTS = {
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+}
+_ERNIE_NAMES = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+
+
+def _of_ernie4_5_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("use_bias", False), ("moe_norm_min", 1e-12)):
+        config.only(key, value)
+    first, last, step = (config.require(f"moe_layer_{name}", int) for name in ("start_index", "end_index", "interval"))
+    if step < 1:
+        raise config.error(f"moe_layer_interval is {step}")
+    mixed = range(first, spec.num_layers if last == -1 else last + 1)
+    return experts_of_hf(
+        config,
+        spec,
+        width="moe_intermediate_size",
+        dense=[i for i in range(spec.num_layers) if i not in mixed or (i + 1) % step],
+        has_selection_bias=True,
+        shared_size=config.require("moe_intermediate_size", int) * config.require("moe_num_shared_experts", int),
+    )
+
+
+def _of_ernie4_5_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    key = "ernie4_5-moe"
+    step, first = file.require(f"{key}.interleave_moe_layer_step", int), file.get(f"{key}.leading_dense_block_count", int) or 0
+    if step < 1:
+        raise file.error(f"{key}.interleave_moe_layer_step is {step}")
+    factor = file.get(f"{key}.expert_weights_scale", float) or 1.0
+    mlp = read_gguf_experts(file, has_selection_bias=True, share_factor=factor)
+    mlp = replace(mlp, shared_size=mlp.intermediate_size * (file.get(f"{key}.expert_shared_count", int) or 0))
+    dense = [i for i in range(spec.num_layers) if i < first or (i + 1) % step]
+    return with_experts(spec, mlp, file.path, dense=dense)
+
+
+ERNIE4_5_MOE = Architecture(
+    describe=llama.describe,
+    of_hf=_of_ernie4_5_moe,
+    of_gguf=_of_ernie4_5_moe_gguf,
+    hf_values=lambda values: with_defaults(values, _ERNIE_DEFAULTS, _ERNIE_NAMES),
+    hf_name=lambda name: None if name.startswith("model.mtp_") else name,  # predicts further tokens
+    hf_layer={
+        **HF_LAYER,
+        **_GATE_UP_DOWN,
+        **_SHARED,
+        **{f"mlp.{at}moe_statics.e_score_correction_bias": "selection_bias" for at in ("", "gate.")},
+    },
+    gguf_layer=_GGUF_LAYER,
+    is_interleaved_in_hf=True,
     is_interleaved_in_gguf=True,
 )
 

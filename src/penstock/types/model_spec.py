@@ -43,6 +43,7 @@ class AttentionSpec:
     softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     has_qkv_bias: bool = False
     has_o_bias: bool = False
+    has_qk_norms: bool = False  # in architectures that leave it to the model: norms of each head of q and k
     has_sinks: bool = False  # each head's softmax has one more term, without a value
 
 

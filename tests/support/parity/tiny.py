@@ -79,6 +79,8 @@ class TinyCase:
     """Around which the weights of norms lie; 0 for Gemma, which adds 1 to them."""
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices, or of cubes of them, that have inputs as rows, in a directory alone."""
+    turned: tuple[str, ...] = ()
+    """Ends of the names of cubes that a directory has with inputs as rows, but transformers with outputs."""
     factors: Mapping[str, float] | None = None
     """Ends of the names of tensors whose values are so many times as large."""
     has_mxfp4_experts: bool = False
@@ -155,6 +157,7 @@ def write_case(case: TinyCase, directory: Path) -> Path:
     config, weights = case.old_config or case.config, case.weights()
     if case.experts:
         weights = {name: values for old, cube in weights.items() for name, values in _of_each_expert(case.experts, old, cube)}
+    weights = {name: _turned(values) if name.endswith(case.turned) else values for name, values in weights.items()}
     if case.wrapper is not None:
         config = {**case.wrapper, "text_config": {**config, "architectures": None}}
         weights = {f"language_model.{name}": values for name, values in weights.items()}  # as nearly all files have them
@@ -225,10 +228,10 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     names = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-    ggufs = get_tensor_name_map(names[key], config["num_hidden_layers"])
+    ggufs = get_tensor_name_map(names[key], 1 + config["num_hidden_layers"])
     metadata: dict[str, GgufValue | None] = {
         "general.name": f"Tiny random {case.architecture}",
-        f"{key}.block_count": config["num_hidden_layers"],
+        f"{key}.block_count": config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0),
         f"{key}.context_length": config["max_position_embeddings"],
         f"{key}.embedding_length": config["hidden_size"],
         f"{key}.feed_forward_length": config["intermediate_size"],

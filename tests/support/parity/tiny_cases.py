@@ -401,6 +401,112 @@ _QWEN2_MOE_GGUF_CASE = TinyCase(
         metadata={**_GGUF_EXPERTS, "expert_feed_forward_length": 40, "expert_shared_feed_forward_length": 56},
     ),
 )
+_QWEN3_VL_MOE_CASE = replace(
+    _QWEN3_MOE_CASE,
+    architecture="qwen3_vl_moe",
+    wrapper={
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {"depth": 1},
+        "tie_word_embeddings": False,
+    },
+    turned=("experts.gate_up_proj", "experts.down_proj"),
+    golden="qwen3_moe",
+)
+_GLM4_MOE = settings(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    num_hidden_layers=3,
+    attention_bias=True,
+    use_qk_norm=True,
+    partial_rotary_factor=0.75,
+    n_routed_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    n_shared_experts=2,
+    first_k_dense_replace=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.7,
+    n_group=1,
+    topk_group=1,
+)
+_GLM4_AIR = {
+    **_GLM4_MOE,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "norm_topk_prob": False,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+}
+_GLM4_EXPERTS = {
+    **_experts(_GLM4_MOE, 40),
+    **_shared(_GLM4_MOE, "shared_experts", 80),
+    "mlp__gate__e_score_correction_bias": (7,),
+}
+_GLM4_MOE_CASE = TinyCase(
+    architecture="glm4_moe",
+    config=_GLM4_MOE,
+    shapes=_mixed(_GLM4_MOE, _GLM4_EXPERTS, 0, 1, **_qkv_bias(_GLM4_MOE), **_HEAD_NORMS),
+    seed=84,
+)
+_GLM4_AIR_CASE = TinyCase(architecture="glm4_moe", config=_GLM4_AIR, shapes=_mixed(_GLM4_AIR, _GLM4_EXPERTS, 0), seed=85)
+_GLM4_MOE_GGUF = Gguf(
+    architecture="glm4moe",
+    metadata={
+        **_GGUF_EXPERTS,
+        "rope.dimension_count": 18,
+        "expert_feed_forward_length": 40,
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 2,
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.7,
+        "expert_weights_norm": True,
+        "nextn_predict_layers": 0,
+    },
+)
+_ERNIE_MOE = settings(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    num_hidden_layers=5,
+    head_dim=None,
+    use_bias=False,
+    moe_num_experts=7,
+    moe_k=3,
+    moe_intermediate_size=40,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    moe_layer_end_index=3,
+    moe_layer_interval=2,
+    moe_norm_min=1e-12,
+)
+_ERNIE_MOE_OF_GGUF = {**_ERNIE_MOE, "num_hidden_layers": 4, "moe_layer_end_index": -1, "moe_layer_start_index": 2}
+_ERNIE_EXPERTS = {
+    **_experts(_ERNIE_MOE, 40),
+    **_shared(_ERNIE_MOE, "shared_experts", 80),
+    "mlp__gate__moe_statics__e_score_correction_bias": (1, 7),
+}
+_ERNIE_MOE_CASE = TinyCase(
+    architecture="ernie4_5_moe", config=_ERNIE_MOE, shapes=_mixed(_ERNIE_MOE, _ERNIE_EXPERTS, 0, 2, 4), seed=86
+)
+_ERNIE_MOE_GGUF_CASE = TinyCase(
+    architecture="ernie4_5_moe",
+    config=_ERNIE_MOE_OF_GGUF,
+    shapes=_mixed(_ERNIE_MOE_OF_GGUF, _ERNIE_EXPERTS, 0, 1, 2),
+    seed=87,
+    gguf=Gguf(
+        architecture="ernie4_5-moe",
+        metadata={
+            **_GGUF_EXPERTS,
+            "expert_feed_forward_length": 40,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 100,
+            "interleave_moe_layer_step": 2,
+            "leading_dense_block_count": 2,
+        },
+    ),
+)
 _OLMOE_SHAPES = shapes({**_OLMOE, "head_dim": 24}, **_ROW_NORMS, **_experts(_OLMOE, 40))
 _OLMOE_CASE = TinyCase(architecture="olmoe", config=_OLMOE, shapes=_OLMOE_SHAPES, seed=32)
 _GRANITE_MOE_SHAPES = shapes({**_GRANITE_MOE, "head_dim": 24}, **{**_experts(_GRANITE_MOE, 40), **_GRANITE_EXPERTS})
@@ -1166,6 +1272,14 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             gguf=Gguf(architecture="qwen3moe", metadata={**_GGUF_EXPERTS, "expert_feed_forward_length": 40}),
             golden="qwen3_moe",
         ),
+        "qwen3_vl_moe": _QWEN3_VL_MOE_CASE,
+        "glm4_moe": _GLM4_MOE_CASE,
+        "glm4_moe_per_expert": replace(_GLM4_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="glm4_moe"),
+        "glm4_moe_gguf": replace(_GLM4_MOE_CASE, gguf=_GLM4_MOE_GGUF, golden="glm4_moe"),
+        "glm4_moe_air": _GLM4_AIR_CASE,
+        "ernie4_5_moe": _ERNIE_MOE_CASE,
+        "ernie4_5_moe_per_expert": replace(_ERNIE_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="ernie4_5_moe"),
+        "ernie4_5_moe_gguf": _ERNIE_MOE_GGUF_CASE,
         "qwen2_moe": _QWEN2_MOE_CASE,
         "qwen2_moe_per_expert": replace(_QWEN2_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="qwen2_moe"),
         "qwen2_moe_gguf": _QWEN2_MOE_GGUF_CASE,
