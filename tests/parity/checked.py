@@ -37,8 +37,8 @@ def render() -> str:
         files = [case.gguf for case in cases.values() if case.gguf is not None]
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
         types = f" in {', '.join(dict.fromkeys(kinds))}" if set(kinds) - {"BF16"} else ""  # BF16 is what the page says of all
-        of_files = _counted([file.architecture for file in files]) + types
-        parts = [_counted(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "")]
+        of_files = _named([file.architecture for file in files]) + types
+        parts = [_named(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "")]
         item = f"- {'; '.join(part for part in parts if part)}"
         items.append(fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join(items) + "\n"
@@ -56,10 +56,9 @@ def _with_stars(names: list[str]) -> list[str]:
     return [whole.get(name, name) for name in names]
 
 
-def _counted(names: list[str]) -> str:
-    """Each name once, with the number of cases that have it if there are several."""
-    counts = {name: names.count(name) for name in names}
-    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items())
+def _named(names: list[str]) -> str:
+    """Each name once."""
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:
