@@ -207,6 +207,8 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("opt", {"layer_norm_elementwise_affine": False}),
         ("opt", {"_remove_final_layer_norm": True}),
         ("opt", {"word_embed_proj_dim": 36}),
+        ("stablelm", {"hidden_act": "gelu"}),
+        ("stablelm", {"qk_layernorm": True}),
         ("gpt_bigcode", {"multi_query": False}),
         ("gpt_bigcode", {"scale_attn_weights": False}),
         ("gpt_bigcode", {"activation_function": "mish"}),
@@ -232,13 +234,14 @@ def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, n
     biases = {shape for shape in case.shapes if shape.endswith("_proj.bias")}
     assert biases or not case.config.get("attention_bias")
     shapes = {key: shape for key, shape in case.shapes.items() if key not in biases}
-    keys = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias")
+    of_qkv, of_all = ("qkv_bias", "use_qkv_bias"), ("enable_bias", "use_bias")
+    keys = ("attention_bias", "attention_out_bias", "mlp_bias", *of_qkv, *of_all)
     for key in keys:
         told = replace(case, config={**case.config, **dict.fromkeys(keys, False), key: True}, shapes=shapes)
         path = write_case(told, tmp_path / key)
         layer = read_hf_spec(path).layers[0]
-        assert layer.attention.has_qkv_bias == (key in ("attention_bias", "use_bias"))
-        assert layer.mlp.has_bias == (key in ("mlp_bias", "use_bias"))
+        assert layer.attention.has_qkv_bias == (key in ("attention_bias", *of_qkv, *of_all))
+        assert layer.mlp.has_bias == (key in ("mlp_bias", *of_all))
         with pytest.raises(ModelError, match=f"{key} is True, and the weights have no "):
             load_hf_directory(path)
 

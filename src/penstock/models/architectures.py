@@ -77,6 +77,7 @@ _ROWS = (
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
     ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
     ("parallel", "gpt_neox", "GPTNeoXForCausalLM", "gptneox"),
+    ("parallel", "stablelm", "StableLmForCausalLM", "stablelm"),
 )
 """File in this folder, our name, classes in config.json (`*`: `_ENCODER_ENDS`), `general.architecture` in GGUF files.
 

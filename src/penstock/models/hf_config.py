@@ -128,12 +128,15 @@ def read_spec(
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
     """Return biases of the first layer that config.json announces (`layers.0.q_bias`) -> the key that does so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
+    of_all = ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"]
     told = {
         "attention_bias": of_attention,
         "attention_out_bias": ["layers.0.o_bias"],
         "mlp_bias": ["layers.0.down_bias"],
         "qkv_bias": ["layers.0.q_bias"],
-        "use_bias": ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"],
+        "enable_bias": of_all,
+        "use_bias": of_all,
+        "use_qkv_bias": ["layers.0.q_bias"],
     }
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 

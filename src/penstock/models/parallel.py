@@ -1,7 +1,7 @@
-"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon, Cohere, GPT-NeoX.
+"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon, Cohere, GPT-NeoX, StableLM.
 
-Sources: arXiv 2311.16867 (Falcon), 2504.00698 (Cohere) and 2204.06745 (GPT-NeoX); modeling_NAME.py of transformers; falcon.cpp,
-command-r.cpp, cohere2.cpp and gptneox.cpp of llama.cpp.
+Sources: arXiv 2311.16867 (Falcon), 2504.00698 (Cohere), 2204.06745 (GPT-NeoX) and 2402.17834 (StableLM 2); modeling_NAME.py of
+transformers; falcon.cpp, command-r.cpp, cohere2.cpp, gptneox.cpp and stablelm.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
 
-def describe(spec: ModelSpec) -> Program:
+def describe(spec: ModelSpec, *, only_norm: str = "mlp_norm") -> Program:
+    """Return the program of one step. `only_norm` is the name of a layer's norm if both halves read the same."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
-        normed = build.norm(x, f"{at}.mlp_norm")
-        of_attention = build.norm(x, f"{at}.attn_norm", "attn_normed") if spec.layers[layer].has_attn_norm else normed
+        has_attn_norm = spec.layers[layer].has_attn_norm
+        normed = build.norm(x, f"{at}.{'mlp_norm' if has_attn_norm else only_norm}")
+        of_attention = build.norm(x, f"{at}.attn_norm", "attn_normed") if has_attn_norm else normed
         attended = build.attention(layer, of_attention)
         x, attended, normed = build.gather_after_last(layer, x, attended, normed)
         build.add_output(layer, x, attended)
@@ -45,7 +47,7 @@ def describe(spec: ModelSpec) -> Program:
 
 def describe_either(spec: ModelSpec) -> Program:
     """Return the program of a model whose attention and MLP run in parallel or one after the other, as the spec says."""
-    return describe(spec) if spec.has_parallel_halves else llama.describe(spec)
+    return describe(spec, only_norm="attn_norm") if spec.has_parallel_halves else llama.describe(spec)
 
 
 def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
@@ -236,5 +238,37 @@ GPT_NEOX = Architecture(
         "attention.query_key_value.bias": _QKV_BIAS_BY_HEAD,
     },
     gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
+    has_partial_rope=True,
+)
+
+
+# StableLM (Stability AI): Llama with layer norms and heads that turn in part. Some are parallel, on one norm for both halves.
+
+
+def _stablelm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    usual = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "num_key_value_heads": 32}
+    return with_defaults(values, usual, {"layer_norm_eps": "rms_norm_eps"})
+
+
+def _of_stablelm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("qk_layernorm", False)
+    return _with_stablelm(llama.of_hf(config, spec), config.get("use_parallel_residual", bool) or False)
+
+
+def _of_stablelm_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """The tensors decide, as in llama.cpp: the converter writes that a model is parallel if its config.json is silent."""
+    return _with_stablelm(spec, "blk.0.ffn_norm.weight" not in file.tensors)
+
+
+def _with_stablelm(spec: ModelSpec, is_parallel: bool) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True, has_parallel_halves=is_parallel)
+    return _with_attn_norm(spec, has_attn_norm=not is_parallel)
+
+
+STABLELM = Architecture(
+    describe=describe_either,
+    of_hf=_of_stablelm,
+    of_gguf=_of_stablelm_gguf,
+    hf_values=_stablelm_values,
     has_partial_rope=True,
 )

@@ -706,6 +706,39 @@ def _gpt_neox_shapes(config: Mapping[str, Any]) -> Shapes:
     return {**found, "lm_head.weight": (config["vocab_size"], hidden)}
 
 
+_STABLELM = settings(
+    "stablelm",
+    "StableLmForCausalLM",
+    head_dim=None,
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    partial_rotary_factor=0.75,
+    use_qkv_bias=True,
+)
+_STABLELM_PARALLEL = {**_STABLELM, "use_qkv_bias": False, "use_parallel_residual": True, "layer_norm_eps": 0.03}
+
+
+def _stablelm_shapes(config: Mapping[str, Any]) -> Shapes:
+    whole, norm = {**config, "head_dim": 24}, "post_attention_layernorm"
+    changes: dict[str, tuple[int, ...] | None] = {"input_layernorm__bias": (72,), f"{norm}__bias": (72,)}
+    if config.get("use_parallel_residual"):
+        changes |= {f"{norm}__weight": None, f"{norm}__bias": None}
+    return {**shapes(whole, **changes, **(_qkv_bias(whole) if config["use_qkv_bias"] else {})), "model.norm.bias": (72,)}
+
+
+_STABLELM_CASE = TinyCase(
+    architecture="stablelm", config=_STABLELM, shapes=_stablelm_shapes(_STABLELM), seed=86, norm_centre=2.0
+)
+_STABLELM_PARALLEL_CASE = replace(
+    _STABLELM_CASE, config=_STABLELM_PARALLEL, shapes=_stablelm_shapes(_STABLELM_PARALLEL), seed=87
+)
+
+
+def _stablelm_gguf(config: Mapping[str, Any]) -> Gguf:
+    told = {"attention.layer_norm_epsilon": config["layer_norm_eps"], "rope.dimension_count": 18, "use_parallel_residual": True}
+    return Gguf(architecture="stablelm", metadata=told)
+
+
 _GPT_NEOX_CASE = TinyCase(
     architecture="gpt_neox", config=_GPT_NEOX, shapes=_gpt_neox_shapes(_GPT_NEOX), seed=81, norm_centre=2.0
 )
@@ -1297,6 +1330,12 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "falcon_40b": _FALCON_40B_CASE,
         "falcon_40b_gguf": replace(_FALCON_40B_CASE, gguf=_FALCON_GGUF, golden="falcon_40b"),
         "falcon2_biases": replace(_FALCON_CASE, config=_FALCON2, shapes=_falcon_shapes(_FALCON2, "input_layernorm"), seed=44),
+        "stablelm": _STABLELM_CASE,
+        "stablelm_gguf": replace(_STABLELM_CASE, gguf=_stablelm_gguf(_STABLELM), golden="stablelm"),
+        "stablelm_parallel": _STABLELM_PARALLEL_CASE,
+        "stablelm_parallel_gguf": replace(
+            _STABLELM_PARALLEL_CASE, gguf=_stablelm_gguf(_STABLELM_PARALLEL), golden="stablelm_parallel"
+        ),
         "gpt_neox": _GPT_NEOX_CASE,
         "gpt_neox_sequential": replace(
             _GPT_NEOX_CASE, config=_GPT_NEOX_SEQUENTIAL, shapes=_gpt_neox_shapes(_GPT_NEOX_SEQUENTIAL), seed=82
