@@ -267,6 +267,8 @@ OF_DOCS = (
         "NeoBERTLMHead",
         "neo-bert",
         "T5ForConditionalGeneration",
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan-moe",
     ),
 )
 
