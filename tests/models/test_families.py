@@ -376,3 +376,15 @@ def test_a_gpt_neox_is_parallel_and_turns_a_quarter_of_its_heads_unless_its_file
     gguf = replace(case.gguf, metadata={**case.gguf.metadata, "use_parallel_residual": None})
     with pytest.raises(ModelError, match=r"no gptneox\.use_parallel_residual"):
         load_gguf(write_case(replace(case, gguf=gguf), tmp_path / "untold"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "gpt_neox", "opt", "stablelm"])
+def test_a_decoder_of_old_names_reads_texts(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    whole = load_hf_directory(write_case(case, tmp_path / "whole"), task="embed")
+    stem = {"gpt2": "transformer.", "gpt_bigcode": "transformer.", "gpt_neox": "gpt_neox."}.get(name, "model.")
+    weights = {key.removeprefix(stem): values for key, values in case.weights().items() if key != "lm_head.weight"}
+    write_hf_files(tmp_path, case.config, weights, case.vocab_size)  # as `AutoModel` saves them
+    alone = load_hf_directory(tmp_path, task="embed")
+    assert alone.weights.keys() == whole.weights.keys()
+    assert alone.spec == whole.spec

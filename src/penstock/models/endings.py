@@ -135,7 +135,7 @@ def hf_names(
     prefix = ""
     if ending is not None and not architecture.is_encoder:
         unread = ("lm_head.",)
-        if not any(name.startswith(architecture.hf_layers) for name in names):
+        if not any((architecture.hf_name(name) or "").startswith(architecture.hf_layers) for name in names):
             prefix = architecture.hf_layers.partition(".")[0] + "."
     known = [(architecture.hf_name(name if name.startswith(unread) else prefix + name), name) for name in names]
     return [(ours, name) for ours, name in known if ours is not None and (ours in top or not ours.startswith(unread))]
