@@ -100,6 +100,7 @@ def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None
         ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1.0}}, "alpha is -1.0"),
         ("olmo3", {"attention_bias": True}, "attention_bias is True"),
         ("olmo3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("olmo3", {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}, "rope_parameters"),
@@ -189,6 +190,9 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("gemma", {"hidden_activation": "gelu"}),
         ("gemma", {"use_bidirectional_attention": True}),
         ("glm4", {"hidden_act": "gelu"}),
+        ("hunyuan", {"hidden_act": "gelu"}),
+        ("hunyuan", {"use_qk_norm": False}),
+        ("hunyuan", {"use_cla": True}),
         ("qwen2_moe", {"hidden_act": "gelu"}),
         ("glm4_moe", {"hidden_act": "gelu"}),
         ("glm4_moe", {"n_group": 2}),
@@ -258,6 +262,15 @@ def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:
     rotation = specs[0].layers[0].attention.rotation
     assert rotation is not None
     assert len(rotation.inv_freq) == 9
+
+
+def test_a_hunyuan_without_alpha_has_the_dynamic_rotation_of_all_models(tmp_path: Path) -> None:
+    config = changed(CASES["hunyuan"], rope_parameters=None, rope_theta=3000.0)
+    stretched = {"type": "dynamic", "factor": 1.0, "alpha": 7.0}
+    assert spec_of(tmp_path, {**config, "rope_scaling": stretched}) == spec_of(tmp_path, dict(CASES["hunyuan"].config))
+    rotation = spec_of(tmp_path, {**config, "rope_scaling": {**stretched, "alpha": None}}).layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.inv_freq[1] == pytest.approx(3000 ** (-2 / 24))
 
 
 def test_a_glm_4_of_pictures_in_a_gguf_file_is_refused(tmp_path: Path) -> None:

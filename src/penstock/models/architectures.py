@@ -47,6 +47,7 @@ _ROWS = (
     ("llama", "glm", "GlmForCausalLM", ""),
     ("llama", "granite", "GraniteForCausalLM", "granite"),
     ("llama", "helium", "HeliumForCausalLM", ""),
+    ("llama", "hunyuan", "HunYuanDenseV1ForCausalLM", "hunyuan-dense"),
     ("llama", "llama", "LlamaForCausalLM LlamaModel LlamaForSequenceClassification", "llama"),
     (
         "llama",
@@ -114,7 +115,7 @@ _REASONS = {
     "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
     "its logits have a bias, which no backend computes": ("codegen", "gptj", "phi", "phi2"),
-    "it norms queries and keys after their rotation, and descriptions do so before": ("hunyuanmoe", "hunyuanmoev1"),
+    "its numbers of experts may differ from layer to layer, which is not read yet": ("hunyuanmoe", "hunyuanmoev1"),
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
     "queries and keys whose neighbouring columns rotate lie in one tensor, which is not read yet": ("neobert",),

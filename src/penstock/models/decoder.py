@@ -9,6 +9,8 @@ from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, PlainMlp, ShortConvSpec, TextEnding
 
+QkNorms = Literal["rows", "heads", "rotated"] | None
+"""q and k are normed over whole rows or per head before their rotation, per head after it, or not at all."""
 SAMPLED = "sampled_"  # prefix of buffers with a row per sample
 
 
@@ -63,6 +65,10 @@ class Decoder:
         self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group))
         return normed
 
+    def _norm_q_and_k(self, at: str, q: str, k: str, *, group: int) -> None:
+        for x, name in ((q, "q"), (k, "k")):
+            self._rms_norm(x, f"{at}.{name}_norm", x, group=group)
+
     def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
         result = self._buffer(out, width)
         self._ops.append(prog.Linear(result, x, weight, bias))
@@ -80,25 +86,22 @@ class Decoder:
         self._ops.append(prog.Add(to, to, x, self._spec.residual_scale))
         return to
 
-    def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
-        """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
-
-        `qk_norms`: q and k are normed before their rotation, over whole rows or per head.
-        """
+    def attention(self, layer: int, x: str, *, qk_norms: QkNorms = None) -> str:
+        """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]"""
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
         q, k, v = (
             self.linear(x, f"{at}.{name}", name, heads * spec.head_dim, bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
             for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
         )
-        if qk_norms:
-            group = spec.head_dim if qk_norms == "heads" else 0
-            q = self._rms_norm(q, f"{at}.q_norm", "q", group=group)
-            k = self._rms_norm(k, f"{at}.k_norm", "k", group=group)
+        if qk_norms in ("rows", "heads"):
+            self._norm_q_and_k(at, q, k, group=spec.head_dim if qk_norms == "heads" else 0)
         angles: tuple[tuple[float, ...], float] = ((), 1.0)
         if (turn := spec.rotation) is not None:
             angles = turn.inv_freq, turn.attention_factor
             self._ops.append(prog.Rope(q, spec.num_heads, spec.head_dim, *angles, turn.query_growth, turn.growth_len))
             self._ops.append(prog.Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
+        if qk_norms == "rotated":
+            self._norm_q_and_k(at, q, k, group=spec.head_dim)
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
@@ -124,7 +127,7 @@ class Decoder:
         self._ops.append(prog.ShortConv(out, inputs, self._indices[layer], f"{at}.conv", spec.kernel, bias))
         return out
 
-    def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
+    def mix(self, layer: int, x: str, *, qk_norms: QkNorms = None) -> str:
         """Return the output of the layer's attention or short convolution, before the output projection."""
         if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
             return self.short_conv(layer, x)

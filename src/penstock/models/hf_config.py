@@ -271,6 +271,7 @@ _ROPE_KINDS: Mapping[str, rope.Kind] = {kind: kind for kind in get_args(rope.Kin
 _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
+    "ntk_alpha": ("alpha",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Keys that a kind requires."""
@@ -310,7 +311,9 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
         dim=dim,
         trained_len=trained_len,
         original_len=original_len,
-        factor=number("factor", trained_len / original_len if kind in ("yarn", "longrope") else 1.0),
+        factor=number(
+            "alpha" if kind == "ntk_alpha" else "factor", trained_len / original_len if kind in ("yarn", "longrope") else 1.0
+        ),
         attention_factor=settings.positive("attention_factor") if has_factor else None,
         low_freq_factor=low,
         high_freq_factor=high,

@@ -26,7 +26,7 @@ from penstock.models.architectures import (
     with_biases,
     with_defaults,
 )
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, QkNorms
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_windows
@@ -37,7 +37,7 @@ from penstock.types.model_spec import Activation, ModelSpec
 def describe(
     spec: ModelSpec,
     *,
-    qk_norms: Literal["rows", "heads"] | None = None,
+    qk_norms: QkNorms = None,
     norms: Literal["before", "behind", "both"] = "before",
     has_positions: bool = False,
 ) -> Program:
@@ -238,6 +238,34 @@ GRANITE = Architecture(
     of_gguf=of_granite_gguf,
     hf_values=granite_values,
     is_interleaved_in_gguf=True,
+)
+
+
+# Hunyuan, dense (Tencent): norms of q and k behind their rotation, whose base has a fixed factor.
+
+
+def _hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with the kind `ntk_alpha` for a `dynamic` rotation that has an `alpha`, as transformers calls it."""
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = values.get(key)
+        if not isinstance(scaling, dict) or not scaling.get("alpha"):
+            continue
+        if (scaling.get("rope_type") or scaling.get("type")) == "dynamic":
+            values = {**values, key: {**scaling, "rope_type": "ntk_alpha"}}
+    return values
+
+
+def _of_hunyuan(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("use_qk_norm", True)
+    config.only("use_cla", False)
+    return of_hf(config, spec)
+
+
+HUNYUAN = Architecture(
+    describe=partial(describe, qk_norms="rotated"),
+    of_hf=_of_hunyuan,
+    hf_values=_hunyuan_values,
+    hf_layer={**HF_LAYER, "self_attn.query_layernorm.weight": "q_norm", "self_attn.key_layernorm.weight": "k_norm"},
 )
 
 

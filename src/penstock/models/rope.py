@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.models.program import KvWrite
 from penstock.types.model_spec import ModelSpec, Rotation
 
-Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "ntk_alpha"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
             length = max(served_len, rope.trained_len) / rope.trained_len
             stretch = rope.factor * length - (rope.factor - 1.0)
             inv_freq = inverse_frequencies(dim, rope.theta * stretch ** (dim / max(1, dim - 2)))
+        case "ntk_alpha":
+            inv_freq = inverse_frequencies(dim, rope.theta * rope.factor ** (dim / max(1, dim - 2)))
         case "llama3":
             inv_freq = tuple(_llama3(freq, rope) for freq in inv_freq)
         case "yarn":

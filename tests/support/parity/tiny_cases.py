@@ -157,6 +157,15 @@ _GRANITE = settings(
     residual_multiplier=0.37,
     attention_multiplier=0.15,
 )
+_HUNYUAN = settings(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    num_attention_heads=5,
+    attention_bias=True,
+    use_qk_norm=True,
+    rms_norm_eps=0.5,  # with a small one, a norm behind the rotation undoes all factors of it
+    rope_parameters={"rope_type": "dynamic", "rope_theta": 3000.0, "alpha": 7.0, "factor": 1.0},
+)
 _OLMO2 = settings("olmo2", "Olmo2ForCausalLM", head_dim=None)
 _OLMO3_YARN = {
     "rope_type": "yarn",
@@ -1010,6 +1019,23 @@ def _olmo_shapes(config: Mapping[str, Any]) -> Shapes:
     )
 
 
+_HUNYUAN_CASE = TinyCase(
+    architecture="hunyuan",
+    config=_HUNYUAN,
+    shapes=shapes(
+        _HUNYUAN,
+        **_qkv_bias(_HUNYUAN),
+        self_attn__o_proj__bias=(72,),
+        self_attn__query_layernorm__weight=(24,),
+        self_attn__key_layernorm__weight=(24,),
+    ),
+    seed=65,
+    factors={"query_layernorm.weight": 4.0},  # scores that are large in spite of the epsilon
+)
+_HUNYUAN_GGUF = Gguf(
+    architecture="hunyuan-dense",
+    metadata={"rope.freq_base": 3000.0 * 7.0 ** (24 / 22), "rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+)
 _OLMO2_CASE = TinyCase(
     architecture="olmo2",
     config=_OLMO2,
@@ -1408,6 +1434,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "granite_gguf": replace(_GRANITE_CASE, gguf=_GRANITE_GGUF, golden="granite"),
         "olmo2": _OLMO2_CASE,
         "olmo2_gguf": replace(_OLMO2_CASE, gguf=Gguf(architecture="olmo2", metadata={}), golden="olmo2"),
+        "hunyuan": _HUNYUAN_CASE,
+        "hunyuan_gguf": replace(_HUNYUAN_CASE, gguf=_HUNYUAN_GGUF, golden="hunyuan"),
         "olmo3": _OLMO3_CASE,
         "olmo3_old_config": _OLMO3_OLD_CASE,
         "olmo3_gguf": replace(_OLMO3_OLD_CASE, gguf=_OLMO3_GGUF, golden="olmo3_old_config"),
