@@ -99,7 +99,7 @@ def test_recurrent_state_is_part_of_the_memory(penstock: Penstock, tmp_path: Pat
 
 
 def test_it_says_for_which_texts_rotary_factors_are(penstock: Penstock, tmp_path: Path) -> None:
-    """Of longrope, which has two sets: transformers chooses for each text, a server once."""
+    """longrope has two sets: transformers chooses for each text, a server once."""
     case = CASES["phi3_short_factors"]
     path = write_case(replace(case, config={**case.config, "original_max_position_embeddings": 64}), tmp_path / "phi3")
     long = penstock("show", path, "--no-speed").stdout
