@@ -78,6 +78,8 @@ _ROWS = (
     ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
     ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
     ("parallel", "gpt_neox", "GPTNeoXForCausalLM", "gptneox"),
+    ("parallel", "gptj", "GPTJForCausalLM", ""),
+    ("parallel", "phi", "PhiForCausalLM", "phi2"),
     ("parallel", "stablelm", "StableLmForCausalLM", "stablelm"),
 )
 """File in this folder, our name, classes in config.json (`*`: `_ENCODER_ENDS`), `general.architecture` in GGUF files.
@@ -114,7 +116,7 @@ _REASONS = {
     "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
     "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
-    "its logits have a bias, which no backend computes": ("codegen", "gptj", "phi", "phi2"),
+    "its q, k and v lie in one tensor by parts of four devices, which is not read": ("codegen",),
     "its numbers of experts may differ from layer to layer, which is not read yet": ("hunyuanmoe", "hunyuanmoev1"),
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),

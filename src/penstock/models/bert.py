@@ -224,7 +224,7 @@ XLM_ROBERTA_XL = replace(
     hf_top={**BERT.hf_top, **with_biases({"encoder.LayerNorm": "norm"})},
     hf_layer={**BERT.hf_layer, **with_biases({"attention.self_attn_layer_norm": "attn_norm", "LayerNorm": "mlp_norm"})},
 )
-"""Of 3.5 billion parameters or more. Its norms are before the halves of a layer."""
+"""A model of 3.5 billion parameters or more. Its norms are before the halves of a layer."""
 
 
 # ELECTRA: BERT, whose embeddings may be narrower than its layers.

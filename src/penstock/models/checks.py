@@ -164,6 +164,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(1, width[op.out], op.bias)
             case prog.Logits():
                 add(width[op.out], width[op.x], op.weight)
+                add(1, width[op.out], op.bias)
             case _:
                 pass
     return shapes

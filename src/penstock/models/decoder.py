@@ -271,7 +271,8 @@ class Decoder:
         self._prefix = ""
         out = self._buffer("logits", self._spec.vocab_size)
         weight = "embed" if self._spec.tie_word_embeddings else "output"
-        self._ops.append(prog.Logits(out, x, weight, self._spec.logit_scale))
+        bias = "output_bias" if self._spec.has_logit_bias else None
+        self._ops.append(prog.Logits(out, x, weight, self._spec.logit_scale, bias))
         if self._spec.logit_softcap:
             self._ops.append(prog.Softcap(out, self._spec.logit_softcap))
 

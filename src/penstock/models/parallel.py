@@ -1,4 +1,4 @@
-"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon, Cohere, GPT-NeoX, StableLM.
+"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon, Cohere, GPT-NeoX, Phi and others.
 
 Sources: arXiv 2311.16867 (Falcon), 2504.00698 (Cohere), 2204.06745 (GPT-NeoX) and 2402.17834 (StableLM 2); modeling_NAME.py of
 transformers; falcon.cpp, command-r.cpp, cohere2.cpp, gptneox.cpp and stablelm.cpp of llama.cpp.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.models import checks, llama
 from penstock.models.architectures import (
     GGUF_LAYER,
+    GGUF_TOP,
     HF_LAYER,
+    HF_TOP,
     OLD_KEYS,
     QKV,
     QKV_BIAS,
@@ -272,3 +275,77 @@ STABLELM = Architecture(
     hf_values=_stablelm_values,
     has_partial_rope=True,
 )
+
+
+# Phi 1, 1.5 and 2 (Microsoft) and GPT-J (EleutherAI): one norm, heads that turn in part, logits with a bias.
+
+
+def _with_phi(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True, has_logit_bias=True).with_plain_mlps(activation)
+    return _with_attn_norm(spec, has_attn_norm=False)
+
+
+def _of_phi(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("qk_layernorm", False)
+    return _with_phi(spec, read_activation(config, "hidden_act", "gelu_new"))
+
+
+def _phi_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return with_defaults(values, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}, {"layer_norm_eps": "rms_norm_eps"})
+
+
+PHI = Architecture(
+    describe=partial(describe, only_norm="attn_norm"),
+    of_hf=_of_phi,
+    of_gguf=lambda _, spec: _with_phi(spec, "gelu_tanh"),
+    hf_values=_phi_values,
+    hf_top={**HF_TOP, **with_biases({"model.final_layernorm": "norm", "lm_head": "output"})},
+    hf_layer={**HF_LAYER, **with_biases({"self_attn.dense": "o", "mlp.fc1": "up", "mlp.fc2": "down"})},
+    gguf_top={**GGUF_TOP, "output.bias": "output_bias"},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
+    has_partial_rope=True,
+)
+
+_GPTJ_DEFAULTS = {
+    "vocab_size": 50400,
+    "hidden_size": 4096,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _gptj_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_defaults(values, _GPTJ_DEFAULTS, {**OLD_KEYS, "layer_norm_epsilon": "rms_norm_eps"})
+    found["rotary_dim"] = values.get("rotary_dim", 64)  # null means something else in transformers, and is refused
+    sizes = [found[key] for key in ("hidden_size", "num_attention_heads", "rotary_dim")]
+    if all(type(size) is int and size > 0 for size in sizes):
+        hidden_size, num_heads, rotary_dim = sizes
+        found.setdefault("intermediate_size", 4 * hidden_size)
+        found["partial_rotary_factor"] = (
+            (rotary_dim + 0.5) * num_heads / hidden_size
+        )  # the half is lost when columns are counted
+    return found
+
+
+def _of_gptj(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.require("rotary_dim", int)
+    return _with_phi(spec, read_activation(config, "activation_function", "gelu_new"))
+
+
+GPTJ = Architecture(
+    describe=partial(describe, only_norm="attn_norm"),
+    of_hf=_of_gptj,
+    hf_values=_gptj_values,
+    hf_name=lambda name: None if name.endswith((".attn.bias", ".attn.masked_bias")) else name,  # masks of old files
+    hf_top={"transformer.wte.weight": "embed", **with_biases({"transformer.ln_f": "norm", "lm_head": "output"})},
+    hf_layers="transformer.h.",
+    hf_layer={
+        **with_biases({"ln_1": "attn_norm", "attn.out_proj": "o", "mlp.fc_in": "up", "mlp.fc_out": "down"}),
+        **{f"attn.{name}_proj.weight": name for name in "qkv"},
+    },
+    is_interleaved_in_hf=True,
+    has_partial_rope=True,
+)
+"""llama.cpp has no graph of GPT-J."""

@@ -249,10 +249,11 @@ class Softcap(Op):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Map):
-    """The last operation: out = scale * x @ weight.T. Only a `Softcap` may follow."""
+    """The last operation: out = scale * (x @ weight.T + bias). Only a `Softcap` may follow."""
 
     weight: str
     scale: float = 1.0
+    bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

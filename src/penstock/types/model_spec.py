@@ -138,6 +138,7 @@ class ModelSpec:
     embed_scale: float = 1.0
     logit_softcap: float = 0.0  # if > 0, logits become logit_softcap * tanh(logits / logit_softcap)
     logit_scale: float = 1.0
+    has_logit_bias: bool = False
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     norm: Literal["rms", "layer"] = "rms"
     has_norm_bias: bool = False

@@ -576,7 +576,7 @@ def _eurobert_cases() -> dict[str, EncoderCase]:
 
 
 def _embedding_gemma_cases() -> dict[str, EncoderCase]:
-    """Of seven layers the sixth sees all tokens, the others 4 to each side."""
+    """The sixth of seven layers sees all tokens, the others 4 to each side."""
     norms = {f"{half}_feedforward_layernorm__weight": (72,) for half in ("pre", "post")}
     config = settings(
         "gemma3_text",

@@ -756,6 +756,73 @@ _GPT_NEOX_GGUF = Gguf(
     metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 18, "use_parallel_residual": True},
 )
 
+_PHI = settings(
+    "phi",
+    "PhiForCausalLM",
+    head_dim=None,
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    hidden_act="gelu",
+    partial_rotary_factor=0.75,
+)
+_GPTJ = {
+    "architectures": ["GPTJForCausalLM"],
+    "model_type": "gptj",
+    "vocab_size": 263,
+    "n_embd": 72,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_positions": 256,
+    "rotary_dim": 10,
+    "n_inner": 100,
+    "layer_norm_epsilon": 0.05,
+    "activation_function": "gelu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _side_by_side(products: Mapping[str, tuple[int, int]], layers: str, norm: str, top: tuple[str, str]) -> Shapes:
+    """The tensors of two layers with one norm each; `products` whose names end in `*` have no bias. `top`: embedding and last norm."""
+    found: Shapes = {f"{top[0]}.weight": (263, 72)}
+    for at in (f"{layers}.{layer}" for layer in range(2)):
+        found |= {f"{at}.{norm}.weight": (72,), f"{at}.{norm}.bias": (72,)}
+        for name, shape in products.items():
+            found[f"{at}.{name.removesuffix('*')}.weight"] = shape
+            if not name.endswith("*"):
+                found[f"{at}.{name}.bias"] = shape[:1]
+    found |= {f"{top[1]}.weight": (72,), f"{top[1]}.bias": (72,)}
+    return {**found, "lm_head.weight": (263, 72), "lm_head.bias": (263,)}
+
+
+_PHI_PRODUCTS = {
+    **{f"self_attn.{name}_proj": (width, 72) for name, width in (("q", 72), ("k", 24), ("v", 24))},
+    "self_attn.dense": (72, 72),
+    "mlp.fc1": (100, 72),
+    "mlp.fc2": (72, 100),
+}
+_PHI_CASE = TinyCase(
+    architecture="phi",
+    config=_PHI,
+    shapes=_side_by_side(_PHI_PRODUCTS, "model.layers", "input_layernorm", ("model.embed_tokens", "model.final_layernorm")),
+    seed=92,
+    norm_centre=2.0,
+)
+_PHI_GGUF = Gguf(architecture="phi2", metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 18})
+_GPTJ_PRODUCTS = {
+    **{f"attn.{name}_proj*": (72, 72) for name in ("q", "k", "v", "out")},
+    "mlp.fc_in": (100, 72),
+    "mlp.fc_out": (72, 100),
+}
+_GPTJ_CASE = TinyCase(
+    architecture="gptj",
+    config=_GPTJ,
+    shapes=_side_by_side(_GPTJ_PRODUCTS, "transformer.h", "ln_1", ("transformer.wte", "transformer.ln_f")),
+    seed=93,
+    norm_centre=2.0,
+)
+
 _OPT = settings(
     "opt",
     "OPTForCausalLM",
@@ -1362,6 +1429,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "stablelm_parallel_gguf": replace(
             _STABLELM_PARALLEL_CASE, gguf=_stablelm_gguf(_STABLELM_PARALLEL), golden="stablelm_parallel"
         ),
+        "gptj": _GPTJ_CASE,
+        "phi": _PHI_CASE,
+        "phi_gguf": replace(_PHI_CASE, config={**_PHI, "hidden_act": "gelu_new"}, gguf=_PHI_GGUF),
         "gpt_neox": _GPT_NEOX_CASE,
         "gpt_neox_sequential": replace(
             _GPT_NEOX_CASE, config=_GPT_NEOX_SEQUENTIAL, shapes=_gpt_neox_shapes(_GPT_NEOX_SEQUENTIAL), seed=82

@@ -49,7 +49,7 @@ COMPUTED = frozenset(
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
         *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
-        *("Logits", "Logits.scale", "Softcap", "Act", "GatedActivation"),
+        *("Logits", "Logits.scale", "Logits.bias", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
         *("Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
@@ -429,7 +429,8 @@ class _Emitter:
         self.flush()
         out = self._written(op.out)
         matrix = self._weights.matrix(op.weight, is_ordered=True)
-        self._engine.add_linear([(matrix, activation, out, NONE, NONE)], self._on_samples, sites=sites)
+        bias = self._weights.vector(op.bias)
+        self._engine.add_linear([(matrix, activation, out, bias, NONE)], self._on_samples, sites=sites)
         self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
 
     def _emit_states(self, op: prog.States) -> None:

@@ -81,7 +81,7 @@ class Interpreter:
             prog.FirstRows: self._first_rows,
             prog.MeanRows: self._mean_rows,
             prog.Softcap: self._softcap,
-            prog.Logits: lambda op, row: self._adapted_product(op, row) * np.float32(op.scale),
+            prog.Logits: self._logits,
             prog.States: self._states,
         }
 
@@ -139,6 +139,12 @@ class Interpreter:
         if op.residual is not None:
             out = out + row.buffers[op.residual]
         return out
+
+    def _logits(self, op: prog.Logits, row: RowRun) -> F32:
+        out = self._adapted_product(op, row)
+        if op.bias is not None:
+            out = out + self._vector(op.bias)
+        return out * np.float32(op.scale)
 
     def _adapted_product(self, op: prog.Linear | prog.Logits, row: RowRun) -> F32:
         x = row.buffers[op.x]
