@@ -784,7 +784,7 @@ _GPTJ = {
 
 
 def _side_by_side(products: Mapping[str, tuple[int, int]], layers: str, norm: str, top: tuple[str, str]) -> Shapes:
-    """The tensors of two layers with one norm each. `*` ends the names of products without a bias. `top`: embedding, last norm."""
+    """The tensors of two layers with one norm each. `*` ends names of products without a bias. `top`: embedding, last norm."""
     found: Shapes = {f"{top[0]}.weight": (263, 72)}
     for at in (f"{layers}.{layer}" for layer in range(2)):
         found |= {f"{at}.{norm}.weight": (72,), f"{at}.{norm}.bias": (72,)}
