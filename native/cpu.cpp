@@ -53,7 +53,7 @@ std::string ask_for_tiles() {
     constexpr unsigned kOsxsave = 1u << 27, kTileState = 3u << 17;
     if (__get_cpuid(1, &a, &b, &c, &d) && (c & kOsxsave)) asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & kTileState) != kTileState) return "the system, or a virtual machine's host, has switched them off (XCR0)";
-    if (!has_avx512()) return "the processor, or a virtual machine's host, lacks AVX-512, which kernels with tiles want beside them";
+    if (!has_avx512()) return "the processor, or a virtual machine's host, lacks AVX-512 with VNNI, bf16 and GFNI, which kernels with tiles want beside them";
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
     if (errno == ENOSPC) return "the stack on which a thread's signals are handled is too small for them (sigaltstack)";
     return std::string("the system refuses them (arch_prctl: ") + std::strerror(errno) + ")";

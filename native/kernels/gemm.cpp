@@ -84,10 +84,12 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
     for (int row = row0; row < row1; row += block.kMost) {
         block.row0 = row;
         block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
-        if (block.merged) {
-            block.for_tiles([&](int index, int first, int rows, int) {
-                begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
-            });
+        if constexpr (kKind != WeightKind::kBf16) {
+            if (block.merged) {
+                block.for_tiles([&](int index, int first, int rows, int) {
+                    begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
+                });
+            }
         }
         for_panels<kPanels>(range, [&]<int kPanelsOfTile>(int panel, int next) {
             f.template operator()<kPanelsOfTile>(block, panel, next);

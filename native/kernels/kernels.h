@@ -28,8 +28,9 @@ constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOu
 constexpr float kSmallestScale = 0x1p-90f;
 
 // A group's sum of integers, below 2^22 in size, is added to the bits of 1.5 * 2^(23 + e). Read as a float these are that number plus 2^e
-// times the sum: one subtraction then converts the sum and scales it, and rounds nothing.
+// times the sum: one subtraction then converts the sum and scales it, and rounds nothing. (e is at most 100; quantize.cpp.)
 constexpr int32_t kLiftBits = 0x4B400000;  // of 1.5 * 2^23
+static_assert(kGroup * 128 * 128 < 1 << 22);  // weights less their zero, and activations
 
 enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5, kU8Row = 6 };
 

@@ -126,7 +126,8 @@ struct Row {
         inverse = kNormed ? 1.0f / sqrtf(sum_of(of_x) / cols + eps) : 1.0f;
     }
 
-    PENSTOCK_MEMBER bool is_broken() const { return !(limit < INFINITY && inverse < INFINITY); }
+    // Beyond 2^100 the lift of a group could be too large for a float.
+    PENSTOCK_MEMBER bool is_broken() const { return !(limit < INFINITY && inverse < INFINITY && limit * inverse < 0x1p100f); }
 
     // Outliers are listed, and no longer count for the largest of their group.
     PENSTOCK_MEMBER void list_outliers() {
@@ -243,9 +244,12 @@ void quantize_together(const Activation& a, int64_t row, const float* x, const f
     for (int i = 0; i < kCount; ++i) rows[i].choose_scales();
     for (int i = 0; i < kCount; ++i) rows[i].round_all();
     for (int i = 0; i < kCount; ++i) {
+        if (rows[i].is_broken()) {
+            rows[i].spoil();
+            continue;
+        }
         rows[i].scale_sums();
         rows[i].keep_rests();
-        if (rows[i].is_broken()) rows[i].spoil();
     }
 }
 

@@ -172,6 +172,7 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     }
     return acc;
 }
+// Of numbers above -1/2.
 PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
     for (int j = 0; j < kSoftmaxVectors; ++j) {
         PENSTOCK_LANES {

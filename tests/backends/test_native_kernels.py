@@ -167,6 +167,29 @@ def test_a_broken_activation_breaks_its_row_and_no_other(variant: str, broken: f
     assert (out[[0, 2]] == sound[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("exponent", [95, 106, 115])
+def test_a_norm_of_huge_weights_breaks_its_rows(variant: str, exponent: int) -> None:
+    """Rather than wrap into a plausible small number: rows of this size are right, or none."""
+    if variant in WITH_TILES:
+        pytest.skip("beside tiles no product reads groups of integers")
+    factors = np.full(64, 1e-10, np.float32)
+    factors[32:] = 2.0**exponent  # their squares times 1e-30 are finite
+    raw = quantize(np.ones((16, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    probe = Probe(2, 16, variant=variant)
+    buffer, norm = probe.input(bf16(np.full((2, 64), 2.0**-60, np.float32))), probe.engine.add_vector(factors)
+    activation = probe.engine.add_activation(64, True, per_sample=False)
+    probe.row(RowOpKind.QUANTIZE, out=activation, x=buffer, weight=norm, value=0.0)
+    probe.flush()
+    out, matrix = probe.buffer(16), probe.engine.add_matrix(SourceFormat.Q8_0, 16, 64, raw)
+    probe.engine.add_linear([(matrix, activation, out, -1, -1)], samples=False)
+    probe.finish(out)
+    found = probe.run(range(2))
+    if exponent < 100:
+        assert np.allclose(found, 32 * 2.0**exponent, rtol=0.01)
+    else:
+        assert not np.isfinite(found).any()
+
+
 def test_an_outlier_neither_loses_precision_nor_takes_it_from_its_neighbours(variant: str) -> None:
     rng = np.random.default_rng(0)
     x = random_rows(rng, 4, 512)

@@ -117,6 +117,6 @@ def test_an_untied_embedding_is_no_read_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["OPTForCausalLM"]}')
-    with pytest.raises(ModelError, match="OPTForCausalLM"):
+    (tmp_path / "config.json").write_text('{"architectures": ["XGLMForCausalLM"]}')
+    with pytest.raises(ModelError, match="XGLMForCausalLM"):
         foresee(Config(model=ModelConfig()), resolve(str(tmp_path), tmp_path), is_gpu=False, memory_bytes=GIB)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.models.architectures import with_defaults
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.types.errors import ModelError
@@ -252,6 +253,46 @@ def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, n
         assert layer.mlp.has_bias == (key in ("mlp_bias", *of_all))
         with pytest.raises(ModelError, match=f"{key} is True, and the weights have no "):
             load_hf_directory(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("ernie4_5", "use_bias"),
+        ("glm4_moe", "attention_bias"),
+        ("gpt_neox", "attention_bias"),
+        ("nemotron", "mlp_bias"),
+        ("opt", "enable_bias"),
+        ("qwen2_moe", "qkv_bias"),
+        ("stablelm", "use_qkv_bias"),
+    ],
+)
+def test_biases_that_a_setting_rules_out_are_refused(tmp_path: Path, name: str, key: str) -> None:
+    """transformers leaves them out, so they would give other numbers."""
+    case = CASES[name]
+    path = write_case(replace(case, config={**case.config, key: False}), tmp_path)
+    with pytest.raises(ModelError, match=f"{key} is False, and the weights have layers.0."):
+        load_hf_directory(path)
+
+
+def test_of_an_old_key_and_a_new_one_the_new_one_counts() -> None:
+    for values in ({"old": 1, "new": 2}, {"new": 2, "old": 1}):
+        assert with_defaults(values, {"new": 3, "other": 4}, {"old": "new"}) == {"new": 2, "other": 4}
+
+
+def test_layers_behind_the_last_are_left_out_of_models_that_have_such_alone(tmp_path: Path) -> None:
+    case = CASES["llama_biases"]
+    path = write_case(replace(case, config={**case.config, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}), tmp_path)
+    with pytest.raises(ModelError, match="not part of this architecture"):
+        load_hf_directory(path)
+
+
+def test_a_layer_with_a_number_of_many_digits_is_refused(tmp_path: Path) -> None:
+    case = CASES["glm4_moe"]
+    shapes = {**case.shapes, f"model.layers.{'9' * 4400}.input_layernorm.weight": (72,)}
+    path = write_case(replace(case, config={**case.config, "num_nextn_predict_layers": 1}, shapes=shapes), tmp_path)
+    with pytest.raises(ModelError, match="not part of this architecture"):
+        load_hf_directory(path)
 
 
 def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:

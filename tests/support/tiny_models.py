@@ -337,7 +337,7 @@ def _hf_config(model: TinyLlama) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         "tie_word_embeddings": model.is_tied,
-        "attention_bias": False,
+        **({} if model.has_qkv_bias else {"attention_bias": False}),
         "rope_parameters": scaling,
         "bos_token_id": 1,
         "eos_token_id": 2,

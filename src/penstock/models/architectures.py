@@ -140,8 +140,13 @@ def with_biases(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys."""
-    return {**defaults, **{renamed.get(key, key): value for key, value in values.items() if value is not None}}
+    """Return the values of config.json without nulls, with keys renamed (old -> new) and defaults for missing keys.
+
+    A new key that is there counts, and not its old one.
+    """
+    found = {key: value for key, value in values.items() if value is not None}
+    old = {renamed[key]: value for key, value in found.items() if key in renamed}
+    return {**defaults, **old, **{key: value for key, value in found.items() if key not in renamed}}
 
 
 OLD_KEYS: Mapping[str, str] = {
@@ -270,6 +275,7 @@ class Architecture:
     is_interleaved_in_hf: bool = False
     """Neighbouring columns of a head rotate as a pair. The loader makes q and k half-split, except in `Parts`."""
     is_interleaved_in_gguf: bool = False
+    has_further_layers: bool = False  # some behind the last predict further tokens, and are left out
     has_partial_rope: bool = False  # only the first columns of a head may rotate
     is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False

@@ -102,7 +102,7 @@ def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: rang
 
     def is_out(tensor: str) -> bool:
         number = tensor.removeprefix(prefix).partition(".")[0]
-        return tensor.startswith(prefix) and number.isdecimal() and int(number) in numbers
+        return tensor.startswith(prefix) and re.fullmatch(r"[0-9]{1,6}", number) is not None and int(number) in numbers
 
     return {name: found for name, found in pieces.items() if not is_out(found[0].tensor)}
 

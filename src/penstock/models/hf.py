@@ -16,6 +16,7 @@ from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_layers, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
+    ALWAYS_BIASED,
     JsonFile,
     find_tokenizer,
     read_bos_id,
@@ -126,8 +127,9 @@ def load_hf_directory(
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
     spec = described.spec(pieces, served_len)
-    num_more = config.get("num_nextn_predict_layers", int) or 0
-    pieces = without_layers(pieces, architecture.hf_layers, range(spec.num_layers, spec.num_layers + num_more))
+    if architecture.has_further_layers:
+        num_more = config.get("num_nextn_predict_layers", int) or 0
+        pieces = without_layers(pieces, architecture.hf_layers, range(spec.num_layers, spec.num_layers + num_more))
     if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
         spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
         if spec.tie_word_embeddings:
@@ -182,11 +184,11 @@ def load_hf_directory(
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    Without weights, only the settings tell which biases there are. Qwen 2 always has those of q, k and v.
+    Without weights, only the settings tell which biases there are, but for those in `ALWAYS_BIASED`.
     """
     described = _describe(path, task, pooling)
     names = {"output", *told_biases(described.config, described.name)}
-    if described.name in ("qwen2", "qwen2_vl"):
+    if described.name in ALWAYS_BIASED:
         names.add("layers.0.q_bias")
     return described.spec(names, None)
 

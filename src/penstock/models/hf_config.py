@@ -113,6 +113,9 @@ def read_spec(
     for name, key in told_biases(config, architecture).items():
         if name not in names:
             raise config.error(f"{key} is True, and the weights have no {name}")
+    for name, key in told_biases(config, architecture, value=False).items():
+        if name in names and name not in told_biases(config, architecture) and architecture not in ALWAYS_BIASED:
+            raise config.error(f"{key} is False, and the weights have {name}")
     tied = config.get("tie_word_embeddings", bool)
     rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=has_partial_rope)
     return spec_of_equal_layers(
@@ -125,8 +128,8 @@ def read_spec(
     ).with_layers(lambda number, layer: checks.with_facts(layer, names, rotations[number]))
 
 
-def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Return biases of the first layer that config.json announces (`layers.0.q_bias`) -> the key that does so."""
+def told_biases(config: JsonFile, architecture: str, *, value: bool = True) -> dict[str, str]:
+    """Return biases of the first layer that config.json announces (`layers.0.q_bias`), or rules out -> the key that does so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     of_all = ["layers.0.q_bias", "layers.0.o_bias", "layers.0.down_bias"]
     told = {
@@ -138,11 +141,13 @@ def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
         "use_bias": of_all,
         "use_qkv_bias": ["layers.0.q_bias"],
     }
-    return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
+    return {name: key for key, names in told.items() if config.get(key, bool) is value for name in names}
 
 
 _NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_vl", "seed_oss")
 """Architectures in which `attention_bias` does not include the output projection."""
+ALWAYS_BIASED = ("qwen2", "qwen2_vl")
+"""Architectures whose q, k and v have biases whatever `attention_bias` says."""
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:

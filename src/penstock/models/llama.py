@@ -474,7 +474,8 @@ _OPT_ONLY = {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True
 
 
 def _opt_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"tie_word_embeddings": True, **with_defaults(values, {}, {"ffn_dim": "intermediate_size"}), "rms_norm_eps": 1e-5}
+    found = with_defaults(values, {"enable_bias": True, "tie_word_embeddings": True}, {"ffn_dim": "intermediate_size"})
+    return {**found, "rms_norm_eps": 1e-5}
 
 
 def _of_opt(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -225,6 +225,7 @@ GLM4_MOE = Architecture(
     hf_values=lambda values: with_defaults(values, _GLM4_DEFAULTS, {"n_routed_experts": "num_local_experts"}),
     hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_SHARED, "mlp.gate.e_score_correction_bias": "selection_bias"},
     gguf_layer={**_GGUF_LAYER, "post_attention_norm.weight": "mlp_norm"},
+    has_further_layers=True,
     has_partial_rope=True,
 )
 

@@ -209,7 +209,7 @@ _NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_fa
 
 
 def _neox_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return with_defaults(values, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}, _NEOX_KEYS)
+    return with_defaults(values, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True}, _NEOX_KEYS)
 
 
 def _of_neox(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -13,7 +13,7 @@ from support.parity.tiny_runs import MAX_RELATIVE_RMS
 
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
 
-KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layers", "ending"})
+KEPT = frozenset({"architecture", "choice", "max_model_len", "tie_word_embeddings", "layers", "ending"})
 """Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
 in `test_encoders.py`."""
 
@@ -58,7 +58,7 @@ def settings(value: Any) -> Iterator[tuple[str, Any]]:
     kinds = typing.get_type_hints(type(value), vars(model_spec))
     for field in fields(value):
         found = getattr(value, field.name)
-        if field.name in KEPT | SIZES or field.name.startswith("has_") or not field.compare:
+        if field.name in KEPT | SIZES or field.name.startswith("has_"):
             continue
         if field.name in NOTHING_WITHOUT and not getattr(value, NOTHING_WITHOUT[field.name]):
             continue
