@@ -808,6 +808,7 @@ _PHI_CASE = TinyCase(
     shapes=_side_by_side(_PHI_PRODUCTS, "model.layers", "input_layernorm", ("model.embed_tokens", "model.final_layernorm")),
     seed=92,
     norm_centre=2.0,
+    refused_by={"cuda": "Logits.bias"},
 )
 _PHI_GGUF = Gguf(architecture="phi2", metadata={"attention.layer_norm_epsilon": 0.05, "rope.dimension_count": 18})
 _GPTJ_PRODUCTS = {
@@ -821,6 +822,7 @@ _GPTJ_CASE = TinyCase(
     shapes=_side_by_side(_GPTJ_PRODUCTS, "transformer.h", "ln_1", ("transformer.wte", "transformer.ln_f")),
     seed=93,
     norm_centre=2.0,
+    refused_by={"cuda": "Logits.bias"},
 )
 
 _OPT = settings(
