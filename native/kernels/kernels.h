@@ -24,7 +24,7 @@ constexpr float kOutlierRatio = 6.0f;
 constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
 constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
 
-// Scales of activations are powers of two, no smaller than this one. A group of which all values are smaller than half of it becomes zero.
+// Scales of activations are powers of two, no smaller than this one. If all values of a group are below half of it, the group is zero.
 constexpr float kSmallestScale = 0x1p-90f;
 
 // A group's sum of integers, below 2^22 in size, is added to the bits of 1.5 * 2^(23 + e). Read as a float these are that number plus 2^e

@@ -77,7 +77,7 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path, name,
 
 
 def test_a_decoder_whose_tokens_see_later_ones_embeds_and_writes_nothing(tmp_path):
-    """As in GTE-Qwen2, whose class is that of a decoder with an output."""
+    """GTE-Qwen2 is such a model: its class is that of a decoder with an output."""
     path = write_encoder(ENCODERS["qwen3_embedding"], tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))

@@ -35,7 +35,7 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import local_layers_of_gguf, with_both_sides, with_gated_mlps, with_windows
+from penstock.models.layers import local_layers_of_gguf, with_both_sides, with_gated_mlps, with_gpt_layers, with_windows
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
@@ -90,7 +90,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+    spec = with_gpt_layers(spec, activation)
     return _with_biased_attention(spec.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, has_bias=True))))
 
 

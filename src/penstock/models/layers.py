@@ -79,6 +79,11 @@ def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path, *, dense: Contain
     return spec.with_layers(lambda i, layer: layer if i in dense else replace(layer, mlp=mlp))
 
 
+def with_gpt_layers(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    """Return the spec with GPT's layer norms with biases, and with MLPs without a gate."""
+    return replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+
+
 def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:
     """Return the spec with this activation in its gated MLPs, and with this `has_bias` unless it is None."""
 

@@ -29,7 +29,7 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder, QkNorms
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_windows
+from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_windows
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
@@ -338,7 +338,7 @@ HELIUM = Architecture(
 
 
 def _of_nemotron(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return _with_starcoder2(spec, read_activation(config, "hidden_act", "relu2"), window=0)
+    return with_gpt_layers(spec, read_activation(config, "hidden_act", "relu2"))
 
 
 def _nemotron_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -348,7 +348,7 @@ def _nemotron_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 NEMOTRON = Architecture(
     describe=describe,
     of_hf=_of_nemotron,
-    of_gguf=lambda _, spec: _with_starcoder2(spec, "relu2", window=0),
+    of_gguf=lambda _, spec: with_gpt_layers(spec, "relu2"),
     hf_values=_nemotron_values,
     has_partial_rope=True,
     hf_norm_offset=1.0,
@@ -359,8 +359,7 @@ NEMOTRON = Architecture(
 
 
 def _with_starcoder2(spec: ModelSpec, activation: Activation, window: int) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
-    return spec.with_windows(window, [True] * spec.num_layers)
+    return with_gpt_layers(spec, activation).with_windows(window, [True] * spec.num_layers)
 
 
 def _of_starcoder2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -414,8 +413,7 @@ def _of_gpt2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
-    return spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+    return with_gpt_layers(spec, activation).with_attention(lambda _, attention: replace(attention, rotation=None))
 
 
 def _gpt2_name(name: str) -> str | None:

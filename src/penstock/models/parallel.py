@@ -6,6 +6,7 @@ transformers; falcon.cpp, command-r.cpp, cohere2.cpp, gptneox.cpp and stablelm.c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import local_layers, local_layers_of_gguf, with_windows, without_global_rotations
+from penstock.models.layers import local_layers, local_layers_of_gguf, with_gpt_layers, with_windows, without_global_rotations
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
@@ -103,8 +104,7 @@ def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_falcon(spec: ModelSpec, activation: Activation, has_attn_norm: bool) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
-    return _with_attn_norm(spec, has_attn_norm)
+    return _with_attn_norm(with_gpt_layers(spec, activation), has_attn_norm)
 
 
 _QKV_BY_HEAD = replace(QKV, is_by_kv_head=True)
@@ -208,6 +208,11 @@ COHERE2 = replace(
 _NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
 
 
+def _without_masks(name: str) -> str | None:
+    """Leave out the causal masks that old files of GPT-NeoX and GPT-J hold beside the weights."""
+    return None if re.search(r"\.(attention|attn)\.(masked_)?bias$", name) else name
+
+
 def _neox_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return with_defaults(values, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True}, _NEOX_KEYS)
 
@@ -218,8 +223,7 @@ def _of_neox(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_neox(spec: ModelSpec, activation: Activation, is_parallel: bool) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True, has_parallel_halves=is_parallel)
-    return spec.with_plain_mlps(activation)
+    return replace(with_gpt_layers(spec, activation), has_parallel_halves=is_parallel)
 
 
 GPT_NEOX = Architecture(
@@ -227,7 +231,7 @@ GPT_NEOX = Architecture(
     of_hf=_of_neox,
     of_gguf=lambda file, spec: _with_neox(spec, "gelu", file.require("gptneox.use_parallel_residual", bool)),
     hf_values=_neox_values,
-    hf_name=lambda name: None if name.endswith((".attention.bias", ".attention.masked_bias")) else name,  # masks of old files
+    hf_name=_without_masks,
     hf_top={
         "gpt_neox.embed_in.weight": "embed",
         **with_biases({"gpt_neox.final_layer_norm": "norm"}),
@@ -281,8 +285,7 @@ STABLELM = Architecture(
 
 
 def _with_phi(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    spec = replace(spec, norm="layer", has_norm_bias=True, has_logit_bias=True).with_plain_mlps(activation)
-    return _with_attn_norm(spec, has_attn_norm=False)
+    return _with_attn_norm(replace(with_gpt_layers(spec, activation), has_logit_bias=True), has_attn_norm=False)
 
 
 def _of_phi(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -323,9 +326,8 @@ def _gptj_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if all(type(size) is int and size > 0 for size in sizes):
         hidden_size, num_heads, rotary_dim = sizes
         found.setdefault("intermediate_size", 4 * hidden_size)
-        found["partial_rotary_factor"] = (
-            (rotary_dim + 0.5) * num_heads / hidden_size
-        )  # the half is lost when columns are counted
+        # The half keeps `rotary_dim` whole when the share becomes a number of columns again.
+        found["partial_rotary_factor"] = (rotary_dim + 0.5) * num_heads / hidden_size
     return found
 
 
@@ -338,7 +340,7 @@ GPTJ = Architecture(
     describe=partial(describe, only_norm="attn_norm"),
     of_hf=_of_gptj,
     hf_values=_gptj_values,
-    hf_name=lambda name: None if name.endswith((".attn.bias", ".attn.masked_bias")) else name,  # masks of old files
+    hf_name=_without_masks,
     hf_top={"transformer.wte.weight": "embed", **with_biases({"transformer.ln_f": "norm", "lm_head": "output"})},
     hf_layers="transformer.h.",
     hf_layer={

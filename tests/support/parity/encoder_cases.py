@@ -529,7 +529,8 @@ def _decoder_cases() -> dict[str, EncoderCase]:
         config, shapes_of = _DECODER_CONFIG[name], _DECODER_SHAPES[name]
         cases[f"{name}_model"] = _decoder(name, f"{stem}Model", 210 + number, shapes_of, config)
         cases[f"{name}_classes"] = _decoder(name, f"{stem}ForSequenceClassification", 220 + number, shapes_of, config)
-    # In the last layer the mask is no matter for the last token, and the rotation is little for flat scores.
+    # The last token of the last layer sees all others with either mask, so these take the mean. Larger queries make
+    # scores that depend on the rotation.
     own = {"pooling": "mean", "has_modules": True, "is_mutated": True, "factors": {"q_proj.weight": 3.0}}
     for number, (name, stem) in enumerate((("mistral", "Mistral"), ("qwen2", "Qwen2"))):
         config = {**_DECODER_CONFIG[name], "is_causal": False}
@@ -549,7 +550,7 @@ def _decoder_cases() -> dict[str, EncoderCase]:
 
 
 def _eurobert_cases() -> dict[str, EncoderCase]:
-    """The classifier by its three poolings, of which the mean of the tokens' scores is the usual one."""
+    """A classifier for each pooling. `late`, the default, is the mean of the tokens' scores."""
     cases: dict[str, EncoderCase] = {}
     kinds = {**CLASSES, "_first_token": "ForSequenceClassification", "_mean": "ForSequenceClassification"}
     for number, (name, end) in enumerate(kinds.items()):

@@ -376,7 +376,7 @@ _QWEN3_MOE_CASE = TinyCase(
 
 
 def _mixed(config: Mapping[str, Any], experts: Mapping[str, tuple[int, ...] | None], *dense: int, **others: Any) -> Shapes:
-    """Tensors of a model whose layers have `experts`, as `_experts` returns them, but for those that are `dense`."""
+    """Tensors of a model with experts in all layers but `dense`. `experts`: what `_experts` returns."""
     ours, theirs = shapes(config, **others, **experts), shapes(config, **others)
     at = tuple(f"model.layers.{layer}." for layer in dense)
     found = {name: shape for name, shape in ours.items() if not name.startswith(at)}
