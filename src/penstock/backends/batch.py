@@ -24,7 +24,7 @@ NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or 
 NO_USABLE_STATE = "the model's answer to this text has an entry that is infinite or not a number"
 
 
-def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capacity:
+def capacity_of(program: Program, sizes: tuple[int, int, int, int, int], num_state_blocks: int = 0) -> Capacity:
     """Return the capacity of an executor on the CPU. `sizes` are the first five fields of `Capacity`.
 
     `max_scored` is the number of positions whose logits fit in 32 MiB, but at least 16 and at most 256. It is 0 for a program
@@ -37,8 +37,14 @@ def capacity_of(program: Program, sizes: tuple[int, int, int, int, int]) -> Capa
             remedy="End programs of texts in `States`, others in `Logits`.",
         )
     max_scored = 0 if is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
-    has_state = program.state is not None
-    return Capacity(*sizes, has_state=has_state, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass)
+    return Capacity(
+        *sizes,
+        has_state=program.state is not None,
+        num_state_blocks=num_state_blocks,
+        window=program.window,
+        max_scored=max_scored,
+        is_one_pass=is_one_pass,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

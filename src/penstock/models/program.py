@@ -6,6 +6,7 @@ compute a request's whole input in one step; others use the KV cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
@@ -166,10 +167,57 @@ class ShortConv(Map):
 
 
 @dataclass(frozen=True, slots=True)
+class CausalConv(Map):
+    """out[t] = silu(the sum over i of weight[:, i] * x[t - kernel + 1 + i] (+ bias)), column by column.
+
+    Its state is x of the last `kernel` - 1 positions, in float32; 0 before the first.
+    """
+
+    index: int  # among the operations with a state in blocks of its own
+    weight: str
+    kernel: int  # positions that a token reads, at least 2
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention(Map):
+    """Attention without a softmax: each value head has a matrix S [key_dim, value_dim], which all tokens change in turn.
+
+    x has queries and keys, `num_key_heads` of `key_dim` columns each, and values, `num_heads` of `value_dim`, side by side from
+    columns `q_at`, `k_at`, `v_at`. Value head h reads key head h // (num_heads // num_key_heads). For each token:
+
+        d = softplus(steps[h] + step_bias[h]), clipped to [min_step, max_step];  S = exp(d * decay[h]) * S
+        u = d * v, or with `gates` the delta rule: sigmoid(gates[h]) * (v - k S)
+        S = S + k^T u;  out = scale * q S (+ skip[h] * v)
+
+    With `is_normalised`, q and k are first divided by sqrt(sum of squares + 1e-6). S is float32, and 0 before the first token.
+    Sources: arXiv 2412.06464 (gated delta rule), 2405.21060 (Mamba-2).
+    """
+
+    index: int  # among the operations with a state in blocks of its own
+    steps: str  # buffer [num_tokens, num_heads]
+    step_bias: str
+    decay: str  # weight [num_heads], at most 0
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    q_at: int
+    k_at: int
+    v_at: int
+    scale: float = 1.0
+    gates: str | None = None  # buffer [num_tokens, num_heads]
+    skip: str | None = None
+    is_normalised: bool = False
+    min_step: float = 0.0
+    max_step: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class GatedActivation(Op):
     """out = activation(gate) * up.
 
-    - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x); `relu2`: relu(x)^2
+    - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x); `relu2`: relu(x)^2; `sigmoid`
     - `gelu`: x * Phi(x); `gelu_tanh`: its tanh form, arXiv 1606.08415
     - `swiglu_clamped`: (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up clipped to [-7, 7]
     """
@@ -294,6 +342,19 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedState:
+    """A recurrent state in blocks of its own: for each operation that has one, in order, matrices [num_matrices, rows, columns]
+    of float32. A convolution has one, [kernel - 1, width]; attention one for each value head, [key_dim, value_dim].
+    """
+
+    matrices: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_floats(self) -> int:
+        return sum(count * rows * columns for count, rows, columns in self.matrices)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The operations of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
 
@@ -305,7 +366,7 @@ class Program:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        if self.is_one_pass and any(isinstance(op, KvWrite | Attention | ShortConv) for op in self.ops):
+        if self.is_one_pass and any(isinstance(op, _WITH_CACHE) for op in self.ops):
             raise ModelError(
                 "some layers read the KV cache and others only the tokens of the step.",
                 remedy="Correct the architecture's description.",
@@ -332,6 +393,16 @@ class Program:
         return StateShape(len(convs), kernel - 1, width)
 
     @property
+    def paged_state(self) -> PagedState | None:
+        found = {op.index: self._state_of(op) for op in self.ops if isinstance(op, CausalConv | LinearAttention)}
+        return PagedState(tuple(found[index] for index in range(len(found)))) if found else None
+
+    def _state_of(self, op: CausalConv | LinearAttention) -> tuple[int, int, int]:
+        if isinstance(op, CausalConv):
+            return 1, op.kernel - 1, self.width(op.out)
+        return op.num_heads, op.key_dim, op.value_dim
+
+    @property
     def ending(self) -> Logits | States:
         """The operation that makes the step's result. Raises ModelError unless there is exactly one."""
         endings = [op for op in self.ops if isinstance(op, Logits | States)]
@@ -344,9 +415,14 @@ class Program:
     @property
     def window(self) -> int:
         """How many positions a token can see in any layer, itself included; 0: all. At least 2 and a convolution's kernel."""
+        if self.paged_state is not None:
+            return 0
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0
 
     def width(self, name: str) -> int:
         return dict(self.buffers)[name]
+
+
+_WITH_CACHE = KvWrite | Attention | ShortConv | CausalConv | LinearAttention

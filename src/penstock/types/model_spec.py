@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "sigmoid", "swiglu_clamped"]
 """Activation functions. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
 Mask = Literal["causal", "all"]

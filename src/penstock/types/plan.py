@@ -46,6 +46,11 @@ class AdmitRow:
     adapter: int = BASE  # its adapter, placed before this step and kept until the row is released
     num_scored: int = 0
     """With `sampling.prompt_logprobs`: prompt tokens, after the first, that already have log-probabilities."""
+    state_block_ids: tuple[int, ...] = ()
+    """With `Capacity.num_state_blocks`: where the row's recurrent state is kept from this step on. Nothing else uses these
+    blocks until the row is released."""
+    state_source: tuple[int, ...] = ()
+    """Blocks with the state after `num_computed_tokens`, which this step only reads; empty: the state before a first token."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,15 @@ class RowPlan:
 
 
 @dataclass(slots=True)
+class StateSave:
+    """A copy of a row's recurrent state as it is after `position` tokens, at most those that the step computes."""
+
+    request_id: str
+    position: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """Everything the executor needs for one step. Treat as frozen (see `RowPlan`)."""
 
@@ -73,6 +87,7 @@ class StepPlan:
     admits: tuple[AdmitRow, ...]
     rows: tuple[RowPlan, ...]
     releases: tuple[str, ...]  # requests to forget before anything else: finished, aborted or preempted
+    saves: tuple[StateSave, ...] = ()  # of one row in order of position
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +111,8 @@ class Capacity:
     max_model_len: int  # longest prompt + output of one request
     has_state: bool = False
     """Blocks also hold the recurrent state after their last computed position: a prefix can be continued only from there."""
+    num_state_blocks: int = 0
+    """Blocks that a recurrent state of its own takes, which each row has beside its keys and values. 0: there is none."""
     window: int = 0
     """Every layer sees at most this many last positions, the computed one included; 0: some layer sees all.
 
@@ -117,7 +134,8 @@ class Capacity:
 
     def most_blocks(self, num_positions: int) -> int:
         """Return the most blocks that a request holds at one time until `num_positions` are computed."""
-        return most_blocks(num_positions, self.block_size, window=self.window, max_step_tokens=self.max_step_tokens)
+        num_blocks = most_blocks(num_positions, self.block_size, window=self.window, max_step_tokens=self.max_step_tokens)
+        return num_blocks + self.num_state_blocks
 
 
 def num_unread_blocks(num_computed_tokens: int, block_size: int, window: int) -> int:

@@ -24,12 +24,12 @@ from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample, token_logprobs
 from penstock.models.adapter import AdapterFactors, AdapterPacker
-from penstock.models.program import Program
+from penstock.models.program import PagedState, Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.plan import Capacity, StepPlan, Ticket, scored_positions
+from penstock.types.plan import Capacity, StateSave, StepPlan, Ticket, scored_positions
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
@@ -62,21 +62,25 @@ class ReferenceExecutor:
         max_adapter_rank: int = 0,
     ) -> None:
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = capacity_of(program, sizes)
-        is_one_pass = self._capacity.is_one_pass
+        is_one_pass = program.is_one_pass
         if is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         self._program = program
+        self._state = program.paged_state or PagedState(())
         self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype
         # A text keeps nothing in its block.
         self._cache = self._make_cache(1 if is_one_pass else num_blocks, 1 if is_one_pass else block_size, poison=poison)
+        self._capacity = capacity_of(program, sizes, -(-4 * self._state.num_floats // max(1, self.block_bytes)))
         self._max_adapter_rank = max_adapter_rank
         self._adapters: dict[int, tuple[PagedFactors, tuple[int, ...]]] = {}
         """Number -> the adapter, and the blocks with its pages."""
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size, placed=self._adapters.keys())
         self._sampling: dict[int, SamplingParams] = {}  # parameters by slot
         self._num_scored: dict[int, int] = {}  # prompt tokens that were scored before the row was admitted, by slot
+        self._state_blocks: dict[int, tuple[int, ...]] = {}  # by slot
+        self._sources: dict[int, tuple[int, ...]] = {}  # where the states of this step's new rows are read, by slot
+        self._saves: Sequence[StateSave] = ()
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False
@@ -161,10 +165,14 @@ class ReferenceExecutor:
         for slot in batch.released:
             del self._sampling[slot]
             self._num_scored.pop(slot, None)
+            self._state_blocks.pop(slot, None)
         self._sampling.update((slot, row.sampling) for slot, row in batch.admitted)
         self._num_scored.update(
             (slot, row.num_scored) for slot, row in batch.admitted if row.sampling.prompt_logprobs is not None
         )
+        self._sources = {slot: row.state_source for slot, row in batch.admitted}
+        self._state_blocks.update((slot, row.state_block_ids) for slot, row in batch.admitted)
+        self._saves = plan.saves
         self._forget_stale_blocks(plan)
         follow = {request_id for request_id, slot in _samplers(batch) if self._sampling[slot].follows_grammar}
         if follow:
@@ -236,8 +244,21 @@ class ReferenceExecutor:
         cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)
         indices = np.arange(num_tokens)
         row = RowRun(cache, np.array(token_ids, np.int32), 0, indices, np.zeros(1, np.int32), gathered=indices)
-        row.adapter = self._adapter(adapter)
+        row.adapter, row.state = self._adapter(adapter), self._no_state()
         return self._interpreter.run(row)
+
+    def _no_state(self) -> list[NDArray[np.float32]]:
+        return [np.zeros(shape, np.float32) for shape in self._state.matrices]
+
+    def _read_state(self, block_ids: Sequence[int]) -> list[NDArray[np.float32]]:
+        numbers, state = self._cache.read_numbers(block_ids, self._state.num_floats), self._no_state()
+        for matrices in state:
+            matrices[:] = numbers[: matrices.size].reshape(matrices.shape)
+            numbers = numbers[matrices.size :]
+        return state
+
+    def _write_state(self, block_ids: Sequence[int], state: Sequence[NDArray[np.float32]]) -> None:
+        self._cache.write_numbers(block_ids, np.concatenate([matrices.reshape(-1) for matrices in state]))
 
     def _make_cache(self, num_blocks: int, block_size: int, *, poison: bool) -> KvCache:
         return KvCache(
@@ -291,18 +312,30 @@ class ReferenceExecutor:
         """Return row i's logits at the `scored` positions, then at the last one if it samples; or a text encoder's states."""
         start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
         gathered = [at - int(batch.context_lens[i]) for at in scored] + [end - start - 1] * samples
-        return self._interpreter.run(
-            RowRun(
-                cache=self._cache,
-                token_ids=batch.token_ids[start:end],
-                context_len=int(batch.context_lens[i]),
-                slots=batch.slot_mapping[start:end],
-                block_table=self._batches.block_tables[batch.row_slots[i]],
-                gathered=np.array(gathered, np.int64),
-                second_at=int(self._batches.second_at[batch.row_slots[i]]),
-                adapter=self._adapter(int(self._batches.adapters[batch.row_slots[i]])),
-            )
+        slot = int(batch.row_slots[i])
+        row = RowRun(
+            cache=self._cache,
+            token_ids=batch.token_ids[start:end],
+            context_len=int(batch.context_lens[i]),
+            slots=batch.slot_mapping[start:end],
+            block_table=self._batches.block_tables[slot],
+            gathered=np.array(gathered, np.int64),
+            second_at=int(self._batches.second_at[slot]),
+            adapter=self._adapter(int(self._batches.adapters[slot])),
         )
+        if not self._state.matrices:
+            return self._interpreter.run(row)
+        own = self._state_blocks[slot]
+        source = self._sources.get(slot, own)
+        row.state = self._read_state(source) if source else self._no_state()
+        saves = [save for save in self._saves if save.request_id == batch.request_ids[i]]
+        row.saves = {save.position: self._no_state() for save in saves}
+        result = self._interpreter.run(row)
+        if own:  # else it is padding
+            self._write_state(own, row.state)
+        for save in saves:
+            self._write_state(save.block_ids, row.saves[save.position])
+        return result
 
     def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> Sample | None:
         token_ids = self._batches.tokens[slot, : self._batches.num_tokens[slot]].tolist()

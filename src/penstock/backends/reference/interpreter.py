@@ -41,6 +41,10 @@ class RowRun:
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the row is one text."""
     adapter: AdapterFactors | None = None
+    state: list[F32] = field(default_factory=list)
+    """Of each operation with a state in blocks of its own (`PagedState`), before the row's first token; then after its last."""
+    saves: Mapping[int, list[F32]] = field(default_factory=dict)
+    """Position -> the state after that many tokens, which the operations fill in."""
     first: int = field(init=False)  # position of the first token that products see now
 
     def __post_init__(self) -> None:
@@ -73,6 +77,8 @@ class Interpreter:
             prog.Attention: self._attention,
             prog.TextAttention: self._text_attention,
             prog.ShortConv: self._short_conv,
+            prog.CausalConv: self._causal_conv,
+            prog.LinearAttention: self._linear_attention,
             prog.GatedActivation: lambda op, row: gated(row.buffers[op.gate], row.buffers[op.up], op.activation),
             prog.Experts: self._experts,
             prog.Act: lambda op, row: activate(row.buffers[op.x], op.activation),
@@ -218,6 +224,45 @@ class Interpreter:
         row.cache.write_state(op.layer, row.slots, own)
         return c * total
 
+    def _causal_conv(self, op: prog.CausalConv, row: RowRun) -> F32:
+        x, weight = row.buffers[op.x], self._matrix(op.weight)
+        seen = np.concatenate([row.state[op.index][0], x])
+        total: F32 = np.zeros_like(x)
+        for tap in range(op.kernel):
+            total += seen[tap : tap + len(x)] * weight[:, tap]
+        if op.bias is not None:
+            total += self._vector(op.bias)
+        for position, saved in row.saves.items():
+            num_tokens = position - row.context_len
+            saved[op.index] = seen[None, num_tokens : num_tokens + op.kernel - 1]
+        row.state[op.index] = seen[None, len(x) :]
+        return activate(total, "silu")
+
+    def _linear_attention(self, op: prog.LinearAttention, row: RowRun) -> F32:
+        x, num_heads, num_key_heads = row.buffers[op.x], op.num_heads, op.num_key_heads
+        q, k = (x[:, at : at + num_key_heads * op.key_dim].reshape(-1, num_key_heads, op.key_dim) for at in (op.q_at, op.k_at))
+        if op.is_normalised:
+            q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + np.float32(1e-6)) for part in (q, k))
+        q, k = (np.repeat(part, num_heads // num_key_heads, axis=1) for part in (q, k))
+        v = x[:, op.v_at : op.v_at + num_heads * op.value_dim].reshape(-1, num_heads, op.value_dim)
+        steps = row.buffers[op.steps] + self._vector(op.step_bias)
+        steps = np.clip(np.logaddexp(steps, np.float32(0)), np.float32(op.min_step), np.float32(op.max_step))
+        decays = np.exp(steps * self._vector(op.decay))
+        rates = steps if op.gates is None else sigmoid(row.buffers[op.gates])
+        out = np.empty_like(v)
+        state = row.state[op.index].copy()
+        for i, position in enumerate(row.positions.tolist()):
+            state *= decays[i, :, None, None]
+            added = v[i] if op.gates is None else v[i] - np.einsum("hk,hkv->hv", k[i], state)
+            state += k[i, :, :, None] * (rates[i, :, None] * added)[:, None, :]
+            out[i] = np.einsum("hk,hkv->hv", q[i], state) * np.float32(op.scale)
+            if position + 1 in row.saves:
+                row.saves[position + 1][op.index] = state.copy()
+        row.state[op.index] = state
+        if op.skip is not None:
+            out = out + self._vector(op.skip)[:, None] * v
+        return out.reshape(len(x), -1)
+
     def _experts(self, op: prog.Experts, row: RowRun) -> F32:
         x = row.buffers[op.x]
         raw = product(x, self._matrix(op.router), row.first)
@@ -362,6 +407,8 @@ def activate(x: F32, activation: Activation) -> F32:
             result = np.maximum(x, np.float32(0)) ** 2
         case "tanh":
             result = np.tanh(x)
+        case "sigmoid":
+            result = sigmoid(x)
         case "swiglu_clamped":
             raise ValueError("swiglu_clamped needs a gate")
     return result

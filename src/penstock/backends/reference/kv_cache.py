@@ -99,6 +99,22 @@ class KvCache:
             cache[:, block_id] = numbers[start : start + size].reshape(cache[:, block_id].shape)
             start += size
 
+    def read_numbers(self, block_ids: Sequence[int], count: int) -> F32:
+        """Return the first `count` numbers of what `write_numbers` put into these blocks."""
+        blocks = [cache[:, block_id].reshape(-1) for block_id in block_ids for cache in (self._keys, self._values)]
+        return np.concatenate(blocks)[:count]
+
+    def write_numbers(self, block_ids: Sequence[int], numbers: F32) -> None:
+        """Fill blocks that hold no keys and values with numbers, which they have room for."""
+        start = 0
+        for block_id in block_ids:
+            for cache in (self._keys, self._values):
+                part = numbers[start : start + cache[:, block_id].size]
+                block = np.full(cache[:, block_id].size, np.nan, np.float32)
+                block[: len(part)] = part
+                cache[:, block_id] = block.reshape(cache[:, block_id].shape)
+                start += len(block)
+
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
         """With `poison`, set all positions of these blocks after the first `num_kept` to NaN.
 
