@@ -226,6 +226,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     max_rows = draw(st.integers(1, 6))
     max_batch_size = max_rows // 2
+    num_state_blocks = 0 if has_lower_tier else draw(st.sampled_from([0, 0, 1, 3]))
     unlimited = Capacity(
         num_blocks=0,
         block_size=block_size,
@@ -233,8 +234,9 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
         has_state=draw(st.booleans()),
+        num_state_blocks=num_state_blocks,
         max_scored=draw(st.integers(1, 9)),
-        window=draw(st.sampled_from([0, 0, 2, 5, 9, 20])),
+        window=0 if num_state_blocks else draw(st.sampled_from([0, 0, 2, 5, 9, 20])),
     )
     lora = draw(loras()) if has_adapters else None
     num_needed = unlimited.most_blocks(max_model_len - 1) + (0 if lora is None else lora.max_pages)
@@ -249,7 +251,8 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
     )
     is_caching = draw(st.sampled_from([True, True, False]))
     lower = draw(lower_tiers()) if has_lower_tier else None
-    return Engine(capacity, policies, is_caching, lower, draw(st.sampled_from([1, 2, 2])), draw(st.integers(0, 3)), lora)
+    depth = 1 if num_state_blocks else draw(st.sampled_from([1, 2, 2]))
+    return Engine(capacity, policies, is_caching, lower, depth, draw(st.integers(0, 3)), lora)
 
 
 def budgets() -> st.SearchStrategy[Budget | str]:

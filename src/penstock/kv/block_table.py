@@ -68,12 +68,30 @@ class BlockTable:
     rests: bool = False
     """The request is part of a conversation: its cached blocks rest (`block_pool.py`)."""
     adapter: int = BASE
+    state: tuple[int, ...] = ()
+    """Blocks with the request's recurrent state after its computed tokens."""
+    source: tuple[int, ...] = ()
+    """Until the request's first step is committed: where its state is read. Then as `state`."""
+    saves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """(position, blocks) of states that the step in flight saves."""
+    marks: set[int] = field(default_factory=set)
+    """Positions where others may continue, so that the state there is worth saving."""
+    num_known: int = 0
+    """Tokens whose keys and values the last lookup found, with or without a state to continue from."""
+    saved_at: int = 0
+    """The last position with a saved state."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
 
     @property
     def held(self) -> list[int]:
         return self.block_ids[self.num_released :]
+
+    @property
+    def state_block_ids(self) -> list[int]:
+        """All blocks that the request holds for recurrent states."""
+        source = () if self.source == self.state else self.source
+        return [*self.state, *source, *(block_id for _, block_ids in self.saves for block_id in block_ids)]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
         """Return how many first blocks no layer reads any more (sliding window) after `num_computed_tokens`."""

@@ -53,6 +53,9 @@ def _check_references(manager: KVManager) -> None:
         assert released == [NULL_BLOCK_ID] * table.num_released, f"{request_id!r} has given back other blocks than it counts"
         assert table.num_released <= table.num_full, f"{request_id!r} has given back a block that was not full"
         held.update(table.held)
+        held.update(table.state_block_ids)
+        assert len(table.state) in (0, manager.num_state_blocks), f"{request_id!r} has a part of a state"
+    manager.states.check()
     assert NULL_BLOCK_ID not in held, "the null block is in a table"
     pins: Counter[int] = Counter()
     for request_id, table in (*manager.tables.items(), *manager.fenced):
@@ -73,9 +76,13 @@ def _check_index(manager: KVManager) -> None:
     manager.prefix.index.check()
     for block_id in manager.pool.free_block_ids():
         kept = manager.pool.is_kept(block_id)
-        is_published, is_adapter = block_id in manager.prefix.index.block_ids, manager.adapters.holds(block_id)
-        assert not (is_published and is_adapter), f"free block {block_id} holds an adapter and is published"
-        assert kept == (is_published or is_adapter), f"free block {block_id} is kept without content, or has some and is not"
+        contents = (
+            block_id in manager.prefix.index.block_ids,
+            manager.adapters.holds(block_id),
+            manager.states.holds(block_id),
+        )
+        assert sum(contents) <= 1, f"free block {block_id} has several contents (published, adapter, state: {contents})"
+        assert kept == any(contents), f"free block {block_id} is kept without content, or has some and is not"
 
 
 def _check_aliasing(manager: KVManager) -> None:

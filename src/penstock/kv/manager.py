@@ -13,9 +13,11 @@ from penstock.kv.adapters import AdapterPages
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
-from penstock.kv.prefix_cache import NO_HIT, PrefixCache, PrefixHit
+from penstock.kv.prefix_cache import MARK_TOKENS, NO_HIT, PrefixCache, PrefixHit
+from penstock.kv.states import MIN_SAVED_BLOCKS, SavedStates
 from penstock.kv.tiers import Swapping, Tier
 from penstock.types.adapter import BASE, PackedAdapter
+from penstock.types.plan import StateSave
 from penstock.types.request import Request
 
 
@@ -28,12 +30,16 @@ class KVManager:
         window: int = 0,
         enable_prefix_caching: bool = True,
         has_state: bool = False,
+        num_state_blocks: int = 0,
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. With a tier, blocks are hashed even if `enable_prefix_caching` is False."""
+        """`num_blocks` includes the null block. With a tier, blocks are hashed even if `enable_prefix_caching` is False.
+        `has_state` and `num_state_blocks` are `Capacity`'s."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        if num_state_blocks and tier is not None:
+            raise ValueError("a tier keeps single blocks, and not the recurrent states without which they are of no use")
         self.block_size = block_size
         self.eviction = eviction or LeastRecentlyUsed()
         self.pool = BlockPool(num_blocks, self.eviction)
@@ -42,7 +48,16 @@ class KVManager:
         self.tables: dict[str, BlockTable] = {}
         self.num_slots: dict[str, int] = {}
         """Request id -> positions writable without a call of `extend`. 0 if a block may be shared."""
-        self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
+        self.num_state_blocks = num_state_blocks
+        self.states = SavedStates(self.pool, block_size)
+        self.prefix = PrefixCache(
+            self.pool,
+            block_size,
+            self.tables,
+            is_shared=enable_prefix_caching,
+            has_state=has_state,
+            states=self.states if num_state_blocks else None,
+        )
         self.tier = tier
         self.swapping: Swapping | None = None
         if tier is not None:
@@ -69,13 +84,14 @@ class KVManager:
         return tuple(table.block_ids) if table else ()
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Return the number of blocks that the request holds, shared ones included."""
+        """Return the number of blocks that the request holds, shared ones and those of states included."""
         table = self.tables.get(request_id)
-        return len(table.block_ids) - table.num_released if table else 0
+        return len(table.block_ids) - table.num_released + len(table.state_block_ids) if table else 0
 
     def num_own_blocks(self, request_id: str) -> int:
         table = self.tables.get(request_id)
-        return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
+        held = [*table.held, *table.state_block_ids] if table else ()
+        return sum(self.pool.ref_count(block_id) == 1 for block_id in held)
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
         """Return how many blocks outside `kept` become free if all these requests are preempted. O(blocks)."""
@@ -83,6 +99,7 @@ class KVManager:
         for request_id in request_ids:
             if request_id in self.tables:
                 holds.update(self.tables[request_id].held)
+                holds.update(self.tables[request_id].state_block_ids)
         for block_id in kept:
             holds.pop(block_id, None)
         ref_count = self.pool.ref_count
@@ -118,19 +135,21 @@ class KVManager:
         number = request.adapter_number
         num_missing = 0 if number == BASE else self.adapters.num_missing(number, packed)
         num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
-        if num_fresh + hit.num_free_blocks + num_missing > self.pool.num_available:
-            raise ValueError(
-                f"{num_fresh} + {hit.num_free_blocks} + {num_missing} blocks needed, {self.pool.num_available} available"
-            )
+        num_needed = num_fresh + hit.num_free_blocks + num_missing + self.num_state_blocks
+        if num_needed > self.pool.num_available:
+            raise ValueError(f"{num_needed} blocks needed, {self.pool.num_available} available")
         if not self._names_content:  # nothing is shared or found again
             self._pin(table, number, packed)
             table.block_ids = self._take(num_fresh)
+            table.state = tuple(self._take(self.num_state_blocks))
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
         # A preempted request that finds its own blocks is no sign that others will.
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
-        for block_id in hit.held:  # first, since the allocations below could take these blocks
+        for block_id in (*hit.held, *hit.state):  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
+        if self.num_state_blocks:
+            self._begin_state(table, request, hit, num_fresh + num_missing)
         self._pin(table, number, packed)  # also before the fresh blocks
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
@@ -141,6 +160,45 @@ class KVManager:
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         self.prefix.lead(table, request)
         return tuple(table.block_ids)
+
+    def _begin_state(self, table: BlockTable, request: Request, hit: PrefixHit, num_others: int) -> None:
+        """Give a request its state. The saved one that it begins with stays, unless there is no room for both."""
+        table.source = hit.state
+        if hit.state and self.num_state_blocks + num_others > self.pool.num_available:
+            self.states.forget(hit.state)
+            table.state = hit.state
+        else:
+            table.state = tuple(self._take(self.num_state_blocks))
+        table.saved_at = hit.num_tokens
+        table.marks |= {table.num_known, request.num_prompt_tokens - MARK_TOKENS}
+
+    def save_states(self, request: Request, query_len: int) -> list[StateSave]:
+        """Take blocks for states that the request's next `query_len` tokens should leave behind, as far as there are any."""
+        if not self.prefix.is_shared:
+            return []
+        table, begin = self.tables[request.request_id], request.num_computed_tokens
+        # One state for as many tokens as its blocks would hold.
+        interval, min_gap = self.num_state_blocks * self.block_size, MIN_SAVED_BLOCKS * self.block_size
+        end = begin + query_len
+        saves: list[StateSave] = []
+        for position in sorted({*range(begin - begin % interval + interval, end + 1, interval), *table.marks}):
+            if begin < position <= end and position - table.saved_at >= min_gap:
+                if self.pool.num_available < self.num_state_blocks:
+                    break
+                table.saves.append((position, tuple(self._take(self.num_state_blocks))))
+                table.saved_at = position
+                saves.append(StateSave(request.request_id, *table.saves[-1]))
+        return saves
+
+    def publish_states(self, request: Request) -> None:
+        """Let others find the states that the request's step saved. Call this after `publish`."""
+        table = self.tables[request.request_id]
+        saves, table.saves = table.saves, []
+        for position, block_ids in saves:
+            self.states.put(request, table, position, block_ids, table.group, rests=table.rests)
+        if table.source != table.state:
+            self.states.release(table.source, table.group)
+            table.source = table.state
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
@@ -185,6 +243,15 @@ class KVManager:
             self._give_back(table.block_ids[first:end], table.group)
             table.block_ids[first:end] = [NULL_BLOCK_ID] * (end - first)
             table.num_released = end
+
+    def publish_last(self, request: Request) -> None:
+        """Add what an ended or preempted request computed last to the prefix cache: a part of a block, and its state."""
+        self.publish_tail(request)
+        table = self.tables[request.request_id]
+        # The state of a request with a step in flight is already that of later tokens.
+        if table.state and self.prefix.is_shared and not request.num_inflight_tokens:
+            state, table.state, table.source = table.state, (), ()
+            self.states.put(request, table, request.num_computed_tokens, state, table.group, rests=table.rests)
 
     def publish_tail(self, request: Request) -> None:
         """Add the computed part of the last block to the prefix cache, so that others can copy it."""
@@ -235,7 +302,7 @@ class KVManager:
             self.prefix.lead_no_more(table)
         self._unpin(table)
         self._give_back_all(table)
-        table.block_ids, table.num_full, table.num_released = [], 0, 0
+        table.block_ids, table.num_full, table.num_released, table.marks = [], 0, 0, set()
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
@@ -269,7 +336,12 @@ class KVManager:
 
     def _give_back_all(self, table: BlockTable) -> None:
         # Last block first: an early block is part of more prefixes than a late one, so it is evicted later.
+        self._give_back_states(table)
         self._give_back(table.held[::-1], table.group, rests=table.rests)
+
+    def _give_back_states(self, table: BlockTable) -> None:
+        self.states.release(table.state_block_ids, table.group)
+        table.state, table.source, table.saves = (), (), []
 
     def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
         published = self.prefix.index.block_ids
@@ -279,6 +351,7 @@ class KVManager:
     def _end(self, table: BlockTable) -> None:
         self._unpin(table)
         if not self._names_content:
+            self._give_back_states(table)
             for block_id in reversed(table.held):
                 self.pool.release(block_id, keep=False)
             return
@@ -322,6 +395,8 @@ class KVManager:
         if self.tier is not None:
             self.tier.spill(taken, self.prefix.index)
         self.prefix.evict(taken)
+        if self.num_state_blocks:
+            self.states.evict(taken)
         if self.adapters.residents:
             self.adapters.evict(taken)
         return taken

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import HASH_BYTES, TOKEN_BYTES, BlockTable, child_key, pack, token_at, token_slice
+from penstock.kv.states import MIN_SAVED_BLOCKS, SavedStates
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
@@ -44,6 +45,8 @@ class PrefixHit:
     """Blocks of the hit in the free list: holding them makes that many unavailable."""
     tail_block_id: int = NULL_BLOCK_ID
     """The block to copy if the hit ends inside one."""
+    state: tuple[int, ...] = ()
+    """The blocks of the recurrent state at the hit's end, if the model has one of its own. Not in `num_free_blocks`."""
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -61,17 +64,24 @@ class Awaited:
 
 class PrefixCache:
     def __init__(
-        self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
+        self,
+        pool: BlockPool,
+        block_size: int,
+        tables: Mapping[str, BlockTable],
+        *,
+        is_shared: bool,
+        has_state: bool = False,
+        states: SavedStates | None = None,
     ) -> None:
         """`is_shared`: requests find each other's prefixes; else each finds only its own, loaded back from a tier. With
-        `has_state` (see `Capacity`), no hit ends inside a block."""
+        `has_state` (see `Capacity`), no hit ends inside a block; with `states`, each ends where one is saved."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
         self.in_flight: Collection[str] = ()
         """While a step is planned ahead: ids of requests with several tokens in the step in flight."""
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
-        self._pool, self._block_size, self._tables = pool, block_size, tables
+        self._pool, self._block_size, self._tables, self._states = pool, block_size, tables, states
         self._evicted_ns: Recent[bytes, int] = Recent(8 * MAX_REMEMBERED)
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_REMEMBERED)
         """(tenant, tokens of the first block) -> root hash. Per tenant, so that no tenant learns of another's prompts."""
@@ -90,13 +100,22 @@ class PrefixCache:
         found = self.find(table, num_blocks)
         num_found = len(found)
         tail_id, num_tail = self._find_tail(request, table, num_found) if self.shares_parts else (NULL_BLOCK_ID, 0)
-        if not num_found and not num_tail:
+        num_tokens = table.num_known = num_found * block_size + num_tail
+        state: tuple[int, ...] = ()
+        if self._states is not None:
+            num_tokens, state = self._states.find(request, table, num_tokens)
+            num_whole = num_tokens // block_size
+            if num_tokens % block_size == 0:
+                tail_id = NULL_BLOCK_ID
+            elif num_whole < num_found:
+                tail_id = found[num_whole]
+            del found[num_whole:]
+        if not num_tokens:
             return NO_HIT
-        num_tokens = num_found * block_size + num_tail
         num_unread = table.num_unread(num_tokens, block_size)
         found[:num_unread] = [NULL_BLOCK_ID] * num_unread
         num_free = sum(self._pool.is_kept(block_id) for block_id in found)
-        return PrefixHit(tuple(found), num_tokens, num_free, tail_id)
+        return PrefixHit(tuple(found), num_tokens, num_free, tail_id, state)
 
     def find(self, table: BlockTable, num_blocks: int) -> list[int]:
         """Return the blocks of the longest cached prefix of at most `num_blocks` blocks. Blocks before the sliding window are
@@ -149,10 +168,13 @@ class PrefixCache:
 
     def _end_of(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
         """Return (block, position) where the request's tokens first differ from cached ones, even inside a block."""
-        if self.shares_parts or not self.is_shared:
+        table = self._tables[request.request_id]
+        if self._states is None and (self.shares_parts or not self.is_shared):
             return hit.tail_block_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens
-        tail_id, num_tail = self._find_tail(request, self._tables[request.request_id], len(hit.block_ids))
-        return tail_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens + num_tail
+        num_blocks = table.num_known // self._block_size
+        tail_id, num_tail = self._find_tail(request, table, num_blocks)
+        last_id = self.index.block_of(table.hashes[num_blocks - 1]) if num_blocks else None
+        return tail_id or last_id or NULL_BLOCK_ID, num_blocks * self._block_size + num_tail
 
     def _answer_before(self, block_id: int, position: int) -> int | None:
         """Return where the answer in this block begins, if that is before `position`, else None."""
@@ -165,6 +187,12 @@ class PrefixCache:
         # Hashes are chained: if two are equal, so are all before them.
         return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
 
+    def _num_common(self, one: Request, other: Request) -> int:
+        """Return how many tokens at the beginning of two requests are equal. At least one of each is not counted."""
+        end = min(one.num_tokens, other.num_tokens) - 1
+        start = min(self.num_common_blocks(one, other) * self._block_size, end)
+        return next((idx for idx in range(start, end) if token_at(one, idx) != token_at(other, idx)), end)
+
     # Why a hit ends.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
@@ -175,11 +203,14 @@ class PrefixCache:
         if not request.is_scored:
             return PrefixStop(PrefixEnd.SCORED, position)
         table = self._tables[request.request_id]
+        if self._states is not None and table.num_known - position >= MIN_SAVED_BLOCKS * self._block_size:
+            return PrefixStop(PrefixEnd.STATE, position)
+        position = table.num_known
         has_other_root = self._begin(request)
         longest = request.num_tokens - 1
         if position == (longest if self.shares_parts else longest - longest % self._block_size):
             return PrefixStop(PrefixEnd.WHOLE, position)
-        idx = len(hit.block_ids)
+        idx = position // self._block_size
         evicted_ns = self._evicted_ns.get(table.hashes[idx]) if idx < len(table.hashes) else None
         if evicted_ns is not None:
             return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
@@ -219,7 +250,8 @@ class PrefixCache:
         """
         if not self.leaders or not request.is_scored:
             return None
-        table, num_blocks = self._tables[request.request_id], len(hit.block_ids)
+        table = self._tables[request.request_id]
+        num_blocks = table.num_known // self._block_size
         start = num_blocks * self._block_size
         stop = min(start + self._block_size, request.num_tokens - 1)
         if start == stop:
@@ -231,10 +263,14 @@ class PrefixCache:
         if leader.num_behind < 2 and leader.request_id not in self.in_flight:
             return None
         is_whole = stop - start == self._block_size
-        if not is_whole and (not self.shares_parts or stop - hit.num_tokens < MIN_AWAITED_TOKENS):
+        takes_parts = self.shares_parts and self._states is None
+        if not is_whole and (not takes_parts or stop - hit.num_tokens < MIN_AWAITED_TOKENS):
             return None
-        is_equal = all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop))
-        return Awaited(key, leader) if is_equal else None
+        if not all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop)):
+            return None
+        if self._states is not None:
+            self._tables[leader.request_id].marks.add(self._num_common(request, leader))
+        return Awaited(key, leader)
 
     def is_coming(self, awaited: Awaited) -> bool:
         return self.leaders.get(awaited.key) is awaited.leader

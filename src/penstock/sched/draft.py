@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.kv.block_table import BlockTable
 from penstock.kv.prefix_cache import PrefixHit
 from penstock.sched.policies.base import GateDecision, StepLimits
 from penstock.types.adapter import BASE, PackedAdapter
@@ -88,7 +89,7 @@ class StepDraft:
             query_len = scored[0] + self.num_scored_left - num_computed_tokens
         return query_len
 
-    def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
+    def admit(self, request: Request, block_ids: tuple[int, ...], table: BlockTable) -> None:
         token_ids = request.prompt_token_ids
         if request.output_token_ids:
             token_ids = (*token_ids, *request.output_token_ids)
@@ -102,6 +103,8 @@ class StepDraft:
             request.second_at,
             request.adapter_number,
             len(request.prompt_logprobs),
+            table.state,
+            table.source,
         )
 
     def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = (), *, is_prefill: bool) -> None:

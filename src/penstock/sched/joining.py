@@ -242,7 +242,8 @@ class Joining:
         """Let others pass until `awaited` is ready. Return False if no batch row can be kept for the request."""
         if self._is_full(draft):
             return False
-        num_blocks, reason = self._kv.num_blocks_for(request.num_tokens), WaitReason.ADAPTER
+        num_blocks = self._kv.num_blocks_for(request.num_tokens) + self._kv.num_state_blocks
+        reason = WaitReason.ADAPTER
         if isinstance(awaited, Awaited):
             num_blocks -= self._kv.prefix.num_common_blocks(request, awaited.leader)
             reason = WaitReason.PREFIX
@@ -362,7 +363,8 @@ class Joining:
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
         for member in members:
             draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
-        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed))
+        block_ids = self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed)
+        draft.admit(request, block_ids, self._kv.tables[request.request_id])
         draft.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)

@@ -112,7 +112,7 @@ class Running:
             if request.status is RequestStatus.RUNNING:
                 draft.take_back(request)
                 self.leave(request)
-                self._kv.publish_tail(request)
+                self._kv.publish_last(request)
                 self._kv.suspend(request.request_id)
                 progress.preempt(request)
         self._waiting.push_preempted(self._groups.preempted(victim))
@@ -175,7 +175,7 @@ class Running:
         staying: Collection[Request] = self.requests.values()
         if without:
             leaving = {other.request_id for other in without}
-            num_available += self._kv.num_freed_blocks(leaving, kept=hit.block_ids)
+            num_available += self._kv.num_freed_blocks(leaving, kept=(*hit.block_ids, *hit.state))
             num_freed = self._kv.num_freed_adapter_blocks(leaving, kept=number)
             num_available += num_freed
             num_adapter_blocks -= num_freed
@@ -187,11 +187,13 @@ class Running:
             num_available -= num_missing
             num_adapter_blocks += num_missing
         num_shared = len(hit.block_ids) - hit.num_free_blocks
-        num_chunk = self._kv.num_blocks_for(hit.num_tokens + candidate.query_len) - num_shared
+        num_state = self._capacity.num_state_blocks
+        num_chunk = self._kv.num_blocks_for(hit.num_tokens + candidate.query_len) - num_shared + num_state
         if not staying:
             return num_chunk <= num_available
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
-        num_prompt, num_limit = num_blocks_for(request.num_tokens), num_blocks_for(request.max_total_tokens - 1)
+        num_prompt = num_blocks_for(request.num_tokens) + num_state
+        num_limit = num_blocks_for(request.max_total_tokens - 1) + num_state
         num_fork_blocks = num_final_fork_blocks = 0
         forks = () if request.sampling.beams is None else self._groups.forks(request)
         if forks:
@@ -362,7 +364,7 @@ class Extending:
                 return
         if len(self._kv.pending_copies) != num_copies or running.is_untold(request):
             running.tell_again(request)
-            draft.admit(request, self._kv.block_table(request.request_id))
+            draft.admit(request, self._kv.block_table(request.request_id), self._kv.tables[request.request_id])
             blocks = ()
         draft.add_row(request, query_len, blocks, is_prefill=is_prefill)
         progress.plan(request, query_len)

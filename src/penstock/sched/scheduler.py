@@ -28,7 +28,7 @@ from penstock.sched.running import Extending, Running, most_blocks
 from penstock.types.adapter import AdapterSource
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
-from penstock.types.plan import Capacity, RowPlan, StepPlan
+from penstock.types.plan import Capacity, RowPlan, StateSave, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
@@ -72,6 +72,7 @@ class Scheduler:
             window=capacity.window,
             enable_prefix_caching=enable_prefix_caching,
             has_state=capacity.has_state,
+            num_state_blocks=capacity.num_state_blocks,
             eviction=policies.eviction,
             tier=tier,
         )
@@ -148,6 +149,9 @@ class Scheduler:
         beams = request.sampling.beams
         if beams is None:
             return None
+        if self.capacity.num_state_blocks:
+            detail = "Beam search is not available: this model has a recurrent state, which beams can't share."
+            return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
         if not self._is_continuous:
             detail = "Beam search needs --batching continuous: its rows come and go, and a static or dynamic batch is fixed."
             return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
@@ -165,7 +169,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             # A failed row's KV may be NaN, and a beam already has its hypothesis' tokens.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
-                self.kv.publish_tail(request)
+                self.kv.publish_last(request)
             self._running.leave(request)
         elif self.groups.is_queued(request):
             self._waiting.remove(request)
@@ -299,10 +303,17 @@ class Scheduler:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)
         releases = self._running.take_releases(draft.admits)
-        plan = StepPlan(self._num_steps, draft.now_ns, tuple(draft.admits.values()), rows, releases)
+        plan = StepPlan(self._num_steps, draft.now_ns, tuple(draft.admits.values()), rows, releases, self._save_states(draft))
         self._num_steps += 1
         self._flights.append(Flight(plan.step_id, counts))
         return plan
+
+    def _save_states(self, draft: StepDraft) -> tuple[StateSave, ...]:
+        """Have the states of prompts saved: last, with blocks that no row needs."""
+        if not self.capacity.num_state_blocks:
+            return ()
+        rows = [(self._running.requests[row.request_id], row.query_len) for row in draft.counts.prefills]
+        return tuple([save for request, query_len in rows for save in self.kv.save_states(request, query_len)])
 
     # commit
 
@@ -331,6 +342,8 @@ class Scheduler:
             is_last=not self._flights,
             apart={*grouped, *failures} if grouped or failures else (),
         )
+        if self.capacity.num_state_blocks:
+            self._publish_states(plan, failures)
         for advance in advances:
             request = advance.request
             if not advance.is_apart:
@@ -393,6 +406,11 @@ class Scheduler:
                 self.kv.publish_tail(request)
             if self.capacity.window:
                 self.kv.release_unread(request)
+
+    def _publish_states(self, plan: StepPlan, failures: Mapping[str, str]) -> None:
+        for request_id in dict.fromkeys([*(row.request_id for row in plan.admits), *(save.request_id for save in plan.saves)]):
+            if request_id in self._running.requests and request_id not in failures:
+                self.kv.publish_states(self._running.requests[request_id])
 
     def _fail(self, request: Request, detail: str, outcome: StepOutcome, now_ns: int) -> None:
         for member in self.groups.members(request):
@@ -469,7 +487,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
         return refused
     if most_blocks(request, num_positions, capacity) > capacity.num_blocks - 1:
-        room = (capacity.num_blocks - 1) * capacity.block_size + 1
+        room = (capacity.num_blocks - 1 - capacity.num_state_blocks) * capacity.block_size + 1
         detail = (
             f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
             f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "

@@ -16,7 +16,7 @@ from itertools import pairwise
 from penstock.kv.block_pool import NULL_BLOCK_ID
 from penstock.types.adapter import BASE, AdapterRef, PackedAdapter
 from penstock.types.errors import ExecutorFailure
-from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket, scored_positions
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StateSave, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
@@ -183,6 +183,11 @@ class HashRow:
     adapter: int = BASE
     placed: PlacedAdapter | None = None
     """Its adapter as placed when the row was admitted."""
+    state_block_ids: tuple[int, ...] = ()
+    source: tuple[int, ...] = ()
+    """Where the next step reads the row's state."""
+    saves: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Position -> blocks for the state that this step saves."""
     num_unread: int = 0
     """Number of first blocks that no later step reads, since they lie before the window. Other rows may take them."""
 
@@ -208,6 +213,7 @@ class HashExecutor:
     - With a depth of 2, a step is computed at a random time (`seed`) before it is collected.
     - With a window, a row reads and checks the whole window.
     - With `Capacity.has_state`, a block is readable only at its last computed position.
+    - With `Capacity.num_state_blocks`, the hash before a row's tokens is also read from its state, and has to be the same.
     - A row with an adapter reads all its pages in each step.
     """
 
@@ -323,6 +329,8 @@ class HashExecutor:
         assert len(self._rows) <= self.capacity.max_rows, f"{len(self._rows)} requests of at most {self.capacity.max_rows}"
         for row in plan.rows:
             self._append_blocks(row)
+        for save in plan.saves:
+            self._note_save(save, {row.request_id: row for row in plan.rows}[save.request_id])
         rows = [self._advance(row) for row in plan.rows]
         held = frozenset(block_id for row in rows for block_id in row.held) if self.depth > 1 else frozenset[int]()
         pairs = zip(plan.rows, rows, strict=True)
@@ -393,7 +401,8 @@ class HashExecutor:
 
     def _release(self, request_id: str) -> None:
         assert request_id in self._rows, f"release of {request_id!r}, which is unknown"
-        self._holders.subtract(self._rows.pop(request_id).held)
+        row = self._rows.pop(request_id)
+        self._holders.subtract((*row.held, *row.state_block_ids))
 
     def _num_unread(self, num_computed_tokens: int) -> int:
         window = self.capacity.window
@@ -422,11 +431,52 @@ class HashExecutor:
         if isinstance(admit.request_id, PaddingId):
             self._append_null_blocks(row, admit.block_ids)
             return
+        self._hold_state(row, admit)
         num_filled = -(-admit.num_computed_tokens // self.capacity.block_size)
         row.num_unread = self._num_unread(admit.num_computed_tokens)
         row.block_ids += admit.block_ids[: row.num_unread]
         self._hold(row, admit.block_ids[row.num_unread : num_filled])
         self._hold_fresh(row, admit.block_ids[num_filled:])
+
+    def _hold_state(self, row: HashRow, admit: AdmitRow) -> None:
+        num_blocks, block_ids, source = self.capacity.num_state_blocks, admit.state_block_ids, admit.state_source
+        assert len(set(block_ids)) == len(block_ids) == num_blocks, f"a state of {num_blocks} blocks is put into {block_ids}"
+        assert len(source) == (num_blocks if admit.num_computed_tokens else 0), f"a state is read from {source}"
+        row.state_block_ids, row.source = block_ids, source
+        self._holders.update(block_ids)
+        if source != block_ids:
+            self._spoil(block_ids)
+        for block_id in block_ids:
+            self._check_no_adapter(block_id)
+            assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
+
+    def _spoil(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._check_block_id(block_id)
+            self._slots[self._at(block_id)] = [POISON] * self.capacity.block_size
+
+    def _note_save(self, save: StateSave, plan: RowPlan) -> None:
+        assert self.depth == 1, "states are saved by backends of depth 1"
+        assert plan.context_len < save.position <= plan.context_len + plan.query_len, f"{save} of {plan}"
+        assert len(save.block_ids) == self.capacity.num_state_blocks, f"a state is saved to {save.block_ids}"
+        self._spoil(save.block_ids)
+        for block_id in save.block_ids:
+            self._check_no_adapter(block_id)
+            assert self._holders[block_id] == 0, f"a state is saved to block {block_id}, which a row holds"
+        self._rows[save.request_id].saves[save.position] = save.block_ids
+
+    def _read_state(self, block_ids: Sequence[int]) -> int:
+        pages = [self._slots[self._at(block_id)] for block_id in block_ids]
+        value = pages[0][0]
+        assert pages == [self._state_page(value, idx) for idx in range(len(pages))], f"blocks {block_ids} hold no state"
+        return value
+
+    def _state_page(self, value: int, idx: int) -> list[int]:
+        return [value, *[mix(value, idx)] * (self.capacity.block_size - 1)]
+
+    def _write_state(self, block_ids: Sequence[int], value: int) -> None:
+        for idx, block_id in enumerate(block_ids):
+            self._slots[self._at(block_id)] = self._state_page(value, idx)
 
     def _append_blocks(self, row: RowPlan) -> None:
         assert row.request_id in self._rows, f"a row of {row.request_id!r}, which is unknown"
@@ -517,9 +567,16 @@ class HashExecutor:
         is_padding = isinstance(plan.request_id, PaddingId)
         root = self._read_adapter(row)
         value = root if is_padding or not plan.context_len else self._read_window(row, plan.context_len)
+        if row.source:
+            state = self._read_state(row.source)
+            assert state == value, f"the state of {plan.request_id!r} is not the one after {plan.context_len} tokens"
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
             self._write(row, position, value)
+            if position + 1 in row.saves:
+                self._write_state(row.saves.pop(position + 1), value)
+        self._write_state(row.state_block_ids, value)
+        row.source = row.state_block_ids
         if plan.samples:
             # Read back through the table, so that later writes to the row show.
             token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens, mask)

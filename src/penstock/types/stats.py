@@ -35,6 +35,7 @@ class PrefixEnd(StrEnum):
     SALT = "different salt or adapter"
     """The same tenant sent the same tokens under another salt, or for another adapter."""
     UNSEEN = "never seen"
+    STATE = "no state"  # the cache continues, and no recurrent state was saved there
     SCORED = "log-probabilities of the prompt"  # the request asks for these, which needs every token computed
 
 

@@ -317,6 +317,8 @@ def _why_no_more(told: Explanation) -> str:
             why = "it is cached under another salt"
         case PrefixEnd.UNSEEN:
             why = "the rest was never seen" if stop.position else "its beginning was never seen"
+        case PrefixEnd.STATE:
+            why = "more is cached, and the model's state was not saved there"
         case PrefixEnd.SCORED:
             why = "it asks for log-probabilities of the prompt, which the cache does not have"
     return f" ({why})"
