@@ -175,9 +175,7 @@ class ProductEngine(_Runner):
     ) -> None:
         num_blocks = 2 + max_rows // BLOCK_SIZE + 1
         engine = Engine(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=16,
+            kv_shapes=[(1, 16)],
             vocab_size=max_rows,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -239,9 +237,7 @@ class AttentionEngine(_Runner):
     ) -> None:
         num_blocks = 1 + -(-num_positions // BLOCK_SIZE)
         engine = Engine(
-            num_layers=num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            kv_shapes=[(shape.num_kv_heads, shape.head_dim)] * num_layers,
             vocab_size=max_tokens,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -297,9 +293,7 @@ class RowsEngine(_Runner):
     def __init__(self, max_rows: int, num_kv_heads: int, head_dim: int, variant: str) -> None:
         num_blocks = 2 + max_rows // BLOCK_SIZE + 1
         engine = Engine(
-            num_layers=1,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            kv_shapes=[(num_kv_heads, head_dim)],
             vocab_size=max_rows,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -347,9 +341,7 @@ class StagesEngine(_Runner):
     def __init__(self, num_stages: int, num_threads: int) -> None:
         max_rows = 24 * num_threads
         engine = Engine(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=16,
+            kv_shapes=[(1, 16)],
             vocab_size=max_rows,
             num_blocks=max_rows + 2,
             block_size=BLOCK_SIZE,

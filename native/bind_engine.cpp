@@ -111,10 +111,11 @@ void add_text_attention(Engine& self, int q, int k, int v, int out, int num_head
 
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
                 int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
-                float share_factor, bool samples) {
+                float share_factor, int share_scale, bool samples) {
     const ExpertsLayer layer{num_experts, num_chosen, width,      x,          input,
                              router,      router_bias, selection_bias, inner, outer,
-                             inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor};
+                             inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor,
+                             share_scale};
     return self.add_experts(layer, samples ? Domain::kSamples : Domain::kTokens);
 }
 
@@ -411,7 +412,8 @@ void bind_engine(nb::module_& m) {
         .value("NORMALISE", RowOpKind::kNormalise)
         .value("ROUND", RowOpKind::kRound)
         .value("SHRINK", RowOpKind::kShrink)
-        .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding);
+        .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding)
+        .value("SCALE", RowOpKind::kScale);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -452,19 +454,19 @@ void bind_engine(nb::module_& m) {
 
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
-             [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
+             [](Engine* self, const std::vector<std::tuple<int, int>>& kv_shapes, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
                 int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored,
                 const std::vector<int>& memory_nodes) {
-                 const EngineShape shape{num_layers, num_kv_heads,    head_dim,  vocab_size, num_blocks,    block_size,
-                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width, max_scored,
-                                         mask_of(memory_nodes)};
+                 EngineShape shape{{},        vocab_size, num_blocks,    block_size,  max_rows,   max_step_tokens,
+                                   kv_format, num_states, state_columns, state_width, max_scored, mask_of(memory_nodes)};
+                 for (const auto& [num_kv_heads, head_dim] : kv_shapes) shape.kv_shapes.push_back({num_kv_heads, head_dim});
                  new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
-             nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
-             "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
+             nb::kw_only(), "kv_shapes"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
              "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
              "memory_nodes"_a = std::vector<int>{},
+             "`kv_shapes`: (num_kv_heads, head_dim) of each layer with keys and values.\n"
              "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
@@ -504,7 +506,7 @@ void bind_engine(nb::module_& m) {
              "Attention within each text, which a step computes whole. The fields are those of instructions.h.")
         .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
-             "is_renormalised"_a, "share_factor"_a, "samples"_a,
+             "is_renormalised"_a, "share_factor"_a, "share_scale"_a, "samples"_a,
              "A mixture of experts but for the sum, SUM_EXPERTS of the id that it returns. The fields are those of instructions.h.")
         .def("settle", &Engine::settle, nb::call_guard<nb::gil_scoped_release>(),
              "After the last weight: small pages that hold weights become huge ones, in the background. OSError if the disk fails.")
@@ -566,7 +568,7 @@ void bind_engine(nb::module_& m) {
         .def("fetched_blocks",
              [](const Engine& self, int strand, int layer) {
                  if (strand < 0 || strand >= self.num_strands()) throw std::invalid_argument("no such strand");
-                 if (layer < 0 || layer >= self.shape().num_layers) throw std::invalid_argument("no such layer");
+                 if (layer < 0 || layer >= self.shape().num_layers()) throw std::invalid_argument("no such layer");
                  return self.fetched_blocks(strand, layer);
              },
              "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products were to fetch for the attention of one layer.")

@@ -35,11 +35,15 @@ int64_t ticks() {
 }
 
 const EngineShape& checked(const EngineShape& s) {
-    const int32_t smallest =
-        std::min({s.num_layers + 1, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
+    const int32_t smallest = std::min({s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
     if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
-    if (s.head_dim % kPanel != 0 || s.head_dim > kLargestHeadDim) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
-    if (s.num_layers > 0 && s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
+    for (const KvShape& kv : s.kv_shapes) {
+        if (kv.num_kv_heads < 1) throw std::invalid_argument("a layer has at least one head of keys and values");
+        if (kv.head_dim < 1 || kv.head_dim % kPanel != 0 || kv.head_dim > kLargestHeadDim) {
+            throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
+        }
+    }
+    if (!s.kv_shapes.empty() && s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_states > 0 && (s.state_columns < 1 || s.state_columns > s.block_size || s.state_width < 1)) {
         throw std::invalid_argument("the state of a layer has 1 to block_size columns of 1 or more numbers");
     }
@@ -57,13 +61,13 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
       account_(account ? std::move(account) : std::make_shared<Account>(1.0)),
       kv_(shape, kernels_),
       weights_(shape.memory_nodes),
-      planner_(shape, kernels_, program_, weights_, kv_.layer_block_bytes(), team_->size()),
+      planner_(shape, kernels_, program_, weights_, kv_, team_->size()),
       experts_(kernels_, weights_, team_->size()),
       logits_(shape, kernels_, team_->size()),
       member_times_(team_->size()),
       attention_scratch_(team_->size()),
       gate_scratch_(team_->size()) {
-    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
+    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.widest_head()));
 }
 
 int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len) {
@@ -102,7 +106,16 @@ void Engine::add_instruction(Instruction instruction) {
         if (weights_.matrix(op.gate).kind == WeightKind::kU8Row) throw std::invalid_argument("a product with a gate lacks weights with a scale for each row");
     }
     if (instruction.kind == InstructionKind::kExperts) check_form(instruction.experts.layer.inner, instruction.experts.layer.input);
+    if (instruction.kind == InstructionKind::kAttention) {
+        const AttentionOp& op = instruction.attention;
+        if (op.layer < 0 || op.layer >= shape_.num_layers()) throw std::invalid_argument("there is no such layer of keys and values");
+        const KvShape& kv = shape_.kv_shapes[op.layer];
+        if (op.num_heads < 1 || op.num_heads % kv.num_kv_heads != 0) throw std::invalid_argument("heads can't share those of keys and values evenly");
+    }
     for (const RowOp& op : instruction.rows) {
+        if (op.kind == RowOpKind::kKvWrite && (op.n < 0 || op.n >= shape_.num_layers())) {
+            throw std::invalid_argument("there is no such layer of keys and values");
+        }
         if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows - op.n);
     }
     widest_text_head_ = std::max(widest_text_head_, instruction.text_attention.head_dim);
@@ -361,6 +374,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kAdd:
             return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
                              static_cast<int>(buffers_[op.out].width), op.value);
+        case RowOpKind::kScale: {
+            const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+            for (int64_t i = 0; i < out.width; ++i) out.row(row)[i] = x.row(row)[i] * op.value;
+            return;
+        }
         case RowOpKind::kAddType: {
             const Buffer& out = buffers_[op.out];
             const int step_row = input_.row_of(row);
@@ -500,8 +518,9 @@ void Engine::run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange
 
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
     const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
-    const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
-    const int64_t head = int64_t{tile.kv_head} * heads_per_kv, column = head * shape_.head_dim;
+    const KvLayer& kv = kv_.layer(op.layer);
+    const int heads_per_kv = op.num_heads / kv.num_kv_heads;
+    const int64_t head = int64_t{tile.kv_head} * heads_per_kv, column = head * kv.head_dim;
     const float* const sinks = weights_.vector(op.sinks);
     return {q.row(tile.token) + column,
             out.row(tile.token) + column,
@@ -553,7 +572,7 @@ void Engine::run_text_attention(const TextAttentionOp& op, const Stage& stage, i
 }
 
 void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, int member) {
-    const KvLayer kv = kv_.layer(op.layer);
+    const KvLayer& kv = kv_.layer(op.layer);
     const std::vector<AttentionTile>& tiles = planner_.last().tiles;
     const int begin = stage.first + task * stage.grain, end = std::min(begin + stage.grain, stage.end);
     AttentionTask work = attention_task(op, tiles[begin]);

@@ -210,6 +210,8 @@ void Experts::choose(int id, int64_t row) {
         total = 1.0f;
     }
     for (int i = 0; i < num_chosen; ++i) shares[i] = shares[i] / total * shape.share_factor;
+    const float* const scale = weights_.vector(shape.share_scale);
+    for (int i = 0; scale && i < num_chosen; ++i) shares[i] *= scale[chosen[i]];
 }
 
 // Each task counts for itself how many pairs an expert has, and how many of them come before its own: a pass over a few thousand numbers

@@ -1,5 +1,6 @@
 #include "fetching.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace penstock {
@@ -10,12 +11,17 @@ constexpr int64_t kMostFetchedBytes = 4 << 20;  // of a strand and layer: what a
 
 }  // namespace
 
-Fetching::Fetching(const EngineShape& shape, int64_t layer_block_bytes)
-    : shape_(shape), most_blocks_(static_cast<std::size_t>(kMostFetchedBytes / layer_block_bytes)), is_fetched_(shape.num_blocks) {}
+Fetching::Fetching(const EngineShape& shape, const KvCache& kv) : shape_(shape), kv_(kv), is_fetched_(shape.num_blocks) {}
 
+// Nothing is fetched for layers with a window: which blocks are seen differs from layer to layer.
 void Fetching::add_instruction(const Instruction& instruction, int64_t cost) {
     const bool is_attention = instruction.kind == InstructionKind::kAttention;
-    progress_.push_back({cost_, cost_ + cost, 0, -1, is_attention, instruction.attention.window > 0});
+    int32_t most = 0;
+    if (is_attention && instruction.attention.window == 0) {
+        most = static_cast<int32_t>(kMostFetchedBytes / kv_.layer(instruction.attention.layer).bytes_of_block());
+    }
+    most_blocks_ = std::max(most_blocks_, static_cast<std::size_t>(most));
+    progress_.push_back({cost_, cost_ + cost, 0, -1, is_attention, most});
     cost_ += cost;
     if (is_attention) share_since_last_attention();
 }
@@ -51,11 +57,11 @@ Fetching::Blocks Fetching::plan(const StepInput& input, int first_token, int end
     return planned;
 }
 
-// Nothing is fetched for layers with a window: which blocks are seen differs from layer to layer.
 Fetching::Share Fetching::share(Blocks blocks, int instruction, int task, int num_tasks) const {
     const Progress& own = progress_[instruction];
-    const int64_t count = blocks.end - blocks.first;
-    if (count == 0 || own.attention < 0 || progress_[own.attention].has_window) return {};
+    if (own.attention < 0) return {};
+    const int64_t count = std::min(blocks.end - blocks.first, progress_[own.attention].most_blocks);
+    if (count == 0) return {};
     const auto until = [&](int64_t t) {
         return static_cast<int32_t>(count * (own.before * num_tasks + (own.after - own.before) * t) / (own.total * num_tasks));
     };

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "instructions.h"
+#include "kv_cache.h"
 
 namespace penstock {
 
@@ -28,8 +29,7 @@ class Fetching {
         int32_t count = 0;
     };
 
-    // `layer_block_bytes`: of a block in one layer.
-    Fetching(const EngineShape& shape, int64_t layer_block_bytes);
+    Fetching(const EngineShape& shape, const KvCache& kv);
 
     // The program's next instruction; `cost` is what of its products can fetch meanwhile, in multiply-adds for a token.
     void add_instruction(const Instruction& instruction, int64_t cost);
@@ -48,13 +48,14 @@ class Fetching {
         int64_t total = 0;
         int32_t attention = -1;  // the instruction after them; none after the last one, and where nothing fetches
         bool is_attention = false;
-        bool has_window = false;
+        int32_t most_blocks = 0;  // of the attention's layer that are worth fetching; of one with a window none
     };
 
     void share_since_last_attention();
 
     EngineShape shape_;
-    std::size_t most_blocks_;
+    const KvCache& kv_;
+    std::size_t most_blocks_ = 0;      // of any layer
     int64_t cost_ = 0;                 // of all instructions so far
     std::vector<Progress> progress_;   // per instruction
     std::vector<int32_t> blocks_;      // of this step

@@ -19,7 +19,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
-    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding,
+    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -36,7 +36,7 @@ struct RowOp {
     // their own (kRound)
     int32_t n = 0;
     int32_t head_dim = 0;  // kRope
-    float value = 0.0f;    // eps, scale, or factor of the second buffer (kAdd)
+    float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)
 };
 
 struct LinearOp {
@@ -96,6 +96,7 @@ struct ExpertsLayer {
     bool is_sigmoid = false;                // what makes scores of the router's products: else softmax
     bool is_renormalised = true;            // a token's shares are divided by their sum
     float share_factor = 1.0f;              // of the shares, after that
+    int32_t share_scale = -1;               // vector [num_experts]: of each expert's shares, after that
 };
 
 // Its stages (experts.h), but for those that are operations on rows.
@@ -153,9 +154,14 @@ struct StepInput {
     int32_t target_of(int row) const { return logit_targets ? logit_targets[row] : -1; }
 };
 
+// Of a layer's keys, and of its values: of each position.
+struct KvShape {
+    int32_t num_kv_heads, head_dim;
+};
+
 struct EngineShape {
-    int32_t num_layers;  // with keys and values; 0 for programs that compute texts whole
-    int32_t num_kv_heads, head_dim, vocab_size;
+    std::vector<KvShape> kv_shapes;  // of each layer with keys and values; none for programs that compute texts whole
+    int32_t vocab_size;
     int32_t num_blocks, block_size, max_rows, max_step_tokens;
     KvFormat kv_format;
     // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
@@ -163,7 +169,14 @@ struct EngineShape {
     int32_t max_scored = 0;  // positions of prompts that have logits in a step, beside a row each that samples
     uint64_t memory_nodes = 0;  // over which weights and KV cache are spread: MemoryNodes in packing.h
 
+    int32_t num_layers() const { return static_cast<int32_t>(kv_shapes.size()); }
     int32_t max_logits() const { return max_rows + max_scored; }
+    // The widest head; 0 without layers.
+    int32_t widest_head() const {
+        int32_t widest = 0;
+        for (const KvShape& kv : kv_shapes) widest = std::max(widest, kv.head_dim);
+        return widest;
+    }
 };
 
 }  // namespace penstock

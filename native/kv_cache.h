@@ -1,9 +1,10 @@
-// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says, and behind them the block's
-// recurrent state, bf16 [num_states][state_columns][state_width]. A few tokens take few pages. Knows no requests and no block tables.
+// The keys and values of one model. A block has those of each layer, one after the other, as KvLayer says, and behind them its recurrent
+// state, bf16 [num_states][state_columns][state_width]. A few tokens take few pages. Knows no requests and no block tables.
 
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "instructions.h"
 #include "kv_memory.h"
@@ -15,11 +16,9 @@ class KvCache {
     // Throws std::bad_alloc without memory.
     KvCache(const EngineShape& shape, const KernelTable& kernels);
 
-    KvLayer layer(int index) const;
+    const KvLayer& layer(int index) const { return layers_[index]; }
     int64_t bytes() const { return block_bytes_ * shape_.num_blocks; }
     int64_t block_bytes() const { return block_bytes_; }
-    // Bytes of a block's keys and values in one layer.
-    int64_t layer_block_bytes() const { return layer_block_bytes_; }
     // Where a block keeps the state of one of its positions, in a layer of those with a state. [state_width]
     uint16_t* state(int32_t block, int32_t layer, int64_t position) const;
 
@@ -42,7 +41,8 @@ class KvCache {
 
     EngineShape shape_;
     const KernelTable& kernels_;
-    int64_t layer_block_bytes_, block_bytes_;
+    std::vector<KvLayer> layers_;
+    int64_t states_offset_, block_bytes_;  // where a block's state begins, and its size
     KvMemory memory_;
 };
 

@@ -45,17 +45,18 @@ int grain_of_rows(int rows, int members) {
 }  // namespace
 
 StepPlanner::StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
-                         int64_t layer_block_bytes, int team_size)
+                         const KvCache& kv, int team_size)
     : shape_(shape),
       kernels_(kernels),
       program_(program),
       weights_(weights),
       team_size_(team_size),
-      fetching_(shape, layer_block_bytes),
+      fetching_(shape, kv),
       num_members_(team_size) {}
 
 void StepPlanner::count_last_instruction() {
     const Instruction& instruction = program_.back();
+    tiling_of_.push_back(0);
     const bool is_of_tokens = instruction.domain == Domain::kTokens;
     int64_t fetching = 0;  // that part of a token's whose products fetch keys and values meanwhile: not those of floats
     const auto count = [&](int weight) {
@@ -74,7 +75,13 @@ void StepPlanner::count_last_instruction() {
         count(instruction.gated.gate);
         count(instruction.gated.up);
     } else if (instruction.kind == InstructionKind::kAttention) {
-        costs_.of_position += 2 * kAttentionCost * instruction.attention.num_heads * shape_.head_dim;
+        const AttentionOp& op = instruction.attention;
+        const KvShape& kv = shape_.kv_shapes[op.layer];
+        costs_.of_position += 2 * kAttentionCost * op.num_heads * kv.head_dim;
+        const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.head_dim};
+        const auto found = std::find(tilings_.begin(), tilings_.end(), tiling);
+        tiling_of_.back() = static_cast<int32_t>(found - tilings_.begin());
+        if (found == tilings_.end()) tilings_.push_back(tiling);
     } else if (instruction.kind == InstructionKind::kTextAttention) {
         costs_.of_position += 2 * kAttentionCost * instruction.text_attention.num_heads * instruction.text_attention.head_dim;
     }
@@ -92,6 +99,7 @@ const StepPlan& StepPlanner::plan(const StepInput& input) {
     add_up_costs();
     plan_strands();
     num_members_ = uses_all_members_ ? team_size_ : members_that_pay();
+    plan_.attention_tiles.clear();
     plan_.tiles.clear();
     plan_.splits.clear();
     plan_.num_partials = 0;
@@ -192,38 +200,34 @@ Team::Strands StepPlanner::strands_of_run() const {
 
 // The tiles of a strand's attention, behind those of the ones before.
 void StepPlanner::plan_attention(Strand& strand) {
+    strand.first_tiles = static_cast<int32_t>(plan_.attention_tiles.size());
     if (is_one_pass_) {
-        strand.tiles = add_text_tiles(strand);
+        plan_.attention_tiles.push_back({add_text_tiles(strand), {}});
         return;
     }
-    int heads_per_kv = 1;
-    for (const Instruction& instruction : program_) {
-        if (instruction.kind == InstructionKind::kAttention) {
-            heads_per_kv = instruction.attention.num_heads / shape_.num_kv_heads;
-            break;
-        }
-    }
-    strand.tiles = add_tiles(strand, heads_per_kv, false);
     const bool all_sample = strand.end_logit - strand.first_logit == strand.end_token - strand.first_token;
-    strand.sample_tiles = all_sample ? strand.tiles : add_tiles(strand, heads_per_kv, true);
+    for (const Tiling& tiling : tilings_) {
+        const TileRange all = add_tiles(strand, tiling, false);
+        plan_.attention_tiles.push_back({all, all_sample ? all : add_tiles(strand, tiling, true)});
+    }
 }
 
-TileRange StepPlanner::add_tiles(const Strand& strand, int heads_per_kv, bool of_samples) {
-    const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
+TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples) {
+    const int queries = std::max(1, kernels_.attention_queries / tiling.heads_per_kv);
     TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
         if (begin >= end) continue;
         // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
-        for (int head = 0; head < shape_.num_kv_heads; ++head) {
+        for (int head = 0; head < tiling.num_kv_heads; ++head) {
             for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
                 const int token = begin + tile * queries;
                 add_tile({row, token, input_.context_lens[row] + token - first, std::min(queries, end - token), head}, of_samples);
             }
         }
     }
-    if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, heads_per_kv);
+    if (takers() > 1 && tiling.heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, tiling);
     tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
 }
@@ -254,7 +258,7 @@ void StepPlanner::add_tile(AttentionTile tile, bool of_samples) {
 }
 
 // So that no task is more than a quarter of what each of the strand's threads has to do.
-void StepPlanner::split_long_tiles(TileRange& tiles, int heads_per_kv) {
+void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
     const auto first = plan_.tiles.begin() + tiles.first;
     int64_t total = 0, longest = 0;
@@ -276,7 +280,7 @@ void StepPlanner::split_long_tiles(TileRange& tiles, int heads_per_kv) {
         }
         tile.split = static_cast<int32_t>(plan_.splits.size());
         plan_.splits.push_back({plan_.num_partials, num_pieces});
-        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * heads_per_kv, shape_.head_dim);
+        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * tiling.heads_per_kv, tiling.head_dim);
         for (int piece = 0; piece < num_pieces; ++piece) {
             tile.first_segment = num_segments * piece / num_pieces;
             tile.end_segment = num_segments * (piece + 1) / num_pieces;
@@ -294,17 +298,20 @@ void StepPlanner::plan_fetching(Strand& strand) {
     strand.blocks = fetching_.plan(input_, strand.first_token, strand.end_token);
 }
 
-Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instruction, int members) const {
+Stage StepPlanner::plan_stage(const Strand& strand, size_t index, int members) const {
+    const Instruction& instruction = program_[index];
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
-        const TileRange& tiles = instruction.attention.of_samples ? strand.sample_tiles : strand.tiles;
+        const AttentionTiles& of_layer = plan_.attention_tiles[strand.first_tiles + tiling_of_[index]];
+        const TileRange& tiles = instruction.attention.of_samples ? of_layer.samples : of_layer.all;
         const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
     if (instruction.kind == InstructionKind::kTextAttention) {
-        const int count = (strand.tiles.end - strand.tiles.first) * instruction.text_attention.num_kv_heads;
+        const TileRange& tiles = plan_.attention_tiles[strand.first_tiles].all;
+        const int count = (tiles.end - tiles.first) * instruction.text_attention.num_kv_heads;
         const int grain = grain_of(count, tasks_for(members, kAttentionTasksPerMember));
-        return {ceil_div(count, grain), grain, 1, strand.tiles.first, strand.tiles.end, members};
+        return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
     const bool of_tokens = instruction.domain == Domain::kTokens;
     const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;
@@ -379,10 +386,10 @@ void StepPlanner::plan_stages() {
     plan_.stages.clear();
     plan_.num_tasks.clear();
     for (const Strand& strand : plan_.strands) {
-        for (int i = 0; i < num_own_; ++i) plan_.stages.push_back(plan_stage(strand, program_[i], takers()));
+        for (int i = 0; i < num_own_; ++i) plan_.stages.push_back(plan_stage(strand, i, takers()));
     }
     const Strand all{0, input_.num_tokens, 0, input_.num_logits};
-    for (size_t i = num_own_; i < program_.size(); ++i) plan_.stages.push_back(plan_stage(all, program_[i], num_members_));
+    for (size_t i = num_own_; i < program_.size(); ++i) plan_.stages.push_back(plan_stage(all, i, num_members_));
     if (input_.tokens) plan_.stages.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, num_members_});  // the draw
     for (const Stage& stage : plan_.stages) plan_.num_tasks.push_back(stage.num_tasks);
 }

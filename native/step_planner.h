@@ -32,8 +32,13 @@ struct TileRange {
 // strand multiply while those of another wait for keys and values.
 struct Strand {
     int32_t first_token, end_token, first_logit, end_logit;
-    TileRange tiles{}, sample_tiles{};  // of attention: of all tokens, and of samples alone
-    Fetching::Blocks blocks{};        // that its products fetch for attention
+    int32_t first_tiles = 0;    // those of its attention, in `StepPlan::attention_tiles`: a pair for each of the program's tilings
+    Fetching::Blocks blocks{};  // that its products fetch for attention
+};
+
+// Of a strand's attention in layers of one shape: of all tokens, and of samples alone.
+struct AttentionTiles {
+    TileRange all{}, samples{};
 };
 
 // One instruction of a strand, or of all together. The last stage of a step that samples is the draw, which is no instruction.
@@ -75,6 +80,7 @@ struct StepPlan {
     std::vector<Strand> strands;
     std::vector<Stage> stages;  // of the strands, one after the other, then the joint ones
     std::vector<int32_t> num_tasks;  // of the same stages
+    std::vector<AttentionTiles> attention_tiles;
     std::vector<AttentionTile> tiles;
     std::vector<AttentionSplit> splits;
     int64_t num_partials = 0;  // floats that the pieces of split tiles leave behind
@@ -84,7 +90,7 @@ class StepPlanner {
   public:
     // `program` and `weights` outlive this, and belong to it: an instruction is added to both.
     StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
-                int64_t layer_block_bytes, int team_size);
+                const KvCache& kv, int team_size);
 
     // After the program's next instruction.
     void count_last_instruction();
@@ -119,10 +125,16 @@ class StepPlanner {
         int64_t sample_weight_bytes = 0;
     };
 
+    // What the tiles of an attention depend on: layers that agree in it have the same.
+    struct Tiling {
+        int32_t heads_per_kv, num_kv_heads, head_dim;
+        bool operator==(const Tiling&) const = default;
+    };
+
     // How many members share a strand.
     int takers() const { return ceil_div(num_members_, num_strands()); }
     // Of the program; at least those with keys and values.
-    int num_layers() const { return std::max(shape_.num_layers, num_states_ + num_attentions_); }
+    int num_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_); }
     bool layer_fits_cache() const;
 
     void plan_strands();
@@ -132,15 +144,15 @@ class StepPlanner {
     int end_of_strand(int64_t token) const;
 
     void plan_attention(Strand& strand);
-    TileRange add_tiles(const Strand& strand, int heads_per_kv, bool of_samples);
+    TileRange add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples);
     TileRange add_text_tiles(const Strand& strand);
     void add_tile(AttentionTile tile, bool of_samples);
-    void split_long_tiles(TileRange& tiles, int heads_per_kv);
+    void split_long_tiles(TileRange& tiles, const Tiling& tiling);
 
     void plan_fetching(Strand& strand);
 
     void plan_stages();
-    Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
+    Stage plan_stage(const Strand& strand, size_t instruction, int members) const;
     bool has_row8(const Instruction& instruction) const;  // a product in integers alone
     Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
     int tiles_of_task(int tiles, int tasks, int members) const;
@@ -157,6 +169,8 @@ class StepPlanner {
     int num_states_ = 0;
     int num_attentions_ = 0;
     bool is_one_pass_ = false;  // it computes texts whole
+    std::vector<Tiling> tilings_;
+    std::vector<int32_t> tiling_of_;  // of each instruction, of those that are attention
     Costs costs_;
     Fetching fetching_;
 

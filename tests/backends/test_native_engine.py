@@ -24,9 +24,7 @@ from penstock.types.kv_dtype import KvDtype
 from support.backends.native_probe import Probe
 
 SIZES: dict[str, Any] = {
-    "num_layers": 1,
-    "num_kv_heads": 1,
-    "head_dim": 16,
+    "kv_shapes": [(1, 16)],
     "vocab_size": 64,
     "num_blocks": 4,
     "block_size": 16,
@@ -52,7 +50,7 @@ def open_engine(**sizes: int) -> Engine:
 @pytest.mark.parametrize("dtype", KvDtype)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 256])
 def test_the_kv_cache_takes_what_was_planned_for_it(dtype: KvDtype, head_dim: int) -> None:
-    sizes = SIZES | {"num_layers": 3, "num_kv_heads": 2, "head_dim": head_dim, "block_size": 32}
+    sizes = SIZES | {"kv_shapes": [(2, head_dim)] * 3, "block_size": 32}
     engine = Engine(**sizes, kv_format=KV_FORMATS[dtype])
     assert engine.kv_bytes == 3 * 2 * 4 * 32 * dtype.head_bytes(head_dim)
 
@@ -133,7 +131,24 @@ def test_logits_of_another_width_than_the_vocabulary_are_not_sampled() -> None:
 @pytest.mark.parametrize("name", sorted(set(SIZES) - {"team"}))
 def test_an_engine_without_size_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Engine(**(SIZES | {name: -1 if name == "num_layers" else 0}))  # without layers it has no keys and values
+        Engine(**(SIZES | {name: [(0, 16)] if name == "kv_shapes" else 0}))
+
+
+@pytest.mark.parametrize("head_dim", [-16, 0, 24, 528])
+def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        Engine(**(SIZES | {"kv_shapes": [(1, 16), (1, head_dim)]}))
+
+
+@pytest.mark.parametrize(("layer", "num_heads"), [(-1, 2), (1, 2), (0, 0), (0, 3)])
+def test_attention_of_no_layer_or_of_heads_that_share_none_evenly_is_refused(layer: int, num_heads: int) -> None:
+    engine = Engine(**(SIZES | {"kv_shapes": [(2, 16)]}))
+    buffer = engine.add_buffer(64, per_sample=False)
+    with pytest.raises(ValueError, match="keys and values"):
+        engine.add_attention(buffer, buffer, layer, num_heads, 1.0, 0, 0.0)
+    if layer != 0:
+        with pytest.raises(ValueError, match="keys and values"):
+            engine.add_rows([RowOp(RowOpKind.KV_WRITE, x=buffer, y=buffer, n=layer)], samples=False)
 
 
 def run_alone(code: str) -> str:
@@ -314,7 +329,7 @@ def test_an_engine_that_is_dropped_while_its_pages_become_huge_ends_cleanly() ->
         del engine
 
 
-LARGE_KV = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 256, "num_blocks": 300}
+LARGE_KV = {"kv_shapes": [(8, 256)] * 4, "num_blocks": 300}
 """80 MB."""
 
 

@@ -19,7 +19,7 @@ from penstock.backends.native.lowering import ACTIVATION_KINDS, lower
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.models.formats import WeightFormat
-from penstock.models.program import Embed, Experts, GatherRows, Op, Program, States
+from penstock.models.program import Embed, Experts, GatherRows, KvShape, Op, Program, States
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
@@ -90,17 +90,17 @@ class Layer:
 
     def program(self, *ending: Op) -> Program:
         widths = tuple((name, self.hidden) for name in ("x", "y", "x2", "picked"))
-        return Program((*self.ops, *ending), widths, num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=NUM_IDS)
+        return Program((*self.ops, *ending), widths, kv_shapes=(KvShape(1, 16),), vocab_size=NUM_IDS)
 
     def expected(self, token_ids: Sequence[int]) -> F32:
         """The reference's result. [tokens, hidden]"""
-        cache = KvCache(num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, head_dim=16, dtype=KvDtype.BF16)
+        cache = KvCache(shapes=(KvShape(1, 16),), num_blocks=2, block_size=16, dtype=KvDtype.BF16)
         each = np.arange(len(token_ids))
         row = RowRun(cache, np.array(token_ids, np.int32), 0, each, np.ones(1, np.int32), each)
         return Interpreter(self.program(States("picked")), self.weights).run(row)
 
     def native(self, variant: str, num_threads: int = 2, file: int | None = None) -> Engine:
-        shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "num_blocks": 2, "block_size": 16}
+        shape = {"kv_shapes": [(1, 16)], "num_blocks": 2, "block_size": 16}
         engine = Engine(
             **shape,
             vocab_size=NUM_IDS,

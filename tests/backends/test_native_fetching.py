@@ -19,7 +19,7 @@ def open_probe(
     *products: tuple[SourceFormat, int, int], window: int = 0, head_dim: int = 16, block_size: int = 16, num_blocks: int = 40
 ) -> Probe:
     """Products of (format, rows, columns), whose weights are 0, and then attention of one head."""
-    sizes = {"head_dim": head_dim, "block_size": block_size, "num_blocks": num_blocks}
+    sizes = {"kv_shapes": [(1, head_dim)], "block_size": block_size, "num_blocks": num_blocks}
     probe = Probe(NUM_ROWS, head_dim, variant=WITHOUT_TILES[0], num_threads=1, **sizes)
     q, out = probe.input(np.zeros((NUM_ROWS, head_dim), np.float32)), probe.buffer(head_dim)
     linears = []

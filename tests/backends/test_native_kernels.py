@@ -495,8 +495,7 @@ def attention_probe(
         variant=variant,
         num_threads=num_threads,
         kv_format=kv_format,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        kv_shapes=[(kv_heads, head_dim)],
         num_blocks=int(options.get("num_blocks", 60)),
         block_size=int(options.get("block_size", 16)),
     )
@@ -701,7 +700,7 @@ def test_attention_scores_of_16_bits_are_finer_than_bf16(variant: str) -> None:
     rng = np.random.default_rng(3)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
     k[:, 5] *= 8  # a channel that is larger than the others
-    probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=KvFormat.INT16)
+    probe = Probe(length, head_dim, variant=variant, kv_shapes=[(1, head_dim)], num_blocks=8, kv_format=KvFormat.INT16)
     buffers = [probe.input(q * 8, scale=factor), probe.input(k, scale=factor), probe.input(v)]
     probe.row(RowOpKind.KV_WRITE, x=buffers[1], y=buffers[2], n=0)
     probe.flush()
@@ -794,7 +793,7 @@ def test_every_nan_breaks_its_position(variant: str, kv_format: KvFormat, bits: 
     rng = np.random.default_rng(1)
     rows = [random_rows(rng, length, head_dim) for _ in range(3)]
     rows[1 if is_key else 2].view(np.uint32)[at, 7] = bits
-    probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=kv_format)
+    probe = Probe(length, head_dim, variant=variant, kv_shapes=[(1, head_dim)], num_blocks=8, kv_format=kv_format)
     buffers = [probe.engine.add_buffer(head_dim, per_sample=False) for _ in rows]
     for buffer, values in zip(buffers, rows, strict=True):
         table = probe.engine.add_table(SourceFormat.F32, length, head_dim, values.view(np.uint8))
@@ -937,7 +936,7 @@ def test_what_all_keys_share_is_not_stored(variant: str, kv_format: KvFormat) ->
     expected = attention_of(q, k, v, heads=1, kv_heads=1, head_dim=head_dim)
     error = {}
     for is_centred in (True, False):
-        probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=kv_format)
+        probe = Probe(length, head_dim, variant=variant, kv_shapes=[(1, head_dim)], num_blocks=8, kv_format=kv_format)
         inputs = [probe.input(q), probe.input(bf16(k - shared)), probe.input(v), probe.input(np.tile(shared, (length, 1)))]
         key = probe.buffer(head_dim)
         probe.row(RowOpKind.ADD, out=key, x=inputs[1], y=inputs[3], value=1.0)

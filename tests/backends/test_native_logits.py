@@ -35,9 +35,7 @@ def open_engine(
 ) -> Engine:
     """Its logits after token i are scale * inputs[i] @ output.T, both exact in bfloat16, and then capped."""
     engine = Engine(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_shapes=[(1, 16)],
         vocab_size=len(output),
         num_blocks=num_blocks,
         block_size=16,

@@ -20,6 +20,7 @@ from penstock.models.program import (
     Experts,
     GatedActivation,
     GatherRows,
+    KvShape,
     KvWrite,
     Linear,
     Logits,
@@ -62,9 +63,7 @@ class Recorder:
 def lowered(*ops: Op, recorder: Recorder | None = None, has_adapters: bool = False) -> Recorder:
     recorder = recorder or Recorder()
     program = Program(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_shapes=(KvShape(1, 16),),
         vocab_size=32,
         buffers=tuple((name, 32) for name in NAMES),
         ops=(*(Embed(name, "w") for name in NAMES), *ops),
@@ -127,9 +126,7 @@ class WhereEmbedded(Recorder):
 def test_an_embedding_is_packed_only_if_a_product_reads_it(output: str, added: list[str]) -> None:
     recorder = WhereEmbedded()
     ops = (Embed("x", "w"), Logits("y", "x", output))
-    program = Program(
-        num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32, buffers=tuple((name, 32) for name in NAMES), ops=ops
-    )
+    program = Program(kv_shapes=(KvShape(1, 16),), vocab_size=32, buffers=tuple((name, 32) for name in NAMES), ops=ops)
     lower(program, {"w": MATRIX, "v": MATRIX}, cast(Engine, recorder), num_positions=64)
     assert recorder.added == added
 
@@ -179,9 +176,7 @@ def test_a_norm_is_quantised_at_once_if_only_products_of_integers_read_it(
     recorder.has_tiles = has_tiles
     norm = RMSNorm("y", "x", "n", eps=1e-5, group=group)
     program = Program(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_shapes=(KvShape(1, 16),),
         vocab_size=32,
         buffers=tuple((name, 32) for name in NAMES),
         ops=(Embed("x", "w"), norm, *readers),
@@ -224,7 +219,7 @@ def test_only_the_last_layer_attends_for_samples_alone() -> None:
 
     def lowered_attentions(*ops: Op) -> list[bool]:
         recorder = Attending()
-        sizes = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 32}
+        sizes = {"kv_shapes": (KvShape(1, 16),) * 2, "vocab_size": 32}
         program = Program(ops=(Embed("x", "w"), *ops), buffers=tuple((name, 32) for name in NAMES), **sizes)
         lower(program, {"w": MATRIX}, cast(Engine, recorder), num_positions=64)
         return recorder.of_samples
@@ -237,9 +232,7 @@ def test_only_the_last_layer_attends_for_samples_alone() -> None:
 
 def lower_fp8(codes: np.ndarray, row_scales: np.ndarray, engine: Recorder) -> None:
     program = Program(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_shapes=(KvShape(1, 16),),
         vocab_size=32,
         buffers=(("x", 32), ("y", 32)),
         ops=(Embed("x", "w"), Linear("y", "x", "v")),
@@ -258,9 +251,7 @@ def test_every_byte_of_a_packed_matrix_is_told_when_it_is_packed() -> None:
 
     rows = (1 << 23) // 32 + 40  # two parts
     program = Program(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_shapes=(KvShape(1, 16),),
         vocab_size=rows,
         buffers=(("x", 32), ("y", rows)),
         ops=(Embed("x", "w"), Linear("y", "x", "w")),
@@ -278,7 +269,7 @@ def test_every_byte_of_packed_experts_is_told() -> None:
     weights = {
         name: WeightTensor(name, *shape, WeightFormat.F32, np.zeros(shape, np.float32)) for name, shape in shapes.items()
     }
-    program = Program((Embed("x", "w"), op), (("x", 32), ("y", 32)), 1, 1, 16, 32)
+    program = Program((Embed("x", "w"), op), (("x", 32), ("y", 32)), (KvShape(1, 16),), 32)
     lower(program, weights, cast(Engine, Recorder()), num_positions=64, on_packed=told.append)
     assert sum(told) == sum(weights[name].num_bytes for name in "gud")
 
@@ -292,7 +283,7 @@ def test_a_short_convolution_waits_until_the_inputs_of_all_tokens_are_there() ->
 
     sizes: list[int] = []
     program = Program(
-        (Embed("x", "e"), Act("x", "x", "relu"), ShortConv("y", "x", 0, "w", 3)), (("x", 96), ("y", 32)), 1, 1, 16, 32
+        (Embed("x", "e"), Act("x", "x", "relu"), ShortConv("y", "x", 0, "w", 3)), (("x", 96), ("y", 32)), (KvShape(1, 16),), 32
     )
     shapes = {"e": (32, 96), "w": (32, 3)}
     weights = {
@@ -342,7 +333,7 @@ def test_a_matrix_is_handed_over_in_parts_of_whole_panels(monkeypatch: pytest.Mo
             handed.append((first_row, len(data)))
 
     ops = (Embed("x", "w"), Logits("y", "x", "w"))
-    program = Program(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=70, buffers=(("x", 32), ("y", 70)), ops=ops)
+    program = Program(kv_shapes=(KvShape(1, 16),), vocab_size=70, buffers=(("x", 32), ("y", 70)), ops=ops)
     matrix = WeightTensor("w", 70, 32, WeightFormat.BF16, np.zeros((70, 32), np.uint16))
     lower(program, {"w": matrix}, cast(Engine, Handed()), num_positions=64)
     assert handed == [(0, 32), (32, 32), (64, 6)]
@@ -357,7 +348,7 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
             return 0
 
     ops = (Embed("x", "w"), Embed("y", "w"), KvWrite(0, "x", "y", "b", (0.0,) * 4))
-    program = Program(num_layers=1, num_kv_heads=4, head_dim=8, vocab_size=32, buffers=(("x", 32), ("y", 32)), ops=ops)
+    program = Program(kv_shapes=(KvShape(4, 8),), vocab_size=32, buffers=(("x", 32), ("y", 32)), ops=ops)
     bias = np.arange(1, 33, dtype=np.float32)[None]
     weights = {"w": MATRIX, "b": WeightTensor("b", 1, 32, WeightFormat.F32, bias)}
     lower(program, weights, cast(Engine, Vectors()), num_positions=64)

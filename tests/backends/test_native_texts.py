@@ -23,6 +23,7 @@ from penstock.models.program import (
     FirstRows,
     GatedActivation,
     GatherRows,
+    KvShape,
     LayerNorm,
     Linear,
     MeanRows,
@@ -59,7 +60,7 @@ class Case:
     """A program and its weights; `of` makes an executor."""
 
     def __init__(self, ops: Sequence[Op], widths: dict[str, int], weights: dict[str, F32]) -> None:
-        self.program = Program(tuple(ops), tuple(widths.items()), 1, 1, 16, VOCAB_SIZE)
+        self.program = Program(tuple(ops), tuple(widths.items()), (KvShape(1, 16),), VOCAB_SIZE)
         tensors = {
             name: WeightTensor(name, *np.atleast_2d(values).shape, WeightFormat.F32, np.atleast_2d(values).astype(np.float32))
             for name, values in weights.items()

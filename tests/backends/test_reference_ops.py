@@ -22,6 +22,7 @@ from penstock.models.program import (
     FirstRows,
     GatedActivation,
     GatherRows,
+    KvShape,
     KvWrite,
     LayerNorm,
     Linear,
@@ -44,6 +45,7 @@ from penstock.types.model_spec import Mask
 NUM_TOKENS = 5
 HEAD_DIM = 8
 NUM_KV_HEADS = 2
+KV_SHAPES = (KvShape(NUM_KV_HEADS, HEAD_DIM),) * 2
 RNG = np.random.default_rng(11)
 
 
@@ -57,8 +59,7 @@ def tensor(array: np.ndarray) -> WeightTensor:
 
 
 def make_cache(**changes: Any) -> KvCache:
-    sizes = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
-    sizes["dtype"] = KvDtype.BF16
+    sizes = {"shapes": KV_SHAPES, "num_blocks": 6, "block_size": 4, "dtype": KvDtype.BF16}
     return KvCache(**sizes | changes)
 
 
@@ -78,7 +79,7 @@ def make_row(context_len: int = 0, num_tokens: int = NUM_TOKENS, cache: KvCache 
 
 def run(row: RowRun, *ops: Any, **weights: np.ndarray) -> RowRun:
     """The row after `ops`, and a `Logits` that every program ends in."""
-    program = Program((*ops, Logits("logits", "end", "one")), (), 2, NUM_KV_HEADS, HEAD_DIM, 1)
+    program = Program((*ops, Logits("logits", "end", "one")), (), KV_SHAPES, 1)
     tensors = {name: tensor(array) for name, array in weights.items()}
     Interpreter(program, {**tensors, "one": tensor(np.ones((1, 1)))}).run(row)
     return row
@@ -145,7 +146,7 @@ def test_linear(has_bias: bool, residual: str | None):
 def test_linear_takes_weights_of_any_format():
     bits = (values(3, 32).view(np.uint32) >> 16).astype(np.uint16)
     weight = WeightTensor("w", 3, 32, WeightFormat.BF16, bits)
-    program = Program((Logits("logits", "x", "w"),), (), 2, NUM_KV_HEADS, HEAD_DIM, 3)
+    program = Program((Logits("logits", "x", "w"),), (), KV_SHAPES, 3)
     x = values(NUM_TOKENS, 32)
     result = Interpreter(program, {"w": weight}).run(make_row(x=x))
     assert_close(result, x @ (bits.astype(np.uint32) << 16).view(np.float32).T)
@@ -174,7 +175,7 @@ def test_rope_keeps_precision_far_out():
 
 
 def test_kv_write_stores_int8_keys_by_group_and_values_by_head():
-    cache = make_cache(dtype=KvDtype.INT8, head_dim=48)
+    cache = make_cache(dtype=KvDtype.INT8, shapes=(KvShape(NUM_KV_HEADS, 48),) * 2)
     k, v = values(NUM_TOKENS, NUM_KV_HEADS, 48), values(NUM_TOKENS, NUM_KV_HEADS, 48)
     k[:, :, 40] *= 100
     cache.write(1, np.arange(4, 4 + NUM_TOKENS), k, v)
@@ -355,7 +356,7 @@ def test_gather_rows_and_logits(gathered: list[int]):
     x, weight = values(NUM_TOKENS, 6), values(11, 6)
     row = replace(make_row(x=x), gathered=np.array(gathered, np.int64))
     ops = (GatherRows("last", "x"), Logits("y", "last", "w", scale=0.5), Softcap("y", 3.0))
-    program = Program(ops, (), 2, 2, HEAD_DIM, 11)
+    program = Program(ops, (), KV_SHAPES, 11)
     result = Interpreter(program, {"w": tensor(weight)}).run(row)
     assert result.shape == (len(gathered), 11)
     assert_close(result, 3 * np.tanh(x[gathered].astype(float) @ weight.T * 0.5 / 3))
@@ -454,7 +455,7 @@ def test_equal_scores_choose_the_first_experts():
 def test_a_program_may_end_in_pooled_states(is_normalised: bool):
     """As embeddings of texts do: the mean over a row's tokens, of length one."""
     x = values(NUM_TOKENS, 6)
-    program = Program((MeanRows("mean", "x"), States("mean", is_normalised)), (), 2, 2, HEAD_DIM, 11)
+    program = Program((MeanRows("mean", "x"), States("mean", is_normalised)), (), KV_SHAPES, 11)
     expected = x.astype(float).mean(axis=0, keepdims=True)
     assert_close(
         Interpreter(program, {}).run(make_row(x=x)), expected / np.linalg.norm(expected) if is_normalised else expected
@@ -463,9 +464,7 @@ def test_a_program_may_end_in_pooled_states(is_normalised: bool):
 
 def test_a_program_may_end_in_the_scores_of_a_classification_head():
     x, head, bias = values(NUM_TOKENS, 6), values(3, 6), values(3)
-    program = Program(
-        (GatherRows("last", "x"), Linear("scores", "last", "w", bias="b"), States("scores")), (), 2, 2, HEAD_DIM, 11
-    )
+    program = Program((GatherRows("last", "x"), Linear("scores", "last", "w", bias="b"), States("scores")), (), KV_SHAPES, 11)
     result = Interpreter(program, {"w": tensor(head), "b": tensor(bias)}).run(make_row(x=x))
     assert_close(result, x[-1:].astype(float) @ head.T + bias)
 
@@ -494,7 +493,7 @@ def test_attention_within_a_text(mask: Mask, window: int, distances: int):
     biases = values(4, 2 * distances + 1)
     op = TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5, mask, window, "d" if distances else None, distances)
     row = replace(make_row(q=q, k=k, v=v), cache=None)
-    program = Program((op, States("y")), (), 2, 2, HEAD_DIM, 11)
+    program = Program((op, States("y")), (), KV_SHAPES, 11)
     actual = Interpreter(program, {"d": tensor(biases)}).run(row)
     expected = np.zeros((NUM_TOKENS, 32))
     for i in range(NUM_TOKENS):
@@ -511,18 +510,18 @@ def test_attention_within_a_text(mask: Mask, window: int, distances: int):
 
 def test_the_first_token_may_be_the_texts_answer():
     x = values(NUM_TOKENS, 6)
-    program = Program((FirstRows("first", "x"), States("first")), (), 2, 2, HEAD_DIM, 11)
+    program = Program((FirstRows("first", "x"), States("first")), (), KV_SHAPES, 11)
     assert_close(Interpreter(program, {}).run(make_row(x=x)), x[:1])
 
 
 def test_a_program_reads_texts_or_a_cache_and_not_both():
     ops = (TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5), Attention("y", "q", 0, 4, 2, 8, 0.5), States("y"))
     with pytest.raises(ModelError, match="others only the tokens of the step"):
-        Program(ops, (), 2, 2, HEAD_DIM, 11)
+        Program(ops, (), KV_SHAPES, 11)
 
 
 def test_no_mean_of_a_part_of_a_text():
-    program = Program((MeanRows("mean", "x"), States("mean")), (), 2, 2, HEAD_DIM, 11)
+    program = Program((MeanRows("mean", "x"), States("mean")), (), KV_SHAPES, 11)
     with pytest.raises(ValueError, match="one step"):
         Interpreter(program, {}).run(make_row(context_len=1, x=values(NUM_TOKENS, 6)))
 
@@ -530,10 +529,4 @@ def test_no_mean_of_a_part_of_a_text():
 @pytest.mark.parametrize("ops", [(), (Logits("y", "x", "w"), States("y"))])
 def test_a_program_has_one_ending(ops: tuple[Any, ...]):
     with pytest.raises(ModelError, match=f"{len(ops)} endings"):
-        Interpreter(Program(ops, (), 2, 2, HEAD_DIM, 11), {})
-
-
-def test_layers_of_different_keys_and_values_are_refused_by_name():
-    layers = [Attention("y", "q", i, 4, num_kv_heads, HEAD_DIM, 1.0) for i, num_kv_heads in enumerate((2, 4))]
-    with pytest.raises(ModelError, match=r"layer 1 has 4 key-value heads of 8 columns, and another layer 2 of 8"):
-        Program((*layers, States("y")), (), 2, 2, HEAD_DIM, 11)
+        Interpreter(Program(ops, (), KV_SHAPES, 11), {})

@@ -229,7 +229,7 @@ def test_a_row_that_failed_does_not_go_on() -> None:
 
 
 def test_an_engine_of_another_shape_is_refused() -> None:
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": VOCAB_SIZE, "team": Team(1)}
+    sizes = {"kv_shapes": [(1, 16)], "vocab_size": VOCAB_SIZE, "team": Team(1)}
     engine = Engine(num_blocks=60, block_size=16, max_rows=4, max_step_tokens=24, **sizes)
     with pytest.raises(ValueError, match="shape"):
         make_table().run(engine)

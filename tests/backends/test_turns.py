@@ -172,7 +172,7 @@ def test_no_thread_is_forgotten_and_the_times_add_up() -> None:
     """Each turn packs one panel: as short as they come."""
     num_threads, num_turns = 4, 500
     team, accounts = Team(2), [Account(share) for share in (1.0, 1.0, 2.0, 4.0)]
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 32, "num_blocks": 2, "block_size": 16}
+    sizes = {"kv_shapes": [(1, 16)], "vocab_size": 32, "num_blocks": 2, "block_size": 16}
     begin = Barrier(num_threads)
     panel = np.zeros((16, 32 * 4), np.uint8)
 

@@ -89,7 +89,7 @@ def test_every_product_runs_on_every_kind_of_weights(product, kind):
 
 
 def test_tables_are_no_packed_weights():
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 4, "num_blocks": 2, "block_size": 16}
+    sizes = {"kv_shapes": [(1, 16)], "vocab_size": 4, "num_blocks": 2, "block_size": 16}
     engine = Engine(**sizes, max_rows=1, max_step_tokens=1, team=Team(1))
     engine.add_matrix(SourceFormat.Q4_0, 16, 32, np.zeros((16, 18), np.uint8))
     packed = engine.weight_bytes

@@ -43,6 +43,7 @@ from penstock.lab.plan_report import as_json, comparison, plots, report
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
+from penstock.models.program import KvShape
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -59,11 +60,10 @@ SIZE = ModelSize(
     num_token_products=1_000_000,
     num_logit_products=1_000,
     num_attention_products=1_000,
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=64,
+    kv_shapes=(KvShape(2, 64),) * 2,
     kv_dtype=KvDtype.INT8,
     kv_bytes_per_token=536,
+    kv_read_bytes=536,
     is_quantised=True,
 )
 RATES = Speeds(ops_per_s=2e9, read_bytes_per_s=1e9, fixed_ns=100_000)

@@ -59,7 +59,7 @@ def test_the_published_model_is_read_as_transformers_reads_it(tmp_path: Path) ->
     assert spec.has_state
     assert spec.attentions[0].head_dim == 64
     program = describe(spec)
-    assert (program.num_layers, program.state) == (6, StateShape(num_layers=10, num_columns=2, width=2048))
+    assert (len(program.kv_shapes), program.state) == (6, StateShape(num_layers=10, num_columns=2, width=2048))
     assert [op.layer for op in program.ops if isinstance(op, Attention)] == list(range(6))
     assert [op.layer for op in program.ops if isinstance(op, KvWrite)] == list(range(6))
     assert [op.layer for op in program.ops if isinstance(op, ShortConv)] == list(range(10))

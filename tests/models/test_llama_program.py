@@ -10,7 +10,7 @@ import pytest
 
 from penstock.models import architectures, checks
 from penstock.models.decoder import Decoder
-from penstock.models.program import Attention, GatherRows, KvWrite, Linear, Logits, Op, Program, Rope
+from penstock.models.program import Attention, GatherRows, KvShape, KvWrite, Linear, Logits, Op, Program, Rope
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import spec_of_equal_layers
 
@@ -71,7 +71,7 @@ def test_each_layer_attends_over_its_own_cache():
     attentions = [op for op in program.ops if isinstance(op, Attention)]
     assert [op.layer for op in attentions] == [0, 1, 2]
     assert all(op.scale == pytest.approx(8**-0.5) for op in attentions)
-    assert (program.num_layers, program.num_kv_heads, program.head_dim) == (3, 2, 8)
+    assert program.kv_shapes == (KvShape(2, 8),) * 3
 
 
 def test_after_the_last_attention_only_sampled_rows_are_computed():

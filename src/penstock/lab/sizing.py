@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
@@ -17,7 +18,7 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
 from penstock.lab.workload import NS_PER_S, Job
 from penstock.models.checks import weight_shapes
-from penstock.models.program import Attention, Experts, Linear, Logits, Program
+from penstock.models.program import Attention, Experts, KvShape, Linear, Logits, Program, TextAttention
 from penstock.types.kv_dtype import KvDtype, state_bytes
 from penstock.types.plan import Capacity, StepShape
 
@@ -34,12 +35,12 @@ class ModelSize:
     num_logit_products: int
     num_attention_products: int
     """Multiply-adds of one token with the key and value of one position, over all layers."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kv_shapes: tuple[KvShape, ...]
     kv_dtype: KvDtype
     kv_bytes_per_token: int
     """Bytes of one position's keys and values, with scales, over all layers."""
+    kv_read_bytes: int
+    """The bytes of them that one token reads. It reads those that layers share once for each layer."""
     is_quantised: bool
     state_bytes_per_block: int = 0
     expert_share: float = 0.0
@@ -71,11 +72,14 @@ def size_of(
         num_token_products=token_products,
         num_logit_products=num_logits,
         num_attention_products=sum(2 * op.num_heads * op.head_dim for op in program.ops if isinstance(op, Attention)),
-        num_layers=program.num_layers,
-        num_kv_heads=program.num_kv_heads,
-        head_dim=program.head_dim,
+        kv_shapes=program.kv_shapes,
         kv_dtype=kv_dtype,
-        kv_bytes_per_token=program.num_layers * program.num_kv_heads * kv_dtype.head_bytes(program.head_dim),
+        kv_bytes_per_token=sum(shape.num_kv_heads * kv_dtype.head_bytes(shape.head_dim) for shape in program.kv_shapes),
+        kv_read_bytes=sum(
+            op.num_kv_heads * kv_dtype.head_bytes(op.head_dim)
+            for op in program.ops
+            if isinstance(op, Attention | TextAttention)
+        ),
         is_quantised=is_quantised,
         state_bytes_per_block=state_bytes(state.num_layers * state.num_columns, state.width) if state else 0,
         expert_share=num_expert_weights / num_read if num_expert_weights else 0.0,
@@ -106,7 +110,7 @@ def read_bytes(size: ModelSize, num_tokens: float) -> float:
 
 def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
     """Return the bytes read by a step that decodes one token per row: weights once, plus the KV of each row."""
-    return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_bytes_per_token
+    return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +154,7 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
         step_ns=products_ns(0) + rates.fixed_ns,
         decode_row_ns=0.0,
         prefill_token_ns=0.0,
-        decode_read_ns=max(size.kv_bytes_per_token * ns_per_byte, 2 * size.num_attention_products * ns_per_op),
+        decode_read_ns=max(size.kv_read_bytes * ns_per_byte, 2 * size.num_attention_products * ns_per_op),
         prefill_read_ns=2 * size.num_attention_products * ns_per_op,
         sample_ns=2 * size.num_logit_products * ns_per_op,
         token_brackets=tuple(brackets),
@@ -420,12 +424,17 @@ def arithmetic(
 
 
 def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iterator[Line]:
-    num_blocks, state, dim = capacity.num_blocks - 1, size.state_bytes_per_block, size.head_dim
+    num_blocks, state = capacity.num_blocks - 1, size.state_bytes_per_block
     pool_tokens, fitting = num_blocks * capacity.block_size, fit_in(capacity, lengths)
     numbers = f"{format_number(size.num_parameters, digits=4)} x {size.num_weight_bytes / size.num_parameters:.3g} B"
     yield Line("weights", "parameters x bytes of one", numbers, format_number(size.num_weight_bytes, "B"))
-    formula = f"layers x KV heads x bytes of a head ({dim} of K, {dim} of V, {size.kv_dtype}, scales)"
-    numbers = f"{size.num_layers} x {size.num_kv_heads} x {size.kv_dtype.head_bytes(dim)} B"
+    counts = Counter(size.kv_shapes)
+    dims = " or ".join(dict.fromkeys(str(shape.head_dim) for shape in counts))
+    formula = f"layers x KV heads x bytes of a head ({dims} of K, {dims} of V, {size.kv_dtype}, scales)"
+    numbers = " + ".join(
+        f"{num_layers} x {shape.num_kv_heads} x {size.kv_dtype.head_bytes(shape.head_dim)} B"
+        for shape, num_layers in counts.items()
+    )
     yield Line("KV per token", formula, numbers, f"{size.kv_bytes_per_token:,} B")
     formula = f"blocks x tokens of one x KV per token{' + blocks x recurrent state of one' if state else ''}"
     numbers = f"{num_blocks:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B"
@@ -468,8 +477,8 @@ def _step_lines(size: ModelSize, middle: float, context: float, rates: Speeds) -
     )
     yield Line(
         "reads of a decode step",
-        "weights + rows x positions x KV per token",
-        f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_bytes_per_token:,} B",
+        "weights + rows x positions x KV of one that attention reads",
+        f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_read_bytes:,} B",
         f"{format_number(num_bytes, 'B')} = {read(num_bytes)} at {format_number(rates.read_bytes_per_s, 'B/s')}",
     )
     yield Line(

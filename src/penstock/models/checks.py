@@ -153,9 +153,11 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(num, width[op.x], op.router)
                 add(num * inner, width[op.x], op.gate, op.up)
                 add(num * outer, inner, op.down)
-                add(1, num, op.router_bias, op.selection_bias)
+                add(1, num, op.router_bias, op.selection_bias, op.share_scale)
                 add(num, inner, op.gate_bias, op.up_bias)
                 add(num, outer, op.down_bias)
+            case prog.Scale():
+                add(1, 1, op.weight)
             case prog.ShortConv():
                 add(width[op.out], op.kernel, op.weight)
                 add(1, width[op.out], op.bias)

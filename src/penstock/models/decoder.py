@@ -7,7 +7,16 @@ from typing import Literal
 from penstock.models import program as prog
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, PlainMlp, ShortConvSpec, TextEnding
+from penstock.types.model_spec import (
+    Activation,
+    AttentionSpec,
+    ExpertsMlp,
+    GatedMlp,
+    ModelSpec,
+    PlainMlp,
+    ShortConvSpec,
+    TextEnding,
+)
 
 QkNorms = Literal["rows", "heads", "rotated"] | None
 """q and k are normed over whole rows or per head before their rotation, per head after it, or not at all."""
@@ -22,9 +31,12 @@ class Decoder:
         self._ops: list[prog.Op] = []
         self._widths: dict[str, int] = {}
         self._prefix = ""
-        kinds = [type(layer.mixer) for layer in spec.layers]
-        self._indices = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
-        """For each layer, the number of layers before it with the same kind of mixer."""
+        mixers = [layer.mixer for layer in spec.layers]
+        shared = [mixer.kv_layer if isinstance(mixer, AttentionSpec) else None for mixer in mixers]
+        kinds = [type(mixer) if of is None else None for mixer, of in zip(mixers, shared, strict=True)]
+        owners = [layer if of is None else of for layer, of in enumerate(shared)]
+        self._indices = [kinds[:owner].count(kinds[owner]) for owner in owners]
+        """For each layer, where its keys and values or its recurrent state are among those of the same kind."""
 
     def _buffer(self, name: str, width: int) -> str:
         """Return the name of a buffer. If the name is taken by a buffer of another width, append the width."""
@@ -39,6 +51,12 @@ class Decoder:
         x = self._buffer("x", self._spec.embed_size or self._spec.hidden_size)
         self._ops.append(prog.Embed(x, "embed", self._spec.embed_scale))
         return x
+
+    def look_up(self, weight: str, out: str, width: int, scale: float) -> str:
+        """Return other embeddings of the tokens, times `scale`. [num_tokens, width]"""
+        found = self._buffer(out, width)
+        self._ops.append(prog.Embed(found, weight, scale))
+        return found
 
     def add_positions(self, x: str) -> str:
         """x += the learned embedding of each token's position."""
@@ -60,14 +78,26 @@ class Decoder:
         self._ops.append(prog.LayerNorm(normed, x, weight, bias, self._spec.norm_eps))
         return normed
 
-    def _rms_norm(self, x: str, weight: str, out: str, *, group: int = 0) -> str:
+    def norm_groups(self, x: str, weight: str, group: int, *, eps: float) -> str:
+        """Normalise every `group` columns of x in place, with an `eps` of their own."""
+        self._ops.append(prog.RMSNorm(x, x, weight, eps, group))
+        return x
+
+    def _rms_norm(self, x: str, weight: str | None, out: str, *, group: int = 0) -> str:
         normed = self._buffer(out, self._widths[x])
         self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group))
         return normed
 
-    def _norm_q_and_k(self, at: str, q: str, k: str, *, group: int) -> None:
-        for x, name in ((q, "q"), (k, "k")):
-            self._rms_norm(x, f"{at}.{name}_norm", x, group=group)
+    def scale(self, x: str, factor: float = 1.0, weight: str | None = None) -> str:
+        """x *= factor (* weight)"""
+        self._ops.append(prog.Scale(x, x, factor, weight))
+        return x
+
+    def columns(self, x: str, first: int, out: str, width: int) -> str:
+        """Return `width` columns of x from `first` on."""
+        part = self._buffer(out, width)
+        self._ops.append(prog.Columns(part, x, first))
+        return part
 
     def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
         result = self._buffer(out, width)
@@ -81,40 +111,60 @@ class Decoder:
         self._ops.append(prog.Linear(to, x, weight, bias, residual=to))
         return to
 
-    def add(self, to: str, x: str) -> str:
-        """to += residual_scale * x"""
-        self._ops.append(prog.Add(to, to, x, self._spec.residual_scale))
+    def add(self, to: str, x: str, factor: float | None = None) -> str:
+        """to += factor * x; the factor is the spec's `residual_scale` unless given."""
+        self._ops.append(prog.Add(to, to, x, self._spec.residual_scale if factor is None else factor))
         return to
 
-    def attention(self, layer: int, x: str, *, qk_norms: QkNorms = None) -> str:
-        """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]"""
+    def attention(self, layer: int, x: str, *, qk_norms: QkNorms = None, has_v_norm: bool = False) -> str:
+        """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
+
+        `has_v_norm`: values are normed per head, without a weight.
+        """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
-        q, k, v = (
-            self.linear(x, f"{at}.{name}", name, heads * spec.head_dim, bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
-            for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
-        )
+
+        def projected(name: str, num_heads: int) -> str:
+            bias = f"{at}.{name}_bias" if spec.has_qkv_bias else None
+            return self.linear(x, f"{at}.{name}", name, num_heads * spec.head_dim, bias=bias)
+
+        q, k, v = projected("q", spec.num_heads), "", ""
+        turning = [("q", q, spec.num_heads)]
+        if spec.kv_layer is None:
+            k = projected("k", spec.num_kv_heads)
+            v = k if spec.has_keys_as_values else projected("v", spec.num_kv_heads)
+            turning.append(("k", k, spec.num_kv_heads))
+        if has_v_norm and v:
+            v = self._rms_norm(v, None, "v", group=spec.head_dim)
+        assert k != v or not k, "what becomes of the keys would become of the values"
+
+        def norm_heads(group: int) -> None:
+            for name, heads, _ in turning:
+                self._rms_norm(heads, f"{at}.{name}_norm", heads, group=group)
+
         if qk_norms in ("rows", "heads"):
-            self._norm_q_and_k(at, q, k, group=spec.head_dim if qk_norms == "heads" else 0)
+            norm_heads(spec.head_dim if qk_norms == "heads" else 0)
         angles: tuple[tuple[float, ...], float] = ((), 1.0)
         if (turn := spec.rotation) is not None:
             angles = turn.inv_freq, turn.attention_factor
-            self._ops.append(prog.Rope(q, spec.num_heads, spec.head_dim, *angles, turn.query_growth, turn.growth_len))
-            self._ops.append(prog.Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
+            for name, heads, num_heads in turning:
+                growth = (turn.query_growth, turn.growth_len) if name == "q" else (0.0, 1)
+                self._ops.append(prog.Rope(heads, num_heads, spec.head_dim, *angles, *growth))
         if qk_norms == "rotated":
-            self._norm_q_and_k(at, q, k, group=spec.head_dim)
+            norm_heads(spec.head_dim)
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
+        sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
         if self._spec.ending is not None:
             _check_text_attention(spec)
             distances = "distances" if spec.num_distances else None
-            self._ops.append(prog.TextAttention(out, q, k, v, *heads, spec.mask, spec.window, distances, spec.num_distances))
+            self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, distances, spec.num_distances))
             return out
         # `key_centre` requires that the bias reaches the keys unscaled, and that only differences of scores matter.
         has_centre = spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks)
-        self._ops.append(prog.KvWrite(index, k, v, *((f"{at}.k_bias", *angles) if has_centre else ())))
+        if spec.kv_layer is None:
+            self._ops.append(prog.KvWrite(index, k, v, *((f"{at}.k_bias", *angles) if has_centre else ())))
         sinks = f"{at}.sinks" if spec.has_sinks else None
-        self._ops.append(prog.Attention(out, q, index, *heads, window=spec.window, softcap=spec.softcap, sinks=sinks))
+        self._ops.append(prog.Attention(out, q, index, *sizes, window=spec.window, softcap=spec.softcap, sinks=sinks))
         return out
 
     def short_conv(self, layer: int, x: str) -> str:
@@ -155,9 +205,13 @@ class Decoder:
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
-        """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`."""
+        """Return an MLP's hidden values: activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`.
+
+        In a mixture of experts, those of the MLP that serves all tokens beside it.
+        """
         mlp = self._spec.layers[layer].mlp
-        assert not isinstance(mlp, ExpertsMlp)
+        if isinstance(mlp, ExpertsMlp):
+            mlp = GatedMlp(intermediate_size=mlp.shared_size, activation=mlp.activation)
         return self._activated(f"layers.{layer}.", mlp, x)
 
     def _activated(self, at: str, mlp: GatedMlp | PlainMlp, x: str) -> str:
@@ -166,20 +220,28 @@ class Decoder:
             self.linear(x, f"{at}{name}", name, mlp.intermediate_size, bias=f"{at}{name}_bias" if mlp.has_bias else None)
             for name in names
         )
-        act = self._buffer("act", mlp.intermediate_size)
         if gate:
-            self._ops.append(prog.GatedActivation(act, gate[0], up, mlp.activation))
-        else:
-            self._ops.append(prog.Act(act, up, mlp.activation))
+            return self.gated(gate[0], up, mlp.activation)
+        act = self._buffer("act", mlp.intermediate_size)
+        self._ops.append(prog.Act(act, up, mlp.activation))
         return act
 
-    def experts(self, layer: int, x: str) -> str:
-        """Return the weighted sum of the outputs of the experts that the router chooses for each token. [., hidden_size]"""
+    def gated(self, gate: str, up: str, activation: Activation) -> str:
+        """Return activation(gate) * up."""
+        act = self._buffer("act", self._widths[up])
+        self._ops.append(prog.GatedActivation(act, gate, up, activation))
+        return act
+
+    def experts(self, layer: int, x: str, router_x: str | None = None) -> str:
+        """Return the weighted sum of the outputs of the experts that the router chooses for each token. [., hidden_size]
+
+        The router reads `router_x` if it is given, and x otherwise.
+        """
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
-        return self._experts(f"layers.{layer}.", "expert_", mlp, x)
+        return self._experts(f"layers.{layer}.", "expert_", mlp, x, router_x)
 
-    def _experts(self, at: str, kind: str, mlp: ExpertsMlp, x: str) -> str:
+    def _experts(self, at: str, kind: str, mlp: ExpertsMlp, x: str, router_x: str | None = None) -> str:
         out = self._buffer("mixed", self._spec.hidden_size)
         gate_bias, up_bias, down_bias = (f"{at}{kind}{name}_bias" if mlp.has_bias else None for name in ("gate", "up", "down"))
         self._ops.append(
@@ -202,6 +264,8 @@ class Decoder:
                 gate_bias=gate_bias,
                 up_bias=up_bias,
                 down_bias=down_bias,
+                router_x=router_x,
+                share_scale=f"{at}share_scale" if mlp.has_share_scale else None,
             )
         )
         return out
@@ -238,13 +302,10 @@ class Decoder:
             self._finish_with_logits(x)
         else:
             self._finish_with_states(x, ending)
-        attentions = self._spec.attentions
         return Program(
             ops=tuple(self._ops),
             buffers=tuple(self._widths.items()),
-            num_layers=len(attentions),
-            num_kv_heads=attentions[0].num_kv_heads,
-            head_dim=attentions[0].head_dim,
+            kv_shapes=tuple(prog.KvShape(spec.num_kv_heads, spec.head_dim) for spec in self._spec.kv_attentions),
             vocab_size=self._spec.vocab_size,
         )
 

@@ -92,7 +92,7 @@ def load_gguf(
     entries = {name: entries[name] for name in pieces}
     program = architecture.describe(spec)
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
-    sizes = Sizes(shapes, checks.weight_shapes(program), program.num_kv_heads)
+    sizes = Sizes(shapes, checks.weight_shapes(program), program.kv_shapes[0].num_kv_heads)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, found_shapes, path)
     for key, found in pieces.items():

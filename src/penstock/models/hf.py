@@ -138,7 +138,7 @@ def load_hf_directory(
             _log.warning("%s: tie_word_embeddings is true, but the output has weights of its own, which are used", path.name)
     program = architecture.describe(spec)
     stored = {name: tensor.shape for name, tensor in tensors.items()}
-    sizes = Sizes(stored, checks.weight_shapes(program), program.num_kv_heads)
+    sizes = Sizes(stored, checks.weight_shapes(program), program.kv_shapes[0].num_kv_heads)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}

@@ -207,7 +207,7 @@ def _place(
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
-    sizes = Sizes(stored, known_sites, program.num_kv_heads)
+    sizes = Sizes(stored, known_sites, program.kv_shapes[0].num_kv_heads)
     placed: dict[str, _Target] = {}
     for site, found in pieces.items():
         piece = found[0]

@@ -55,9 +55,9 @@ class EmbedTypes(Map):
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm(Map):
-    """out = x / sqrt(mean(x^2) + eps) * weight, per group of `group` columns (0: the whole row)."""
+    """out = x / sqrt(mean(x^2) + eps) (* weight), per group of `group` columns (0: the whole row)."""
 
-    weight: str
+    weight: str | None
     eps: float
     group: int = 0
 
@@ -99,7 +99,7 @@ class Rope(Op):
 
 @dataclass(frozen=True, slots=True)
 class KvWrite(Op):
-    """Store keys and values in the cache. [num_tokens, num_kv_heads * head_dim]
+    """Store a layer's keys and values in the cache. [num_tokens, num_kv_heads * head_dim of the layer's `KvShape`]
 
     Backends may subtract `rope.key_centre` from the keys.
     """
@@ -114,7 +114,7 @@ class KvWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """out = softmax(scale * q k^T + mask) v over the row's KV in the cache, this step's included.
+    """out = softmax(scale * q k^T + mask) v over the row's KV in the cache, this step's included. Several may read one layer.
 
     q and out are [num_tokens, num_heads * head_dim]; query head h reads KV head h // (num_heads // num_kv_heads).
     """
@@ -232,9 +232,9 @@ class GatedActivation(Op):
 class Experts(Map):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
-    A score is the softmax or sigmoid of x @ router.T (+ router_bias). The largest (+ selection_bias) are chosen; ties go to the
-    first. p is the score, divided by the chosen ones' sum if `is_renormalised`, times `share_factor`. Experts' matrices are
-    stacked.
+    A score is the softmax or sigmoid of r @ router.T (+ router_bias); r is x, or the buffer `router_x`. The largest
+    (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if `is_renormalised`,
+    times `share_factor` (* share_scale of e). Experts' matrices are stacked.
     """
 
     router: str
@@ -253,6 +253,8 @@ class Experts(Map):
     gate_bias: str | None = None
     up_bias: str | None = None
     down_bias: str | None = None
+    router_x: str | None = None
+    share_scale: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,21 @@ class Add(Op):
     a: str
     b: str
     factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Map):
+    """out = factor * x (* weight, which is one number)."""
+
+    factor: float = 1.0
+    weight: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(Map):
+    """out = the columns of x from `first` on, as many as out has."""
+
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +347,14 @@ def features(op: Op) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class KvShape:
+    """The shape of a layer's keys, and of its values: [num_kv_heads, head_dim] per position."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class StateShape:
     """The recurrent state that a KV block stores after its last computed position: bf16 [num_layers, num_columns, width].
 
@@ -356,13 +381,11 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
+    """The operations of one step of a model. Raises ModelError if attention reads keys and values of another shape."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]  # (name, width), in order of first use
-    num_layers: int  # layers with keys and values
-    num_kv_heads: int
-    head_dim: int
+    kv_shapes: tuple[KvShape, ...]  # of each layer with keys and values
     vocab_size: int
 
     def __post_init__(self) -> None:
@@ -372,11 +395,11 @@ class Program:
                 remedy="Correct the architecture's description.",
             )
         for op in self.ops:
-            if isinstance(op, Attention) and (op.num_kv_heads, op.head_dim) != (self.num_kv_heads, self.head_dim):
+            if isinstance(op, Attention) and self.kv_shapes[op.layer] != KvShape(op.num_kv_heads, op.head_dim):
                 raise ModelError(
-                    f"layer {op.layer} has {op.num_kv_heads} key-value heads of {op.head_dim} columns, "
-                    f"and another layer {self.num_kv_heads} of {self.head_dim}: no backend has a KV cache for that yet.",
-                    remedy="Use another model.",
+                    f"layer {op.layer} stores {self.kv_shapes[op.layer]}, and its attention reads {op.num_kv_heads} heads of "
+                    f"{op.head_dim} columns.",
+                    remedy="Correct the architecture's description.",
                 )
 
     @property

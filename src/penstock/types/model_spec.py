@@ -45,6 +45,8 @@ class AttentionSpec:
     has_o_bias: bool = False
     has_qk_norms: bool = False  # in architectures that leave it to the model: norms of each head of q and k
     has_sinks: bool = False  # each head's softmax has one more term, without a value
+    kv_layer: int | None = None  # an earlier layer whose keys and values this one reads; None: it has its own
+    has_keys_as_values: bool = False  # values are made of the keys before their norm and rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class ExpertsMlp:
     share_factor: float = 1.0
     has_router_bias: bool = False
     has_selection_bias: bool = False  # biases that affect only the choice of experts
+    has_share_scale: bool = False  # each expert's share is multiplied by a number of its own, last
     has_bias: bool = False
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     has_shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ shared_router.T)
@@ -136,6 +139,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     embed_size: int = 0  # columns of the embeddings, which a matrix widens to hidden_size; 0: they have as many
     embed_scale: float = 1.0
+    layer_input_size: int = 0  # columns of what each layer gets of a token beside the residual stream; 0: nothing
     logit_softcap: float = 0.0  # if > 0, logits become logit_softcap * tanh(logits / logit_softcap)
     logit_scale: float = 1.0
     has_logit_bias: bool = False
@@ -161,6 +165,11 @@ class ModelSpec:
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def kv_attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attentions with keys and values of their own."""
+        return tuple(attention for attention in self.attentions if attention.kv_layer is None)
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """Return a copy with `change(index, layer)` in place of each layer."""

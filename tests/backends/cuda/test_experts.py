@@ -15,7 +15,7 @@ from penstock.backends.cuda.kernels.experts import sort_by_expert
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.models.formats import BLOCKS, WeightFormat
-from penstock.models.program import Embed, Experts, GatherRows, Logits, Program, States
+from penstock.models.program import Embed, Experts, GatherRows, KvShape, Logits, Program, States
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
@@ -81,11 +81,11 @@ class Layer:
     @property
     def program(self) -> Program:
         ops = (Embed("x", "embed"), self.op, GatherRows("p", "y"), States("p"))
-        return Program(ops, tuple((name, self.hidden) for name in "xyp"), 1, 1, 16, NUM_IDS)
+        return Program(ops, tuple((name, self.hidden) for name in "xyp"), (KvShape(1, 16),), NUM_IDS)
 
     def expected(self, ids: range) -> F32:
         """The reference's result. [ids, hidden]"""
-        cache = KvCache(num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, head_dim=16, dtype=KvDtype.BF16)
+        cache = KvCache(shapes=(KvShape(1, 16),), num_blocks=2, block_size=16, dtype=KvDtype.BF16)
         each = np.arange(len(ids))
         row = RowRun(cache, np.array(ids, np.int32), 0, each, np.ones(1, np.int32), each)
         return Interpreter(self.program, self.weights).run(row)

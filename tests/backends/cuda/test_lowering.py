@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backends.cuda.kv_cache import only_kv_shape
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
@@ -21,6 +22,7 @@ from penstock.models.program import (
     EmbedPositions,
     GatedActivation,
     GatherRows,
+    KvShape,
     KvWrite,
     LayerNorm,
     Linear,
@@ -212,7 +214,7 @@ WEIGHTS = {
 
 
 def program(*ops: Any, end: tuple[Any, ...] = END) -> Program:
-    return Program((*ops, *end), tuple(WIDTHS.items()), 1, 1, HEAD, 40)
+    return Program((*ops, *end), tuple(WIDTHS.items()), (KvShape(1, HEAD),), 40)
 
 
 PROJECTIONS = (
@@ -356,3 +358,10 @@ def test_half_precision_is_close(tmp_path: Path) -> None:
     both = twins(gguf(tmp_path, SMALL, "Q4_1"), dtype=torch.float16)
     wanted, found = both.step((0, 9), (1, 2))
     assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_layers_of_several_shapes_are_refused() -> None:
+    shapes = (KvShape(2, 64), KvShape(2, 64), KvShape(1, 128))
+    assert only_kv_shape(Program((), (), shapes[:2], 7)) == KvShape(2, 64)
+    with pytest.raises(ModelError, match="2 x 64 and 1 x 128 columns"):
+        only_kv_shape(Program((), (), shapes, 7))

@@ -12,6 +12,7 @@ from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.kv_cache import KvCache
+from penstock.models.program import KvShape
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 from support.backends.cuda.paged import F32, quantise
 from support.interpreted import DEVICE
@@ -70,11 +71,9 @@ def kept(cache: PagedKvCache) -> tuple[F32, F32]:
 def reference(k: F32, v: F32, kv_dtype: KvDtype) -> tuple[F32, F32]:
     """The values of k and v in the reference's cache."""
     cache = KvCache(
-        num_layers=1,
+        shapes=(KvShape(k.shape[1], k.shape[2]),),
         num_blocks=1,
         block_size=len(k),
-        num_kv_heads=k.shape[1],
-        head_dim=k.shape[2],
         dtype=kv_dtype,
     )
     cache.write(0, np.arange(len(k)), k, v)

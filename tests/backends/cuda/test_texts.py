@@ -25,6 +25,7 @@ from penstock.models.program import (
     Embed,
     FirstRows,
     GatherRows,
+    KvShape,
     Logits,
     MeanRows,
     Op,
@@ -114,7 +115,7 @@ def attention_case(op: TextAttention) -> tuple[LoadedModel, Program]:
     }
     ops: list[Op] = [*(Embed(name, name) for name in ("q", "k", "v")), op, States("y")]
     model = cast("LoadedModel", SimpleNamespace(weights=weights))
-    return model, Program(tuple(ops), tuple(widths.items()), 1, 1, 16, VOCAB_SIZE)
+    return model, Program(tuple(ops), tuple(widths.items()), (KvShape(1, 16),), VOCAB_SIZE)
 
 
 def attention(num_heads: int, num_kv_heads: int, head_dim: int, **fields: Any) -> TextAttention:
@@ -263,7 +264,7 @@ TEXTS = TextAttention("x", "x", "x", "x", 1, 1, 16, 1.0)
     ],
 )
 def test_what_can_not_be_computed_is_refused_with_a_remedy(ops: tuple[Op, ...], complaint: str) -> None:
-    program = Program(ops, (("x", 16), ("s", 16), ("l", 8)), 1, 1, 16, 8)
+    program = Program(ops, (("x", 16), ("s", 16), ("l", 8)), (KvShape(1, 16),), 8)
     weights = {"embed": WeightTensor("embed", 8, 16, WeightFormat.F32, np.ones((8, 16), np.float32))}
     with pytest.raises(ModelError, match=complaint) as error:
         cuda(cast("LoadedModel", SimpleNamespace(weights=weights)), program)

@@ -35,14 +35,19 @@ class Probe:
         num_threads: int = 2,
         kv_format: KvFormat = KvFormat.INT8,
         memory_nodes: Sequence[int] = (),
-        **shape: int,
+        kv_shapes: Sequence[tuple[int, int]] = ((1, 16),),
+        num_blocks: int = 4,
+        block_size: int = 16,
+        **states: int,
     ) -> None:
-        sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "num_blocks": 4, "block_size": 16}
         self.num_tokens = num_tokens
         self.out_width = out_width
-        self.block_size = (sizes | shape)["block_size"]
+        self.block_size = block_size
         self.engine = Engine(
-            **(sizes | shape),
+            kv_shapes=kv_shapes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            **states,
             vocab_size=num_tokens,
             max_rows=num_tokens,
             max_step_tokens=num_tokens,

@@ -24,7 +24,7 @@ from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight, TextFlight, UnsampledStep
 from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
-from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.kv_cache import PagedKvCache, only_kv_shape
 from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
@@ -163,12 +163,13 @@ class CudaExecutor:
     ) -> None:
         capacity, device = self._capacity, self._device
         max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # padding may make a decode longer than `max_step_tokens`
+        shape = only_kv_shape(program)
         self._cache = PagedKvCache(
-            num_layers=0 if program.is_one_pass else program.num_layers,
+            num_layers=0 if program.is_one_pass else len(program.kv_shapes),
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
-            num_kv_heads=program.num_kv_heads,
-            head_dim=program.head_dim,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             kv_dtype=kv_dtype,
             dtype=dtype,
             device=device,
@@ -195,7 +196,7 @@ class CudaExecutor:
             attention,
             self._program,
             self._cache,
-            num_layers=program.num_layers,
+            num_layers=len(program.kv_shapes),
             dtype=dtype,
             is_int8_kv=kv_dtype is KvDtype.INT8,
             deterministic=deterministic,

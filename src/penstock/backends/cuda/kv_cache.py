@@ -10,12 +10,25 @@ import torch
 
 from penstock.backends.batch import NULL_BLOCK
 from penstock.backends.cuda.stream import Mark, Stream
+from penstock.models.program import KvShape, Program
+from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
 """The type of a key's scale, the same as in the reference backend."""
 VALUE_SCALE_DTYPE = torch.float32
 """Scales are bf16 numbers, stored as float32: asynchronous copies need at least four bytes."""
+
+
+def only_kv_shape(program: Program) -> KvShape:
+    """Return the shape of all layers' keys and values. Raises ModelError if layers differ."""
+    if len(set(program.kv_shapes)) > 1:
+        words = " and ".join(f"{shape.num_kv_heads} x {shape.head_dim}" for shape in dict.fromkeys(program.kv_shapes))
+        raise ModelError(
+            f"the cuda backend can't store keys and values of several shapes yet: the model's layers have {words} columns.",
+            remedy="Use --device cpu for this model.",
+        )
+    return program.kv_shapes[0]
 
 
 @dataclass(slots=True, eq=False)

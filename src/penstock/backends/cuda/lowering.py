@@ -290,8 +290,8 @@ class _Lowering:
     def _emit_row_op(self, op: Op) -> None:
         count = self._count()
         match op:
-            case RMSNorm():
-                x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(op.weight), op.eps, op.group
+            case RMSNorm(weight=str(name)):
+                x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(name), op.eps, op.group
                 self._launch(lambda step: norm.rms_norm(out[: count(step)], x[: count(step)], weight, eps, group))
             case LayerNorm():
                 x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
@@ -377,6 +377,7 @@ class _Lowering:
         if found is None or found[0].residual is None:
             return 0
         op, norm_op = found
+        assert norm_op.weight is not None, "`run` refuses norms without a weight"
         out, normed, x, residual = (self._buffer(name) for name in (op.out, norm_op.out, op.x, found[0].residual))
         product, weight, eps, count = self._product([op]), self._vector(norm_op.weight), norm_op.eps, self._count()
         adapted = self._adapted([op], x.shape[1])
@@ -479,8 +480,8 @@ class _Lowering:
 
     def _emit_written_keys(self, at: int) -> int:
         found = written_keys_at(self._ops, at)
-        num_kv_heads = self._program.num_kv_heads
-        if found is None or (found[1].num_heads, found[1].head_dim) != (num_kv_heads, self._program.head_dim):
+        shape = self._program.kv_shapes[0]
+        if found is None or (found[1].num_heads, found[1].head_dim) != (shape.num_kv_heads, shape.head_dim):
             return 0
         queries, _, write = found
         q, k, v = (self._buffer(name) for name in (queries.x, write.k, write.v))
@@ -490,7 +491,7 @@ class _Lowering:
         def launch(step: StepTensors) -> None:
             n = step.num_tokens
             rope_kv.rope_q_k_and_write(
-                q[:n], k[:n], v[:n], layer, step, table, num_heads=num_heads, num_kv_heads=num_kv_heads, centre=centre
+                q[:n], k[:n], v[:n], layer, step, table, num_heads=num_heads, num_kv_heads=shape.num_kv_heads, centre=centre
             )
 
         self._launch(launch)
@@ -532,7 +533,9 @@ class _Lowering:
         if op.bias is None or self._cache.kv_dtype is not KvDtype.INT8:
             return None
         bias = self._tensor(op.bias).dequantize().reshape(-1)
-        return torch.from_numpy(key_centre(op, bias, self._program.head_dim, self._limits.num_positions)).to(self._device)
+        return torch.from_numpy(key_centre(op, bias, self._program.kv_shapes[0].head_dim, self._limits.num_positions)).to(
+            self._device
+        )
 
     # Weights
 

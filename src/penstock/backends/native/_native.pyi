@@ -127,6 +127,7 @@ class RowOpKind(Enum):
     ROUND = 24
     SHRINK = 25
     ADAPT_EMBEDDING = 26
+    SCALE = 27
 
 class RowOp:
     def __init__(
@@ -179,9 +180,7 @@ class Engine:
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        kv_shapes: Sequence[tuple[int, int]],
         vocab_size: int,
         num_blocks: int,
         block_size: int,
@@ -289,6 +288,7 @@ class Engine:
         is_sigmoid: bool,
         is_renormalised: bool,
         share_factor: float,
+        share_scale: int,
         samples: bool,
     ) -> int: ...
     def settle(self) -> None: ...

@@ -93,12 +93,9 @@ class NativeExecutor:
         self._capacity = capacity_of(program, sizes)
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
-        # Models that read texts keep no keys and values: their cache has no layers, so its shape does not matter.
-        num_kv_heads, head_dim = (1, 16) if is_one_pass else (program.num_kv_heads, padded_head_dim(program.head_dim))
+        kv_shapes = () if is_one_pass else program.kv_shapes  # models that read texts keep no keys and values
         self._opened: Engine | None = Engine(
-            num_layers=0 if is_one_pass else program.num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            kv_shapes=[(shape.num_kv_heads, padded_head_dim(shape.head_dim)) for shape in kv_shapes],
             vocab_size=program.vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,

@@ -9,7 +9,7 @@ from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
     """Return the bytes of one token's keys, values and scales in all layers."""
-    return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in spec.attentions)
+    return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in spec.kv_attentions)
 
 
 def state_bytes(spec: ModelSpec) -> int:

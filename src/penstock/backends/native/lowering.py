@@ -42,18 +42,19 @@ COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
         *("Linear", "Linear.bias", "Linear.residual"),
-        *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
+        *("RMSNorm", "RMSNorm.group", "RMSNorm without weight", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("ShortConv", "ShortConv.bias"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
+        *("Scale", "Scale.factor", "Scale.weight", "Columns"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
         *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
         *("Logits", "Logits.scale", "Logits.bias", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
         *("Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
-        *("Experts.router_bias", "Experts.selection_bias"),
+        *("Experts.router_bias", "Experts.selection_bias", "Experts.router_x", "Experts.share_scale"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
     }
 )
@@ -239,7 +240,7 @@ def _written_by(op: Op) -> str | None:
 
 
 def _read_by(op: Op) -> set[str | None]:
-    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b")
+    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b", "router_x")
     return {getattr(op, name, None) for name in names}
 
 
@@ -251,7 +252,7 @@ class _Emitter:
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
         self._widths = dict(program.buffers)
-        self._num_kv_heads, self._head_dim = program.num_kv_heads, program.head_dim
+        self._kv_shapes = program.kv_shapes
         self._num_positions = num_positions
         self._vocab_size = program.vocab_size
         self._weights = weights
@@ -293,8 +294,8 @@ class _Emitter:
             case prog.Embed():
                 self._emit_embed(group)
             case prog.RMSNorm():
-                n, vector = group.group or self._widths[group.x], self._weights.vector(group.weight)
-                self._map(RowOpKind.RMS_NORM, group, weight=vector, n=n, value=group.eps)
+                n = group.group or self._widths[group.x]
+                self._map(RowOpKind.RMS_NORM, group, weight=self._weights.of_norm(group.weight, n), n=n, value=group.eps)
             case prog.LayerNorm():
                 vector, bias = self._weights.vector(group.weight), self._weights.vector(group.bias)
                 self._map(RowOpKind.LAYER_NORM, group, y=bias, weight=vector, value=group.eps)
@@ -306,7 +307,8 @@ class _Emitter:
                 rope = self._rope(group)
                 self._row(RowOpKind.ROPE, x=self._written(group.x), weight=rope, n=group.num_heads, head_dim=group.head_dim)
             case prog.KvWrite():
-                k, v = self._padded(group.k, self._num_kv_heads), self._padded(group.v, self._num_kv_heads)
+                shape = self._kv_shapes[group.layer]
+                k, v = (self._padded(name, shape.num_kv_heads, shape.head_dim) for name in (group.k, group.v))
                 self._row(RowOpKind.KV_WRITE, x=k, y=v, n=group.layer, weight=self._key_centre(group))
             case prog.ShortConv():
                 self._emit_short_conv(group)
@@ -321,6 +323,12 @@ class _Emitter:
             case prog.Add():
                 a, b = self._buffer(group.a), self._buffer(group.b)
                 self._row(RowOpKind.ADD, out=self._written(group.out), x=a, y=b, value=group.factor)
+            case prog.Scale():
+                factor = np.float32(group.factor) * self._weights.number(group.weight)
+                self._map(RowOpKind.SCALE, group, value=float(factor))
+            case prog.Columns():
+                columns = np.arange(group.first, group.first + self._widths[group.out], dtype=np.int32)
+                self._map(RowOpKind.GATHER_COLUMNS, group, weight=self._weights.order_id(columns.tobytes()))
             case prog.Softcap():
                 pass  # `set_logits` gets the cap
             case prog.GatherRows() | prog.FirstRows() | prog.MeanRows():
@@ -341,7 +349,7 @@ class _Emitter:
             self.flush()
 
     def _emit_quantised_norm(self, op: prog.RMSNorm) -> None:
-        x, vector = self._buffer(op.x), self._weights.vector(op.weight)
+        x, vector = self._buffer(op.x), self._weights.of_norm(op.weight, self._widths[op.x])
         self._forget(op.out)
         activation = self._new_activation(op.out, _Form.GROUPS, 0)
         self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
@@ -451,7 +459,7 @@ class _Emitter:
 
     def _emit_experts(self, op: prog.Experts) -> None:
         weights, num_experts = self._weights, op.num_experts
-        x, activation = self._buffer(op.x), self._activation(op.x, op.gate)
+        x, activation = self._buffer(op.router_x or op.x), self._activation(op.x, op.gate)
         self.flush()
         layer = self._engine.add_experts(
             num_experts=num_experts,
@@ -470,19 +478,21 @@ class _Emitter:
             is_sigmoid=op.scoring == "sigmoid",
             is_renormalised=op.is_renormalised,
             share_factor=op.share_factor,
+            share_scale=weights.vector(op.share_scale),
             samples=self._on_samples,
         )
         self._row(RowOpKind.SUM_EXPERTS, out=self._written(op.out), weight=layer)
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
-        q, out, sinks = self._padded(op.q, op.num_heads), self._written(op.out), self._weights.vector(op.sinks)
+        heads = op.num_heads, op.head_dim
+        q, out, sinks = self._padded(op.q, *heads), self._written(op.out), self._weights.vector(op.sinks)
         self.flush()
-        attended = out if self._is_whole else self._padded_buffer(op.out, op.num_heads)
+        attended = self._padded_buffer(op.out, *heads)
         self._engine.add_attention(
             q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, sinks, group.of_samples
         )
-        if not self._is_whole:
+        if attended != out:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
 
     def _emit_text_attention(self, op: prog.TextAttention) -> None:
@@ -503,28 +513,28 @@ class _Emitter:
             num_distances=op.num_distances,
         )
 
-    @property
-    def _is_whole(self) -> bool:
-        return self._head_dim == padded_head_dim(self._head_dim)
-
-    def _padded_buffer(self, name: str, num_heads: int) -> int:
-        wide = f"{name}, padded"
-        self._widths[wide] = num_heads * padded_head_dim(self._head_dim)
+    def _padded_buffer(self, name: str, num_heads: int, head_dim: int) -> int:
+        """Return a buffer for the heads of buffer `name`, padded. It is the same buffer if they need no padding."""
+        width = num_heads * padded_head_dim(head_dim)
+        if width == num_heads * head_dim:
+            return self._buffer(name)
+        wide = f"{name}, padded to {width}"
+        self._widths[wide] = width
         return self._buffer(wide)
 
-    def _padded(self, name: str, num_heads: int) -> int:
-        if self._is_whole:
-            return self._buffer(name)
-        wide = self._padded_buffer(name, num_heads)
-        self._row(RowOpKind.RESIZE_HEADS, out=wide, x=self._buffer(name), n=num_heads)
+    def _padded(self, name: str, num_heads: int, head_dim: int) -> int:
+        x, wide = self._buffer(name), self._padded_buffer(name, num_heads, head_dim)
+        if wide != x:
+            self._row(RowOpKind.RESIZE_HEADS, out=wide, x=x, n=num_heads)
         return wide
 
     def _key_centre(self, op: prog.KvWrite) -> int:
         if op.bias is None:
             return NONE
         bias = self._weights.tensor(op.bias).dequantize().reshape(-1)
-        heads = key_centre(op, bias, self._head_dim, self._num_positions).reshape(-1, self._head_dim)
-        missing = padded_head_dim(self._head_dim) - self._head_dim
+        head_dim = self._kv_shapes[op.layer].head_dim
+        heads = key_centre(op, bias, head_dim, self._num_positions).reshape(-1, head_dim)
+        missing = padded_head_dim(head_dim) - head_dim
         return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
 
     def _rope(self, op: prog.Rope) -> int:
@@ -709,6 +719,19 @@ class _Weights:
             if not tensor.is_mapped:
                 tensor.forget()
             return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
+
+    def number(self, name: str | None) -> np.float32:
+        """Return the only number of a weight, or 1 without one."""
+        return np.float32(1) if name is None else np.float32(self.tensor(name).dequantize()[0, 0])
+
+    def of_norm(self, weight: str | None, width: int) -> int:
+        """Return the id of a norm's vector. It has ones if the norm has no weight."""
+        if weight is not None:
+            return self.vector(weight)
+        name = f"ones, {width}"
+        if name not in self._vectors:
+            self._vectors[name] = self._engine.add_vector(np.ones(width, np.float32))
+        return self._vectors[name]
 
     def vector(self, name: str | None) -> int:
         if name is None:

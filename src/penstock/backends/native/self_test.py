@@ -78,9 +78,7 @@ def _compare(variant: str, reference: str) -> Iterator[tuple[str, F32, F32]]:
 
 def _engine(variant: str, num_layers: int, kv_format: KvFormat) -> Engine:
     return Engine(
-        num_layers=num_layers,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        kv_shapes=[(KV_HEADS, HEAD_DIM)] * num_layers,
         vocab_size=VOCAB,
         num_blocks=2 * ROWS + 1,
         block_size=BLOCK,

@@ -262,11 +262,9 @@ class ReferenceExecutor:
 
     def _make_cache(self, num_blocks: int, block_size: int, *, poison: bool) -> KvCache:
         return KvCache(
-            num_layers=self._program.num_layers,
+            shapes=self._program.kv_shapes,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=self._program.num_kv_heads,
-            head_dim=self._program.head_dim,
             dtype=self._kv_dtype,
             state=self._program.state,
             poison=poison,

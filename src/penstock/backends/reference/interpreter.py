@@ -60,6 +60,7 @@ class Interpreter:
 
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor], *, num_positions: int = 1) -> None:
         self._program = program
+        self._widths = dict(program.buffers)
         self._num_positions = num_positions
         ending = program.ending
         self._result = ending.out if isinstance(ending, prog.Logits) else ending.x
@@ -83,6 +84,8 @@ class Interpreter:
             prog.Experts: self._experts,
             prog.Act: lambda op, row: activate(row.buffers[op.x], op.activation),
             prog.Add: lambda op, row: row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor),
+            prog.Scale: self._scale,
+            prog.Columns: self._columns,
             prog.GatherRows: self._gather_rows,
             prog.FirstRows: self._first_rows,
             prog.MeanRows: self._mean_rows,
@@ -127,8 +130,9 @@ class Interpreter:
         group = op.group or x.shape[1]
         groups = x.reshape(len(x), x.shape[1] // group, group)
         mean_square = np.mean(groups * groups, axis=-1, keepdims=True)
-        weight = self._vector(op.weight).reshape(-1, group)  # one for all groups, or one for each
-        normed: F32 = groups / np.sqrt(mean_square + np.float32(op.eps)) * weight
+        normed: F32 = groups / np.sqrt(mean_square + np.float32(op.eps))
+        if op.weight is not None:
+            normed = normed * self._vector(op.weight).reshape(-1, group)  # one for all groups, or one for each
         return normed.reshape(x.shape)
 
     def _layer_norm(self, op: prog.LayerNorm, row: RowRun) -> F32:
@@ -174,14 +178,13 @@ class Interpreter:
         row.buffers[op.x] = rotated.reshape(row.buffers[op.x].shape)
 
     def _kv_write(self, op: prog.KvWrite, row: RowRun) -> None:
-        shape = (-1, self._program.num_kv_heads, self._program.head_dim)
         k = row.buffers[op.k]
         assert row.cache is not None, "programs that write KV have a cache"
         # bf16 is rounded as by the checkpoints' own implementation, which stores whole keys.
         if op.bias is not None and row.cache.dtype is KvDtype.INT8:
             bias = self._weights[op.bias].dequantize().reshape(-1)
-            k = k - key_centre(op, bias, self._program.head_dim, self._num_positions)
-        row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
+            k = k - key_centre(op, bias, self._program.kv_shapes[op.layer].head_dim, self._num_positions)
+        row.cache.write(op.layer, row.slots, k, row.buffers[op.v])
 
     def _attention(self, op: prog.Attention, row: RowRun) -> F32:
         assert row.cache is not None, "programs that read KV have a cache"
@@ -265,7 +268,7 @@ class Interpreter:
 
     def _experts(self, op: prog.Experts, row: RowRun) -> F32:
         x = row.buffers[op.x]
-        raw = product(x, self._matrix(op.router), row.first)
+        raw = product(row.buffers[op.router_x or op.x], self._matrix(op.router), row.first)
         if op.router_bias is not None:
             raw = raw + self._vector(op.router_bias)
         gate, up, down = (
@@ -297,7 +300,15 @@ class Interpreter:
         shares = scores[chosen]
         if op.is_renormalised:
             shares = shares / shares.sum()
-        return chosen.tolist(), list(shares * np.float32(op.share_factor))
+        shares = shares * np.float32(op.share_factor)
+        return chosen.tolist(), list(shares if op.share_scale is None else shares * self._vector(op.share_scale)[chosen])
+
+    def _scale(self, op: prog.Scale, row: RowRun) -> F32:
+        factor = np.float32(op.factor)
+        return row.buffers[op.x] * (factor if op.weight is None else factor * self._vector(op.weight)[0])
+
+    def _columns(self, op: prog.Columns, row: RowRun) -> F32:
+        return row.buffers[op.x][:, op.first : op.first + self._widths[op.out]]
 
     def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> F32:
         # From here on products are of the gathered tokens alone.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NULL_BLOCK
-from penstock.models.program import StateShape
+from penstock.models.program import KvShape, StateShape
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = NDArray[np.float32]
@@ -17,7 +18,7 @@ SMALLEST_SCALE = np.float32(1e-24)  # its inverse is finite
 
 
 class KvCache:
-    """Keys and values [num_blocks, block_size, num_kv_heads, head_dim], rounded to `dtype`, and recurrent states, in float32.
+    """Keys and values of each layer, rounded to `dtype`, and recurrent states, in float32.
 
     Raises ValueError if a block has more columns of state than positions. With `poison`, slots that hold no KV are NaN, except
     those of the null block, which padding reads.
@@ -26,44 +27,54 @@ class KvCache:
     def __init__(
         self,
         *,
-        num_layers: int,
+        shapes: Sequence[KvShape],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: KvDtype,
         state: StateShape | None = None,
         poison: bool = False,
     ) -> None:
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self._block_size = block_size
         self.dtype = dtype
         self._poison = poison
-        self._keys: F32 = np.full(shape, np.nan, np.float32) if poison else np.zeros(shape, np.float32)
-        self._keys[:, NULL_BLOCK] = 0
-        self._values = self._keys.copy()
+
+        def empty(*shape: int) -> F32:
+            cache = np.full((num_blocks, *shape), np.nan if poison else 0.0, np.float32)
+            cache[NULL_BLOCK] = 0
+            return cache
+
+        self._layers = [
+            (empty(block_size, shape.num_kv_heads, shape.head_dim), empty(block_size, shape.num_kv_heads, shape.head_dim))
+            for shape in shapes
+        ]
+        """Keys and values of each layer. [num_blocks, block_size, num_kv_heads, head_dim]"""
         state = state or StateShape(0, 0, 0)
         self._num_columns = state.num_columns
         if self._num_columns > block_size:
             raise ValueError(f"blocks of {block_size} positions can't hold {self._num_columns} columns of recurrent state")
-        columns = (state.num_layers, num_blocks, state.num_columns, state.width)
-        self._states = np.full(columns, np.nan if poison else 0.0, np.float32)
-        self._states[:, NULL_BLOCK] = 0
+        self._states = empty(state.num_layers, state.num_columns, state.width)
+
+    @property
+    def _caches(self) -> tuple[F32, ...]:
+        """Everything that a block stores, in order. [num_blocks, ...]"""
+        return (*itertools.chain(*self._layers), self._states)
 
     def write(self, layer: int, slots: NDArray[np.int64], k: F32, v: F32) -> None:
-        """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to the cache's type, in cache slots [num_tokens]."""
+        """Store k and v [num_tokens, num_kv_heads * head_dim], rounded to the cache's type, in cache slots [num_tokens]."""
+        shape = self._layers[layer][0].shape[2:]
+        k, v = k.reshape(-1, *shape), v.reshape(-1, *shape)
         if self.dtype is KvDtype.INT8:
             k, v = round_to_int8(k, KEY_GROUP), round_to_int8(v, v.shape[-1])
         else:
             k, v = round_to_bf16(k), round_to_bf16(v)
-        for cache, new in ((self._keys, k), (self._values, v)):
-            cache[layer, slots // self._block_size, slots % self._block_size] = new
+        for cache, new in zip(self._layers[layer], (k, v), strict=True):
+            cache[slots // self._block_size, slots % self._block_size] = new
 
     def read(self, layer: int, block_table: NDArray[np.int32], seq_len: int) -> tuple[F32, F32]:
         """Return keys and values of the first `seq_len` positions of a row, [seq_len, num_kv_heads, head_dim] each."""
         blocks = block_table[: -(-seq_len // self._block_size)]
-        k, v = self._keys[layer, blocks], self._values[layer, blocks]
-        return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
+        k, v = (cache[blocks].reshape(-1, *cache.shape[2:])[:seq_len] for cache in self._layers[layer])
+        return k, v
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
         """Store columns [num_tokens, width] of the recurrent state. A block keeps only those of its last positions."""
@@ -71,48 +82,48 @@ class KvCache:
         later = blocks[self._num_columns :]
         is_kept = np.full(len(slots), True)
         is_kept[: len(later)] = blocks[: len(later)] != later  # else a later column overwrites this one
-        self._states[layer, blocks[is_kept], offsets[is_kept] % self._num_columns] = columns[is_kept]
+        self._states[blocks[is_kept], layer, offsets[is_kept] % self._num_columns] = columns[is_kept]
 
     def read_state(self, layer: int, block_table: NDArray[np.int32], context_len: int) -> F32:
         """Return the recurrent state's columns before `context_len`; 0 before the first position. [num_columns, width]"""
         positions = context_len - self._num_columns + np.arange(self._num_columns)
         blocks, places = block_table[positions // self._block_size], positions % self._block_size % self._num_columns
-        columns: F32 = self._states[layer, blocks, places]
+        columns: F32 = self._states[blocks, layer, places]
         return np.where(positions[:, None] < 0, np.float32(0), columns)
 
     def copy_block(self, source: int, destination: int) -> None:
-        for cache in (self._keys, self._values, self._states):
-            cache[:, destination] = cache[:, source]
+        for cache in self._caches:
+            cache[destination] = cache[source]
 
     @property
     def block_bytes(self) -> int:
-        return int(sum(cache[:, 0].nbytes for cache in (self._keys, self._values, self._states)))
+        return int(sum(cache[0].nbytes for cache in self._caches))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copy a block's keys, then values, then recurrent state to `out`."""
-        out[:] = b"".join(cache[:, block_id].tobytes() for cache in (self._keys, self._values, self._states))
+        """Copy each layer's keys and values, then the recurrent state of a block to `out`."""
+        out[:] = b"".join(cache[block_id].tobytes() for cache in self._caches)
 
     def write_block(self, block_id: int, content: memoryview) -> None:
         numbers, start = np.frombuffer(content, np.float32), 0
-        for cache in (self._keys, self._values, self._states):
-            size = cache[:, block_id].size
-            cache[:, block_id] = numbers[start : start + size].reshape(cache[:, block_id].shape)
+        for cache in self._caches:
+            size = cache[block_id].size
+            cache[block_id] = numbers[start : start + size].reshape(cache[block_id].shape)
             start += size
 
     def read_numbers(self, block_ids: Sequence[int], count: int) -> F32:
         """Return the first `count` numbers of what `write_numbers` put into these blocks."""
-        blocks = [cache[:, block_id].reshape(-1) for block_id in block_ids for cache in (self._keys, self._values)]
+        blocks = [cache[block_id].reshape(-1) for block_id in block_ids for cache in itertools.chain(*self._layers)]
         return np.concatenate(blocks)[:count]
 
     def write_numbers(self, block_ids: Sequence[int], numbers: F32) -> None:
         """Fill blocks that hold no keys and values with numbers, which they have room for."""
         start = 0
         for block_id in block_ids:
-            for cache in (self._keys, self._values):
-                part = numbers[start : start + cache[:, block_id].size]
-                block = np.full(cache[:, block_id].size, np.nan, np.float32)
+            for cache in itertools.chain(*self._layers):
+                part = numbers[start : start + cache[block_id].size]
+                block = np.full(cache[block_id].size, np.nan, np.float32)
                 block[: len(part)] = part
-                cache[:, block_id] = block.reshape(cache[:, block_id].shape)
+                cache[block_id] = block.reshape(cache[block_id].shape)
                 start += len(block)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
@@ -126,10 +137,10 @@ class KvCache:
             if block_id == NULL_BLOCK:
                 continue
             start = max(0, num_kept - i * self._block_size)
-            for cache in (self._keys, self._values):
-                cache[:, block_id, start:] = np.nan
+            for cache in itertools.chain(*self._layers):
+                cache[block_id, start:] = np.nan
             if start == 0:
-                self._states[:, block_id] = np.nan
+                self._states[block_id] = np.nan
 
 
 def round_to_int8(x: F32, group: int) -> F32:

@@ -14,12 +14,12 @@ import torch
 
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
-from penstock.models.program import Program
+from penstock.models.program import KvShape, Program
 from penstock.models.weights import LoadedModel
 from penstock.types.model_spec import ModelSpec
 
 VOCAB_SIZE = 60
-HASH_PROGRAM = Program((), (), num_layers=1, num_kv_heads=1, head_dim=2, vocab_size=VOCAB_SIZE)
+HASH_PROGRAM = Program((), (), kv_shapes=(KvShape(1, 2),), vocab_size=VOCAB_SIZE)
 HASH_MODEL = LoadedModel("hash", ModelSpec.__new__(ModelSpec), {}, None, None, None, (), None)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.interpreter import attend
 from penstock.backends.reference.kv_cache import SMALLEST_SCALE, KvCache
+from penstock.models.program import KvShape
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 from support.interpreted import DEVICE
 
@@ -56,15 +57,21 @@ class Scene:
         ids = 1 + rng.permutation(sum(counts))
         self.tables = np.zeros((len(counts), max(counts) + 1), np.int32)
         sizes: dict[str, Any] = {
-            "num_layers": 2,
             "num_blocks": 1 + sum(counts),
             "block_size": self.block_size,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "poison": True,
         }
-        self.reference = KvCache(dtype=self.kv_dtype, **sizes)
-        self.cache = PagedKvCache(kv_dtype=self.kv_dtype, dtype=self.dtype, device=DEVICE, **sizes)
+        shape = KvShape(self.num_kv_heads, self.head_dim)
+        self.reference = KvCache(shapes=(shape,) * 2, dtype=self.kv_dtype, **sizes)
+        self.cache = PagedKvCache(
+            num_layers=2,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            kv_dtype=self.kv_dtype,
+            dtype=self.dtype,
+            device=DEVICE,
+            **sizes,
+        )
         self.queries = []
         for row, (length, end) in enumerate(zip(self.lengths, np.cumsum(counts), strict=True)):
             self.tables[row, : counts[row]] = ids[end - counts[row] : end]

@@ -38,11 +38,11 @@ def compile_program(
 ) -> CompiledProgram:
     """With a poisoned cache."""
     cache = PagedKvCache(
-        num_layers=program.num_layers,
+        num_layers=len(program.kv_shapes),
         num_blocks=1 + num_rows * BLOCKS_PER_ROW,
         block_size=BLOCK_SIZE,
-        num_kv_heads=program.num_kv_heads,
-        head_dim=program.head_dim,
+        num_kv_heads=program.kv_shapes[0].num_kv_heads,
+        head_dim=program.kv_shapes[0].head_dim,
         kv_dtype=kv_dtype,
         dtype=dtype,
         device=DEVICE,
@@ -94,11 +94,9 @@ class Twins:
 
     def __post_init__(self) -> None:
         sizes: dict[str, Any] = {
-            "num_layers": self.program.num_layers,
+            "shapes": self.program.kv_shapes,
             "num_blocks": 1 + self.num_rows * BLOCKS_PER_ROW,
             "block_size": BLOCK_SIZE,
-            "num_kv_heads": self.program.num_kv_heads,
-            "head_dim": self.program.head_dim,
         }
         num_positions = BLOCK_SIZE * BLOCKS_PER_ROW
         self._reference = Interpreter(self.program, self.reference_weights or self.weights, num_positions=num_positions)
