@@ -9,7 +9,7 @@ import pytest
 from penstock.testing import HashExecutor, HashModel, expected_tokens, make_request
 from penstock.testing.hash_executor import mix
 from penstock.types.errors import ExecutorFailure
-from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StateSave, StepPlan, Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
@@ -25,8 +25,14 @@ class Device:
         self.executor = HashExecutor(capacity, depth=depth, seed=seed)
         self.num_steps = 0
 
-    def step(self, *rows: RowPlan, admits: tuple[AdmitRow, ...] = (), releases: tuple[str, ...] = ()) -> StepResult:
-        plan = StepPlan(self.num_steps, 0, admits, rows, releases)
+    def step(
+        self,
+        *rows: RowPlan,
+        admits: tuple[AdmitRow, ...] = (),
+        releases: tuple[str, ...] = (),
+        saves: tuple[StateSave, ...] = (),
+    ) -> StepResult:
+        plan = StepPlan(self.num_steps, 0, admits, rows, releases, saves)
         self.num_steps += 1
         return self.executor.collect(self.executor.submit(plan))
 
@@ -90,6 +96,57 @@ def test_with_state_going_on_inside_a_block_is_noticed(has_state: bool) -> None:
             device.step(*inside, admits=(row,))
     else:
         device.step(*inside, admits=(row,))
+
+
+class TestStates:
+    """Rows have states of two blocks, beside the blocks of their keys."""
+
+    PROMPT = (1, 2, 3, 4, 5)
+
+    @pytest.fixture
+    def device(self) -> Device:
+        """Row `a` has computed all of its prompt, and its state after four tokens was saved to blocks 5 and 6."""
+        device = Device(replace(CAPACITY, num_state_blocks=2))
+        row = replace(admit("a", list(self.PROMPT), (1, 2)), state_block_ids=(3, 4))
+        device.step(RowPlan("a", 0, 5, (), True), admits=(row,), saves=(StateSave("a", 4, (5, 6)),))
+        return device
+
+    def go_on(self, device: Device, **fields: object) -> int:
+        row = replace(admit("b", list(self.PROMPT), (1, 7), 4), state_block_ids=(8, 9), state_source=(5, 6))
+        return device.step(RowPlan("b", 4, 1, (), True), admits=(replace(row, **fields),), releases=("a",)).token_ids["b"][0]
+
+    @pytest.mark.parametrize("own", [(8, 9), (5, 6)])
+    def test_a_row_goes_on_from_a_saved_state(self, device: Device, own: tuple[int, ...]) -> None:
+        expected = expected_tokens(self.PROMPT, GREEDY, model=HashModel(), max_model_len=40).token_ids[0]
+        assert self.go_on(device, state_block_ids=own) == expected
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"state_source": (3, 4)}, "is not the one after 4 tokens"),
+            ({"state_source": (5, 4)}, "hold no state"),
+            ({"state_source": ()}, "a state is read from"),
+            ({"state_block_ids": (8,)}, "a state of 2 blocks is put into"),
+            ({"state_block_ids": (8, 6)}, "hold no state"),
+            ({"state_block_ids": (7, 8)}, "is given out while another row holds it"),
+        ],
+    )
+    def test_a_wrong_state_is_noticed(self, device: Device, fields: dict[str, tuple[int, ...]], message: str) -> None:
+        with pytest.raises(AssertionError, match=message):
+            self.go_on(device, **fields)
+
+    @pytest.mark.parametrize(
+        ("save", "message"),
+        [
+            (StateSave("a", 5, (8, 9)), "of RowPlan"),
+            (StateSave("a", 7, (8, 9)), "of RowPlan"),
+            (StateSave("a", 6, (8,)), "a state is saved to"),
+            (StateSave("a", 6, (8, 3)), "which a row holds"),
+        ],
+    )
+    def test_a_wrong_save_is_noticed(self, device: Device, save: StateSave, message: str) -> None:
+        with pytest.raises(AssertionError, match=message):
+            device.step(RowPlan("a", 5, 1, (), True), saves=(save,))
 
 
 def test_a_copy_over_a_held_block_is_noticed(device: Device) -> None:

@@ -148,23 +148,27 @@ class KVManager:
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
         for block_id in (*hit.held, *hit.state):  # first, since the allocations below could take these blocks
             self.pool.hold(block_id, rests=rests)
+        is_turn = (self.eviction.rest_ns > 0 or self.num_state_blocks > 0) and self.prefix.is_turn(request, hit)
         if self.num_state_blocks:
-            self._begin_state(table, request, hit, num_fresh + num_missing)
+            self._begin_state(table, request, hit, num_fresh + num_missing, is_turn=is_turn)
         self._pin(table, number, packed)  # also before the fresh blocks
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
         table.group = self.eviction.group_of(request)
-        table.rests = table.rests or (self.eviction.rest_ns > 0 and self.prefix.is_turn(request, hit))
+        table.rests = table.rests or (self.eviction.rest_ns > 0 and is_turn)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         self.prefix.lead(table, request)
         return tuple(table.block_ids)
 
-    def _begin_state(self, table: BlockTable, request: Request, hit: PrefixHit, num_others: int) -> None:
-        """Give a request its state. The saved one that it begins with stays, unless there is no room for both."""
+    def _begin_state(self, table: BlockTable, request: Request, hit: PrefixHit, num_others: int, *, is_turn: bool) -> None:
+        """Give a request its state. The saved one that it begins with stays, if there is room for both. A conversation's turn,
+        which will leave another state at its end, takes it over rather than evict what is cached."""
         table.source = hit.state
-        if hit.state and self.num_state_blocks + num_others > self.pool.num_available:
+        num_room = self.pool.num_available - (self.pool.num_cached if is_turn else 0)
+        is_alone = bool(hit.state) and self.pool.ref_count(hit.state[0]) == 1
+        if is_alone and self.num_state_blocks + num_others > num_room:
             self.states.forget(hit.state)
             table.state = hit.state
         else:
