@@ -54,7 +54,7 @@ class Server:
         return self.executor.num_computed_tokens - before
 
     def answer(self, prompt: Sequence[int], num_answer: int = 8) -> list[int]:
-        """What the model answers to a prompt, computed elsewhere."""
+        """The model's answer to a prompt, computed elsewhere."""
         sampling = make_request("x", prompt, max_tokens=num_answer).sampling
         found = expected_tokens(prompt, sampling, model=HashModel(), max_model_len=self.capacity.max_model_len)
         return list(found.token_ids)

@@ -55,8 +55,8 @@ class PoolMap:
 
 def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     requests, fenced = list(running), manager.fenced
-    holdings = [manager.block_table(request.request_id) for request in requests]
-    holdings += [tuple(table.block_ids) for _, table in fenced]
+    tables = [*(manager.tables[request.request_id] for request in requests), *(table for _, table in fenced)]
+    holdings = [(*table.block_ids, *table.state_block_ids) for table in tables]
     ref_counts, is_kept = manager.pool.snapshot()
     # A state, or the index of a block's one owner.
     codes: list[BlockState | int] = [BlockState.CACHED if kept else BlockState.FREE for kept in is_kept]
@@ -78,7 +78,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
         )
         for request in requests
     ]
-    owners += [BlockOwner(request_id, len(table.held), 0, 0) for request_id, table in fenced]
+    owners += [BlockOwner(request_id, len(table.held) + len(table.state_block_ids), 0, 0) for request_id, table in fenced]
     waste = waste_ratio(manager, requests)
     return PoolMap(manager.block_size, manager.pool.num_blocks, states, runs, owners, waste)
 

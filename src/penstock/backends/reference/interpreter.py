@@ -42,7 +42,7 @@ class RowRun:
     """Position of the first token of a pair's second text; 0: the row is one text."""
     adapter: AdapterFactors | None = None
     state: list[F32] = field(default_factory=list)
-    """Of each operation with a state in blocks of its own (`PagedState`), before the row's first token; then after its last."""
+    """The state of each operation that has one (`PagedState`), before the row's first token; then after its last."""
     saves: Mapping[int, list[F32]] = field(default_factory=dict)
     """Position -> the state after that many tokens, which the operations fill in."""
     first: int = field(init=False)  # position of the first token that products see now

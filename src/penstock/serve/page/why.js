@@ -28,6 +28,7 @@ const PREFIX_ENDS = {
   differs: "then the cache goes on with another token",
   "answer differs": "then the history differs from an answer: it came back without its reasoning, or with other text",
   evicted: "what follows was evicted",
+  "no state": "more is cached, but the model's state was not saved there",
   "never seen": "what follows was never seen",
   "different salt or adapter": "what follows is cached under another salt or adapter",
   "caching off": "the prefix cache is off",
