@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -109,6 +110,19 @@ void add_text_attention(Engine& self, int q, int k, int v, int out, int num_head
     self.add_instruction(std::move(instruction));
 }
 
+void add_causal_conv(Engine& self, int x, int out, int weight, int bias, int taps, int width, int64_t first_line) {
+    Instruction instruction{InstructionKind::kCausalConv, Domain::kTokens, {}, {}, {}, {}};
+    instruction.conv = {x, out, weight, bias, taps, width, first_line};
+    self.add_instruction(std::move(instruction));
+}
+
+int define_linear_attention(Engine& self, int x, int steps, int gates, int out, int prepared, int step_bias, int decay, int skip,
+                            int num_heads, int num_key_heads, int key_dim, int value_dim, int q_at, int k_at, int v_at, float scale,
+                            int q_factor, int k_factor, float min_step, float max_step, int64_t first_line) {
+    return self.define_linear_attention({x, steps, gates, out, prepared, step_bias, decay, skip, num_heads, num_key_heads, key_dim, value_dim,
+                                         q_at, k_at, v_at, scale, q_factor, k_factor, min_step, max_step, first_line});
+}
+
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
                 int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
                 float share_factor, int share_scale, bool samples) {
@@ -139,6 +153,10 @@ void place_adapter(Engine& self, int64_t number, const AdapterImage& image, cons
     Adapters& adapters = adapters_of(self);
     nb::gil_scoped_release release;
     adapters.place(number, image, blocks);
+}
+
+void check_block(const Engine& self, int block) {
+    if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
 }
 
 struct Arrays {
@@ -251,10 +269,26 @@ void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>&
     for (int i = 0; i < in.num_logits; ++i) out.data()[i] = self.samples()[i].token;
 }
 
+// Rows go on from their own blocks, or begin at position 0. `blocks`: [slots, num_state_blocks]
+std::vector<RowState> states_of(const Engine& self, const Arrays& a, const Matrix<int32_t>& blocks) {
+    const int64_t num_blocks = self.recurrence().num_blocks();
+    if (blocks.shape(0) != a.block_tables.shape(0) || static_cast<int64_t>(blocks.shape(1)) != num_blocks) {
+        throw std::invalid_argument("a state has another number of blocks than one takes");
+    }
+    for (size_t i = 0; i < blocks.size(); ++i) check_block(self, blocks.data()[i]);
+    std::vector<RowState> states;
+    for (size_t row = 0; row < a.row_slots.size(); ++row) {
+        const int32_t* const own = blocks.data() + a.row_slots.data()[row] * num_blocks;
+        states.push_back({own, a.context_lens.data()[row] > 0 ? own : nullptr});
+    }
+    return states;
+}
+
 void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>& query_start_loc,
                  const Vector<int32_t>& context_lens, const Vector<int32_t>& token_ids, const Vector<int32_t>& positions,
                  const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
-                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out, int64_t adapter) {
+                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out, int64_t adapter,
+                 const std::optional<Matrix<int32_t>>& state_blocks) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
     check_step(self, arrays, logit_tokens);
     if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
@@ -264,6 +298,8 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
     StepInput in = make_input(arrays, logit_tokens);
     const std::vector<int64_t> adapters(block_tables.shape(0), adapter);
     in.adapter_of_slot = adapters.data();
+    std::vector<RowState> states;
+    if (state_blocks) states = states_of(self, arrays, *state_blocks), in.row_states = states.data();
     nb::gil_scoped_release release;
     self.run_step(in);
     std::memcpy(out.data(), self.logits(), out.size() * sizeof(float));
@@ -299,6 +335,8 @@ const char* name_of(const Instruction* instruction) {
         case InstructionKind::kAttention: return "attention";
         case InstructionKind::kExperts: return "experts";
         case InstructionKind::kTextAttention: return "text attention";
+        case InstructionKind::kCausalConv: return "convolution";
+        case InstructionKind::kLinearAttention: return "linear attention";
     }
     return "";
 }
@@ -314,10 +352,6 @@ std::vector<StageTuple> stages(const Engine& self) {
         all.emplace_back(strand, name_of(self.instruction_of(i)), stage.num_tasks, stage.grain, stage.row_blocks, stage.members);
     }
     return all;
-}
-
-void check_block(const Engine& self, int block) {
-    if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
 }
 
 void check_content(const Engine& self, size_t bytes) {
@@ -413,7 +447,8 @@ void bind_engine(nb::module_& m) {
         .value("ROUND", RowOpKind::kRound)
         .value("SHRINK", RowOpKind::kShrink)
         .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding)
-        .value("SCALE", RowOpKind::kScale);
+        .value("SCALE", RowOpKind::kScale)
+        .value("PREPARE_STATE", RowOpKind::kPrepareState);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -457,15 +492,16 @@ void bind_engine(nb::module_& m) {
              [](Engine* self, const std::vector<std::tuple<int, int>>& kv_shapes, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
                 int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored,
-                const std::vector<int>& memory_nodes) {
+                const std::vector<int>& memory_nodes, int64_t num_state_lines, int state_line) {
                  EngineShape shape{{},        vocab_size, num_blocks,    block_size,  max_rows,   max_step_tokens,
-                                   kv_format, num_states, state_columns, state_width, max_scored, mask_of(memory_nodes)};
+                                   kv_format, num_states, state_columns, state_width, max_scored, mask_of(memory_nodes),
+                                   num_state_lines, state_line};
                  for (const auto& [num_kv_heads, head_dim] : kv_shapes) shape.kv_shapes.push_back({num_kv_heads, head_dim});
                  new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
              nb::kw_only(), "kv_shapes"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
              "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
-             "memory_nodes"_a = std::vector<int>{},
+             "memory_nodes"_a = std::vector<int>{}, "num_state_lines"_a = 0, "state_line"_a = 0,
              "`kv_shapes`: (num_kv_heads, head_dim) of each layer with keys and values.\n"
              "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
@@ -508,6 +544,13 @@ void bind_engine(nb::module_& m) {
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
              "is_renormalised"_a, "share_factor"_a, "share_scale"_a, "samples"_a,
              "A mixture of experts but for the sum, SUM_EXPERTS of the id that it returns. The fields are those of instructions.h.")
+        .def("add_causal_conv", &add_causal_conv, nb::kw_only(), "x"_a, "out"_a, "weight"_a, "bias"_a, "taps"_a, "width"_a, "first_line"_a,
+             "A convolution with a state in blocks of its own. The fields are those of instructions.h.")
+        .def("define_linear_attention", &define_linear_attention, nb::kw_only(), "x"_a, "steps"_a, "gates"_a, "out"_a, "prepared"_a,
+             "step_bias"_a, "decay"_a, "skip"_a, "num_heads"_a, "num_key_heads"_a, "key_dim"_a, "value_dim"_a, "q_at"_a, "k_at"_a, "v_at"_a,
+             "scale"_a, "q_factor"_a, "k_factor"_a, "min_step"_a, "max_step"_a, "first_line"_a,
+             "Returns the id of linear attention, for PREPARE_STATE and `add_linear_attention` after it. The fields are those of instructions.h.")
+        .def("add_linear_attention", &Engine::add_linear_attention, "id"_a)
         .def("settle", &Engine::settle, nb::call_guard<nb::gil_scoped_release>(),
              "After the last weight: small pages that hold weights become huge ones, in the background. OSError if the disk fails.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
@@ -532,8 +575,9 @@ void bind_engine(nb::module_& m) {
              "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,
              nb::arg("out").noconvert(), "Runs one step and writes the sampled tokens into `out`; -1 for a row without a finite logit.")
         .def("logits_step", &logits_step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a,
-             "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(), "adapter"_a = 0,
-             "Runs one step without sampling, of rows with one adapter, and copies the logits of `logit_tokens` into `out`.")
+             "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(), "adapter"_a = 0, "state_blocks"_a = nb::none(),
+             "Runs one step without sampling, of rows with one adapter, and copies the logits of `logit_tokens` into `out`. `state_blocks`: of\n"
+             "each slot's recurrent state, [slots, num_state_blocks]; None: rows begin without one, and none is kept.")
         .def("logprobs", &logprobs, "index"_a, "(token, logprob, rank, [(id, logprob), ...]) of the last step's sample.")
         .def("copy_block",
              [](Engine& self, int from, int to) {
@@ -550,6 +594,12 @@ void bind_engine(nb::module_& m) {
                  self.kv().poison_block(block, first);
              },
              "block"_a, "first"_a = 0, "Fills a block's positions from `first` on with NaN, so that a test sees any use of them.")
+        .def("poison_state",
+             [](Engine& self, int block) {
+                 check_block(self, block);
+                 std::fill_n(self.kv().numbers(block), self.kv().block_bytes() / static_cast<int64_t>(sizeof(float)), std::nanf(""));
+             },
+             "block"_a, "Fills a block of a row's state with NaN, for the same purpose.")
         .def("times",
              [](const Engine& self) {
                  const StepTimes t = self.times();
@@ -576,6 +626,8 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("file_bytes", [](const Engine& self) { return self.weights().file_bytes(); }, "Those of the weights that lie in a file.")
         .def_prop_ro("experts_bytes", [](const Engine& self) { return self.experts().bytes(); },
                      "Memory for the pairs of a step's tokens and their experts.")
+        .def_prop_ro("num_state_blocks", [](const Engine& self) { return self.recurrence().num_blocks(); },
+                     "Blocks that a row's recurrent state takes, if it lies in blocks of its own.")
         .def_prop_ro("kv_bytes", [](const Engine& self) { return self.kv().bytes(); })
         .def_prop_ro("block_bytes", [](const Engine& self) { return self.kv().block_bytes(); });
 }

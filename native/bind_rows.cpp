@@ -60,9 +60,11 @@ class NamedRows {
             std::vector<int32_t> tokens;
             to_ints(row.attr("token_ids"), tokens);
             to_ints(row.attr("block_ids"), scratch_);
+            to_ints(row.attr("state_block_ids"), state_);
+            to_ints(row.attr("state_source"), source_);
             const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
                                           to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
-                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")), num_scored_of(row));
+                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")), num_scored_of(row), state_, source_);
             slots_[name] = slot;
             return slot;
         });
@@ -76,7 +78,7 @@ class NamedRows {
         });
     }
 
-    void plan(const nb::tuple& rows) {
+    void plan(const nb::tuple& rows, const nb::tuple& saves) {
         table_.begin_step();
         sampled_.clear();
         scored_.clear();
@@ -92,6 +94,14 @@ class NamedRows {
             });
             if (const auto [first, count] = table_.scored_of_row(); count > 0) scored_.push_back({name, first, count});
             if (samples) sampled_.push_back(std::move(name));
+        }
+        for (nb::handle save : saves) {
+            const nb::object name = save.attr("request_id");
+            told(name, [&] {
+                to_ints(save.attr("block_ids"), scratch_);
+                table_.add_save(slot_of(name), to_int(save.attr("position")), scratch_);
+                return 0;
+            });
         }
     }
 
@@ -223,7 +233,9 @@ class NamedRows {
     }
 
     void require_fit(const Engine& engine) const {
-        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (!table_.fits(engine.shape()) || table_.num_state_blocks() != engine.recurrence().num_blocks()) {
+            throw std::invalid_argument("the engine has not the shape of these rows");
+        }
         if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
     }
 
@@ -252,7 +264,7 @@ class NamedRows {
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
     std::vector<Scored> scored_;       // rows of the step that tell of their prompts
-    std::vector<int32_t> scratch_;
+    std::vector<int32_t> scratch_, state_, source_;
     std::vector<uint32_t> mask_;  // the bytes of one, where words may lie
 };
 
@@ -264,14 +276,15 @@ void bind_rows(nb::module_& m) {
         .def(
             "__init__",
             [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size,
-               int window, bool is_one_pass, int max_scored) {
-                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window, is_one_pass, max_scored});
+               int window, bool is_one_pass, int max_scored, int num_state_blocks) {
+                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window, is_one_pass, max_scored,
+                                      num_state_blocks});
             },
             nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a,
-            "window"_a, "is_one_pass"_a = false, "max_scored"_a = 0)
+            "window"_a, "is_one_pass"_a = false, "max_scored"_a = 0, "num_state_blocks"_a = 0)
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
-        .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
+        .def("plan", &NamedRows::plan, "rows"_a, "saves"_a = nb::tuple(), "Describes a step of `RowPlan`s, after its releases and admits.")
         .def("begin", &NamedRows::begin, "engine"_a, "Begin a step of those rows, whose masks come later.")
         .def("restrict", &NamedRows::restrict, "engine"_a, "masks"_a,
              "What rows of the planned step may sample: {request id: bytes}, a bit for each token; for that step alone.")

@@ -52,6 +52,16 @@ const EngineShape& checked(const EngineShape& s) {
     return s;
 }
 
+// The last block that a row's state is kept in, or 0.
+int64_t last_state_block(const StepInput& input, int num_blocks) {
+    int64_t last = 0;
+    for (int row = 0; input.row_states && row < input.num_rows; ++row) {
+        const int32_t* const blocks = input.row_states[row].blocks;
+        if (blocks) last = std::max<int64_t>(last, *std::max_element(blocks, blocks + num_blocks));
+    }
+    return last;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared_ptr<Account> account, const std::string& variant)
@@ -63,6 +73,7 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
       weights_(shape.memory_nodes),
       planner_(shape, kernels_, program_, weights_, kv_, team_->size()),
       experts_(kernels_, weights_, team_->size()),
+      recurrence_(shape, kv_, team_->size()),
       logits_(shape, kernels_, team_->size()),
       member_times_(team_->size()),
       attention_scratch_(team_->size()),
@@ -112,6 +123,11 @@ void Engine::add_instruction(Instruction instruction) {
         const KvShape& kv = shape_.kv_shapes[op.layer];
         if (op.num_heads < 1 || op.num_heads % kv.num_kv_heads != 0) throw std::invalid_argument("heads can't share those of keys and values evenly");
     }
+    if (instruction.kind == InstructionKind::kCausalConv) {
+        const CausalConvOp& op = instruction.conv;
+        if (op.taps < 2 || op.taps > kMostTaps) throw std::invalid_argument("a convolution has 2 to 8 taps");
+        recurrence_.reserve(op.first_line, 1, op.taps - 1, op.width);
+    }
     for (const RowOp& op : instruction.rows) {
         if (op.kind == RowOpKind::kKvWrite && (op.n < 0 || op.n >= shape_.num_layers())) {
             throw std::invalid_argument("there is no such layer of keys and values");
@@ -137,6 +153,19 @@ int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
     add_instruction({InstructionKind::kRows, domain, {choose}, {}, {}, {}});
     for (const ExpertsPart part : {ExpertsPart::kGather, ExpertsPart::kInner, ExpertsPart::kActivate, ExpertsPart::kOuter}) add(part);
     return id;
+}
+
+int Engine::define_linear_attention(const LinearAttentionOp& op) {
+    if (op.num_key_heads < 1 || op.num_heads % op.num_key_heads != 0) throw std::invalid_argument("heads are no multiple of the key heads");
+    recurrence_.reserve(op.first_line, op.num_heads, op.key_dim, op.value_dim);
+    linear_attentions_.push_back(op);
+    return static_cast<int>(linear_attentions_.size()) - 1;
+}
+
+void Engine::add_linear_attention(int id) {
+    Instruction instruction{InstructionKind::kLinearAttention, Domain::kTokens, {}, {}, {}, {}};
+    instruction.linear_attention = linear_attentions_.at(id);
+    add_instruction(std::move(instruction));
 }
 
 void Engine::set_logits(int buffer, float scale, float cap) {
@@ -211,7 +240,8 @@ void Engine::prepare(const StepInput& input, bool awaits_masks) {
     input_ = input;
     int64_t last_slot = 0;
     for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
-    kv_.reach(last_slot);
+    kv_.reach(std::max(last_slot, last_state_block(input, recurrence_.num_blocks()) * shape_.block_size));
+    recurrence_.begin_step(input_);
     std::fill(member_times_.begin(), member_times_.end(), MemberTimes{});
     reserve_for_texts();
     if (adapters_) adapters_->begin_step(input);
@@ -257,6 +287,8 @@ void Engine::run_task(int index, int task, int member) {
         case InstructionKind::kGated: return run_gated(instruction->gated, index, task, member);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
         case InstructionKind::kTextAttention: return run_text_attention(instruction->text_attention, stage, task, member);
+        case InstructionKind::kCausalConv: return run_causal_conv(instruction->conv, stage, task, member);
+        case InstructionKind::kLinearAttention: return run_linear_attention(instruction->linear_attention, stage, task, member);
         case InstructionKind::kExperts: {
             const ExpertsOp& op = instruction->experts;
             return experts_.run(op, buffers_[op.layer.x].data(), activations_[op.layer.input].view, stage, task, member);
@@ -286,7 +318,9 @@ void Engine::ended(int index, int member) {
         case InstructionKind::kGated:
         case InstructionKind::kExperts: times.linear += elapsed; break;
         case InstructionKind::kAttention:
-        case InstructionKind::kTextAttention: times.attention += elapsed; break;
+        case InstructionKind::kTextAttention:
+        case InstructionKind::kCausalConv:
+        case InstructionKind::kLinearAttention: times.attention += elapsed; break;
     }
 }
 
@@ -428,6 +462,7 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             return convolve(shape_, kv_, input_, layer, row, buffers_[op.out].row(row));
         }
         case RowOpKind::kKeepState: return keep_state(shape_, kv_, input_, {op.n, buffers_[op.x].data(), nullptr, nullptr}, row);
+        case RowOpKind::kPrepareState: return prepare_state(linear_attentions_[op.weight], row);
         case RowOpKind::kQuantize:
         case RowOpKind::kRound:
         case RowOpKind::kShrink:
@@ -592,6 +627,63 @@ void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, 
             }
         }
         work = next;
+    }
+}
+
+void Engine::prepare_state(const LinearAttentionOp& op, int64_t row) {
+    const int width = op.num_key_heads * op.key_dim;
+    const float *const x = buffers_[op.x].row(row), *const queries = x + op.q_at, *const keys = x + op.k_at;
+    float *const q = buffers_[op.prepared].row(row), *const k = q + width, *const decays = k + width;
+    if (op.q_factor >= 0) {
+        const float eps = 1e-6f / static_cast<float>(op.key_dim);  // of the sum of squares it is 1e-6
+        kernels_.rms_norm(q, queries, weights_.vector(op.q_factor), width, op.key_dim, eps);
+        kernels_.rms_norm(k, keys, weights_.vector(op.k_factor), width, op.key_dim, eps);
+    } else {
+        for (int i = 0; i < width; ++i) q[i] = op.scale * queries[i];
+        std::copy_n(keys, width, k);
+    }
+    const float *const steps = buffers_[op.steps].row(row), *const gates = op.gates < 0 ? nullptr : buffers_[op.gates].row(row);
+    decays_and_rates(op, steps, gates, weights_.vector(op.step_bias), weights_.vector(op.decay), decays);
+}
+
+// Pieces of work are (panel, row of the step), the rows of a panel beside each other: a task has some of all rows, whatever their lengths.
+void Engine::run_causal_conv(const CausalConvOp& op, const Stage& stage, int task, int member) {
+    const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+    const int rows = stage.end - stage.first, begin = task * stage.grain;
+    const int end = std::min(begin + stage.grain, rows * recurrence_.num_panels(op.width));
+    for (int i = begin; i < end; ++i) {
+        const int row = stage.first + i % rows, token = input_.query_start_loc[row];
+        CausalConvTask work{};
+        work.x = x.row(token), work.x_ld = x.width;
+        work.out = out.row(token), work.out_ld = out.width;
+        work.weight = weights_.vector(op.weight), work.weight_ld = op.width;
+        work.bias = weights_.vector(op.bias);
+        work.taps = op.taps;
+        recurrence_.convolve(kernels_, work, op.first_line, op.width, row, i / rows, member);
+    }
+}
+
+void Engine::run_linear_attention(const LinearAttentionOp& op, const Stage& stage, int task, int member) {
+    const Buffer &x = buffers_[op.x], &out = buffers_[op.out], &prepared = buffers_[op.prepared];
+    const float* const skip = weights_.vector(op.skip);
+    const int panels = recurrence_.num_panels(op.value_dim), rows = stage.end - stage.first, begin = task * stage.grain;
+    const int width = op.num_key_heads * op.key_dim, end = std::min(begin + stage.grain, rows * op.num_heads * panels);
+    for (int i = begin; i < end; ++i) {
+        const int row = stage.first + i % rows, head = i / rows / panels, panel = i / rows % panels;
+        const int token = input_.query_start_loc[row];
+        LinearAttentionTask work{};
+        work.q = prepared.row(token) + head / (op.num_heads / op.num_key_heads) * op.key_dim;
+        work.k = work.q + width;
+        work.decays = prepared.row(token) + 2 * width + head;
+        work.rates = work.decays + op.num_heads;
+        work.ld = prepared.width;
+        work.v = x.row(token) + op.v_at + head * op.value_dim, work.v_ld = x.width;
+        work.out = out.row(token) + head * op.value_dim, work.out_ld = out.width;
+        work.skip = skip ? skip + head : nullptr;
+        work.is_delta = op.gates >= 0;
+        work.key_dim = op.key_dim;
+        const int64_t first_line = op.first_line + int64_t{head} * panels * op.key_dim;
+        recurrence_.attend(kernels_, work, first_line, op.value_dim, row, panel, member);
     }
 }
 

@@ -20,6 +20,7 @@
 #include "kv_cache.h"
 #include "logits.h"
 #include "owned_activation.h"
+#include "recurrence.h"
 #include "step_planner.h"
 #include "team.h"
 #include "weights.h"
@@ -46,6 +47,7 @@ class Engine final : private Work {
     KvCache& kv() { return kv_; }
     const KvCache& kv() const { return kv_; }
     const Experts& experts() const { return experts_; }
+    const Recurrence& recurrence() const { return recurrence_; }
     void pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source) {
         weights_.pack_rows(*team_, *account_, matrix, first_row, num_rows, source);
     }
@@ -58,6 +60,9 @@ class Engine final : private Work {
     void add_instruction(Instruction instruction);
     // All instructions of a layer of experts but the last one: kSumExperts, for which the id is.
     int add_experts(const ExpertsLayer& layer, Domain domain);
+    // Linear attention, for which the id is: of kPrepareState and then of the instruction itself.
+    int define_linear_attention(const LinearAttentionOp& op);
+    void add_linear_attention(int id);
     // After the last instruction. Logits are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
     // std::invalid_argument if that would change them and the last instruction is no product that makes them.
     void set_logits(int buffer, float scale, float cap);
@@ -153,6 +158,9 @@ class Engine final : private Work {
     void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
     void run_text_attention(const TextAttentionOp& op, const Stage& stage, int task, int member);
     void reserve_for_texts();
+    void prepare_state(const LinearAttentionOp& op, int64_t row);
+    void run_causal_conv(const CausalConvOp& op, const Stage& stage, int task, int member);
+    void run_linear_attention(const LinearAttentionOp& op, const Stage& stage, int task, int member);
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -166,6 +174,8 @@ class Engine final : private Work {
     std::vector<Instruction> program_;
     StepPlanner planner_;
     Experts experts_;
+    Recurrence recurrence_;
+    std::vector<LinearAttentionOp> linear_attentions_;
     Logits logits_;
     std::unique_ptr<Adapters> adapters_;  // null: no instruction has a site
     int logits_buffer_ = -1;

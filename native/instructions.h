@@ -19,7 +19,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
-    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale,
+    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale, kPrepareState,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -29,7 +29,7 @@ struct RowOp {
     int32_t x = -1;        // buffer, or activation for kShrink
     int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
-    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding)
+    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding), layer of linear attention (kPrepareState)
     int32_t weight = -1;
     // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
     // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), whether rows have a zero of
@@ -108,7 +108,30 @@ struct ExpertsOp {
     ExpertsLayer layer{};
 };
 
-enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts, kTextAttention };
+// A convolution whose state lies in blocks of its own; models/program.py has the formula.
+struct CausalConvOp {
+    int32_t x = -1, out = -1;         // buffers
+    int32_t weight = -1, bias = -1;   // vectors [taps, width], [width]
+    int32_t taps = 0, width = 0;
+    int64_t first_line = 0;           // of its state
+};
+
+// Linear attention; likewise.
+struct LinearAttentionOp {
+    int32_t x = -1, steps = -1, gates = -1, out = -1;  // buffers; without `gates` there is no delta rule
+    int32_t prepared = -1;  // buffer: q and k as they are multiplied [key heads, key_dim] each, then the decays and rates of the heads
+    int32_t step_bias = -1, decay = -1, skip = -1;     // vectors [num_heads]
+    int32_t num_heads = 0, num_key_heads = 0, key_dim = 0, value_dim = 0;
+    int32_t q_at = 0, k_at = 0, v_at = 0;              // columns of x
+    float scale = 1.0f;
+    // Vectors [key_dim] that normalised queries and keys are multiplied with (their sums of squares become key_dim); -1: they are not
+    // normalised.
+    int32_t q_factor = -1, k_factor = -1;
+    float min_step = 0.0f, max_step = 0.0f;
+    int64_t first_line = 0;  // of its state
+};
+
+enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts, kTextAttention, kCausalConv, kLinearAttention };
 enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instruction runs
 
 struct Instruction {
@@ -120,6 +143,20 @@ struct Instruction {
     AttentionOp attention;
     ExpertsOp experts{};
     TextAttentionOp text_attention{};
+    CausalConvOp conv{};
+    LinearAttentionOp linear_attention{};
+};
+
+// Where a row of the step has its recurrent state, if that lies in blocks of its own: [num_state_blocks] ids each.
+struct RowState {
+    const int32_t* blocks = nullptr;  // null: what comes after the row's tokens is kept nowhere
+    const int32_t* source = nullptr;  // null: before its first token there is none
+};
+
+// A copy of a row's state after so many of its tokens of the step.
+struct StateSave {
+    int32_t row, num_tokens;
+    std::vector<int32_t> blocks;
 };
 
 // Arrays of one step, owned by the caller. R rows, T tokens, S rows of logits.
@@ -146,6 +183,10 @@ struct StepInput {
     const int32_t* second_at_of_slot = nullptr;  // [max_rows], position of a pair's second text, or 0; null: 0 of all
     const int64_t* adapter_of_slot = nullptr;    // [max_rows], number of a row's adapter, or 0; null: 0 of all
 
+    const RowState* row_states = nullptr;  // [R]; null: nothing of any
+    const StateSave* saves = nullptr;      // [num_saves], those of one row in order of tokens
+    int32_t num_saves = 0;
+
     // The row of a token, as its index among those of the step.
     int row_of(int64_t token) const {
         return static_cast<int>(std::upper_bound(query_start_loc, query_start_loc + num_rows, token) - query_start_loc) - 1;
@@ -168,6 +209,9 @@ struct EngineShape {
     int32_t num_states = 0, state_columns = 0, state_width = 0;
     int32_t max_scored = 0;  // positions of prompts that have logits in a step, beside a row each that samples
     uint64_t memory_nodes = 0;  // over which weights and KV cache are spread: MemoryNodes in packing.h
+    // A row's recurrent state in blocks of its own (recurrence.h): so many lines, each of so many floats.
+    int64_t num_state_lines = 0;
+    int32_t state_line = 0;
 
     int32_t num_layers() const { return static_cast<int32_t>(kv_shapes.size()); }
     int32_t max_logits() const { return max_rows + max_scored; }

@@ -22,6 +22,9 @@ class KvCache {
     // Where a block keeps the state of one of its positions, in a layer of those with a state. [state_width]
     uint16_t* state(int32_t block, int32_t layer, int64_t position) const;
 
+    // A block as a place for other numbers than keys and values. [block_bytes() / 4]
+    float* numbers(int32_t block) const { return reinterpret_cast<float*>(at(block)); }
+
     // From now on a thread of low priority sees to pages (KvMemory).
     void begin() { memory_.begin(); }
     // A step writes slots up to this one.

@@ -32,9 +32,11 @@ RowTable::RowTable(const RowTableShape& shape)
         require(size > 0, "every size of a row table must be at least 1");
     }
     require(shape.window >= 0, "a window is below 0");
+    require(shape.num_state_blocks >= 0, "a state has less than no block");
     block_stride_ = (token_stride_ + shape.block_size - 1) / shape.block_size;
     tokens_ = zeroed(shape.max_rows * token_stride_);
     blocks_ = zeroed(shape.max_rows * block_stride_);
+    if (shape.num_state_blocks > 0) states_ = zeroed(2 * int64_t{shape.max_rows} * shape.num_state_blocks);
     rows_.resize(static_cast<size_t>(shape.max_rows));
     num_tokens_.resize(rows_.size());
     num_prompt_.resize(rows_.size());
@@ -50,7 +52,8 @@ RowTable::Row& RowTable::known(int slot) {
 }
 
 int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
-                    int64_t num_computed, bool is_padding, int64_t second_at, int64_t adapter, int64_t num_scored) {
+                    int64_t num_computed, bool is_padding, int64_t second_at, int64_t adapter, int64_t num_scored,
+                    const std::vector<int32_t>& state, const std::vector<int32_t>& source) {
     const auto num_tokens = static_cast<int64_t>(tokens.size());
     require(!free_slots_.empty(), "is one more than max_rows");
     require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
@@ -58,12 +61,19 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     require(num_computed >= 0 && num_computed < num_tokens, "has no token left to compute");
     require(num_computed <= static_cast<int64_t>(blocks.size()) * shape_.block_size, "has more KV than its blocks hold");
     require(second_at >= 0 && second_at < num_tokens, "has a second text that begins after its last token");
+    const bool has_state = shape_.num_state_blocks > 0 && !is_padding;
+    require(static_cast<int>(state.size()) == (has_state ? shape_.num_state_blocks : 0), "has another number of blocks for its state than one takes");
+    require(source.empty() || (has_state && source.size() == state.size()), "reads a state from another number of blocks than one takes");
+    require(!has_state || num_computed == 0 || !source.empty(), "goes on without a state");
+    check_state_blocks(state);
+    check_state_blocks(source);
     for (const int32_t token : tokens) require(token >= 0 && token < shape_.vocab_size, "has a token outside the vocabulary");
     const int slot = free_slots_.back();
     free_slots_.pop_back();
     Row& row = rows_[static_cast<size_t>(slot)];
     row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, static_cast<int32_t>(num_scored),
-           false, is_padding};
+           static_cast<int32_t>(state.size()), static_cast<int32_t>(source.size()), false, is_padding};
+    std::copy(source.begin(), source.end(), std::copy(state.begin(), state.end(), state_of(slot)));
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
@@ -95,6 +105,12 @@ void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks, int64
     }
 }
 
+void RowTable::check_state_blocks(const std::vector<int32_t>& blocks) const {
+    for (const int32_t block : blocks) {
+        require(block > 0 && block < shape_.num_blocks, "has a block of a state that does not exist, or the null block");
+    }
+}
+
 void RowTable::begin_step() {
     ++num_steps_;
     for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_, &logit_targets_, &sample_logits_}) {
@@ -103,6 +119,8 @@ void RowTable::begin_step() {
     num_scored_ = num_row_scored_ = 0;
     slot_mapping_.clear();
     masks_.clear();
+    row_states_.clear();
+    saves_.clear();
     query_start_loc_.assign(1, 0);
 }
 
@@ -119,6 +137,12 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     require(query_len <= shape_.max_step_tokens - static_cast<int64_t>(token_ids_.size()), "exceeds max_step_tokens");
     append_blocks(slot, new_blocks, 0);
     require(end <= int64_t{row.num_blocks} * shape_.block_size, "writes past its last block");
+    if (shape_.num_state_blocks > 0) {
+        const int32_t* const own = row.num_state > 0 ? state_of(slot) : nullptr;
+        const int32_t* const source = row.num_source > 0 ? own + row.num_state : nullptr;
+        const bool reads_own = row.last_step >= 0 || (source && std::equal(own, source, source));
+        row_states_.push_back({own, reads_own ? own : source});
+    }
     row.last_step = num_steps_;
     row.num_computed = static_cast<int32_t>(end);
     row_slots_.push_back(slot);
@@ -139,6 +163,18 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
         logit_tokens_.push_back(static_cast<int32_t>(token_ids_.size()) - 1);
         logit_slots_.push_back(slot);
     }
+}
+
+void RowTable::add_save(int slot, int64_t position, const std::vector<int32_t>& blocks) {
+    const Row& row = known(slot);
+    require(row.last_step == num_steps_, "saves a state in a step that does not compute it");
+    require(row.num_state > 0 && static_cast<int>(blocks.size()) == row.num_state, "saves a state to another number of blocks than one takes");
+    check_state_blocks(blocks);
+    const auto at = static_cast<int32_t>(std::find(row_slots_.begin(), row_slots_.end(), slot) - row_slots_.begin());
+    const auto count = static_cast<int32_t>(position - context_lens_[static_cast<size_t>(at)]);
+    require(position <= row.num_computed && count > 0, "saves a state at a position that the step does not compute");
+    for (const StateSave& save : saves_) require(save.row != at || save.num_tokens <= count, "saves states in another order than that of their positions");
+    saves_.push_back({at, count, blocks});
 }
 
 // The positions of a row from `context_len` up to `end` whose logits tell of its prompt (types/plan.py, `scored_positions`).
@@ -190,6 +226,9 @@ StepInput RowTable::input() const {
     in.logit_slots = logit_slots_.data();
     in.second_at_of_slot = second_at_.data();
     in.adapter_of_slot = adapters_.data();
+    if (!row_states_.empty()) in.row_states = row_states_.data();
+    in.saves = saves_.data();
+    in.num_saves = static_cast<int32_t>(saves_.size());
     if (shape_.is_one_pass) return in;
     in.tokens = tokens_.get();
     in.tokens_stride = token_stride_;

@@ -19,6 +19,7 @@ struct RowTableShape {
     int32_t window;  // 0, or how many last positions a row reads
     bool is_one_pass = false;  // each row is a text, computed whole in one step, and nothing is appended to it
     int32_t max_scored = 0;    // positions of prompts that are scored in one step
+    int32_t num_state_blocks = 0;  // of a row's recurrent state; 0: it has none of its own
 };
 
 // A call that breaks the contract of plans throws std::invalid_argument; the table must not be used after that.
@@ -32,19 +33,23 @@ class RowTable {
     // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
     // answers nobody. `second_at`: the position of a pair's second text; 0: it is one text.
     // `adapter`: the number of its adapter; 0: none. `num_scored`: of a row whose prompt is scored, the tokens after its first that were
-    // told already; -1: it is not scored.
+    // told already; -1: it is not scored. `state` and `source`: AdmitRow in types/plan.py; padding has neither.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
-              bool is_padding, int64_t second_at = 0, int64_t adapter = 0, int64_t num_scored = -1);
+              bool is_padding, int64_t second_at = 0, int64_t adapter = 0, int64_t num_scored = -1,
+              const std::vector<int32_t>& state = {}, const std::vector<int32_t>& source = {});
     void release(int slot);
 
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
     void begin_step();
     void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
+    // After the rows: a copy of the state of one of them.
+    void add_save(int slot, int64_t position, const std::vector<int32_t>& blocks);
     // Makes room for masks, which `input` then points to. `restrict` may follow when others read them no sooner.
     void expect_masks();
     // After that: the tokens that the i-th row that samples may sample, a bit for each token of the vocabulary, [mask_words()].
     void restrict(int sample, const uint32_t* mask);
     bool is_one_pass() const { return shape_.is_one_pass; }
+    int num_state_blocks() const { return shape_.num_state_blocks; }
     int mask_words() const { return (shape_.vocab_size + 31) / 32; }
     // Points into this table; valid until it changes. Of texts nothing is to be sampled.
     StepInput input() const;
@@ -65,6 +70,7 @@ class RowTable {
         int32_t num_tokens = 0, num_prompt = 0, num_blocks = 0, num_computed = 0;
         int64_t last_step = -1;
         int32_t num_scored = -1;
+        int32_t num_state = 0, num_source = 0;  // blocks of its state, and of the one that its first step reads
         bool is_free = true, is_padding = false;
     };
     struct Release {
@@ -75,7 +81,9 @@ class RowTable {
     static Table zeroed(int64_t count);
     Row& known(int slot);
     int32_t* tokens_of(int slot) const { return tokens_.get() + int64_t{slot} * token_stride_; }
+    int32_t* state_of(int slot) const { return states_.get() + 2 * int64_t{slot} * shape_.num_state_blocks; }
     int32_t* blocks_of(int slot) const { return blocks_.get() + int64_t{slot} * block_stride_; }
+    void check_state_blocks(const std::vector<int32_t>& blocks) const;
     void score(int slot, int64_t context_len, int64_t end);
     // The first `num_unread` may be null blocks.
     void append_blocks(int slot, const std::vector<int32_t>& blocks, int64_t num_unread);
@@ -84,6 +92,7 @@ class RowTable {
     int64_t token_stride_, block_stride_;
     Table tokens_;  // [max_rows, max_model_len + 1]: one more, for the token after the longest row
     Table blocks_;  // [max_rows, .], 0 (the null block) after a row's last
+    Table states_;  // [max_rows, 2, num_state_blocks]: a row's own, and where its first step reads
     std::vector<Row> rows_;
     std::vector<int32_t> free_slots_;
     std::vector<int32_t> num_tokens_, num_prompt_;  // [max_rows], for the sampler
@@ -95,6 +104,8 @@ class RowTable {
     std::vector<int32_t> sample_logits_;
     int32_t num_scored_ = 0, first_scored_ = 0, num_row_scored_ = 0;
     std::vector<int64_t> slot_mapping_;
+    std::vector<RowState> row_states_;  // of each row; empty without states
+    std::vector<StateSave> saves_;
     std::vector<uint32_t> mask_bits_;     // [num_samples(), mask_words()] if any row has one
     std::vector<const uint32_t*> masks_;  // of each logit, into them, or null; empty if no row has one
 };

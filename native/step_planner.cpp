@@ -68,6 +68,8 @@ void StepPlanner::count_last_instruction() {
         if (!kernels_.reads_bf16(w.matrix) && w.matrix.kind != WeightKind::kU8Row) fetching += cost;
     };
     for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
+    num_states_ += instruction.kind == InstructionKind::kLinearAttention;
+    has_state_ = has_state_ || num_states_ > 0 || instruction.kind == InstructionKind::kCausalConv;
     is_one_pass_ = is_one_pass_ || instruction.kind == InstructionKind::kTextAttention;
     num_attentions_ += instruction.kind == InstructionKind::kAttention || instruction.kind == InstructionKind::kTextAttention;
     for (const LinearOp& op : instruction.linears) count(op.weight);
@@ -84,6 +86,9 @@ void StepPlanner::count_last_instruction() {
         if (found == tilings_.end()) tilings_.push_back(tiling);
     } else if (instruction.kind == InstructionKind::kTextAttention) {
         costs_.of_position += 2 * kAttentionCost * instruction.text_attention.num_heads * instruction.text_attention.head_dim;
+    } else if (instruction.kind == InstructionKind::kLinearAttention) {
+        const LinearAttentionOp& op = instruction.linear_attention;
+        costs_.of_token += 4 * kAttentionCost * op.num_heads * op.key_dim * op.value_dim;
     }
     if (instruction.kind == InstructionKind::kExperts) {
         has_experts_ = true;
@@ -159,10 +164,11 @@ void StepPlanner::add_up_costs() {
 }
 
 // Where a strand ends that has its share of the cost up to this token: with a whole tile of rows, which may be within a row of the step,
-// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h); and in texts all read all.
+// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h, recurrence.h); and in texts
+// all read all.
 int StepPlanner::end_of_strand(int64_t token) const {
     const int end = (static_cast<int>(token) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
-    if ((num_states_ == 0 && !is_one_pass_) || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
+    if ((!has_state_ && !is_one_pass_) || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
     const int32_t* const after = std::upper_bound(input_.query_start_loc, input_.query_start_loc + input_.num_rows, end);
     return *after - end < end - after[-1] ? *after : after[-1];
 }
@@ -313,6 +319,13 @@ Stage StepPlanner::plan_stage(const Strand& strand, size_t index, int members) c
         const int grain = grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
+    if (instruction.kind == InstructionKind::kCausalConv) {
+        return plan_recurrence(strand, ceil_div(instruction.conv.width, shape_.state_line), members);
+    }
+    if (instruction.kind == InstructionKind::kLinearAttention) {
+        const LinearAttentionOp& op = instruction.linear_attention;
+        return plan_recurrence(strand, op.num_heads * ceil_div(op.value_dim, shape_.state_line), members);
+    }
     const bool of_tokens = instruction.domain == Domain::kTokens;
     const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;
     const int rows = end - first;
@@ -323,6 +336,13 @@ Stage StepPlanner::plan_stage(const Strand& strand, size_t index, int members) c
     }
     if (instruction.kind == InstructionKind::kExperts) return plan_experts(instruction.experts, first, end, members);
     return plan_product(instruction, first, end, members);
+}
+
+// `first` and `end` are rows of the step, which no strand cuts.
+Stage StepPlanner::plan_recurrence(const Strand& strand, int panels, int members) const {
+    const int first = input_.row_of(strand.first_token), end = input_.row_of(strand.end_token - 1) + 1;
+    const int count = (end - first) * panels, grain = grain_of(count, tasks_for(members, kAttentionTasksPerMember));
+    return {ceil_div(count, grain), grain, 1, first, end, members};
 }
 
 // Which experts the rows will choose is not known yet: a product has as many tasks as share the panels of any of them.

@@ -156,6 +156,7 @@ class StepPlanner {
     bool has_row8(const Instruction& instruction) const;  // a product in integers alone
     Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
     int tiles_of_task(int tiles, int tasks, int members) const;
+    Stage plan_recurrence(const Strand& strand, int panels, int members) const;
     Stage plan_experts(const ExpertsOp& op, int first, int end, int members) const;
 
     EngineShape shape_;
@@ -166,7 +167,8 @@ class StepPlanner {
     bool uses_all_members_ = false;
     int num_own_ = 0;
     bool has_experts_ = false;
-    int num_states_ = 0;
+    int num_states_ = 0;  // layers with a recurrent state
+    bool has_state_ = false;
     int num_attentions_ = 0;
     bool is_one_pass_ = false;  // it computes texts whole
     std::vector<Tiling> tilings_;

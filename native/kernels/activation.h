@@ -56,6 +56,7 @@ PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
         case ActivationKind::kRelu: return f([](vf x) PENSTOCK_LAMBDA { return relu(x); });
         case ActivationKind::kRelu2: return f([](vf x) PENSTOCK_LAMBDA { return mul(relu(x), relu(x)); });
         case ActivationKind::kTanh: return f([](vf x) PENSTOCK_LAMBDA { return tanh(x); });
+        case ActivationKind::kSigmoid: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(set1(1.0f), x); });
         case ActivationKind::kSwigluClamped: return;  // for_gate has it
     }
 }

@@ -87,7 +87,7 @@ struct PanelRange {
 };
 
 // A product with a gate computes the first two; the others are operations on rows. kSwigluClamped is of a gate and its partner alone.
-enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7 };
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7, kSigmoid = 8 };
 
 // Changes of a GEMM's result before it is stored, in this order; null pointers are skipped.
 struct Epilogue {
@@ -178,6 +178,40 @@ struct TextAttentionTask {
     float scale;
     const float* distances;   // null, or what is added to scores by the key's position less the query's: [heads_per_kv, 2 * num_distances + 1]
     int32_t num_distances;    // the same for all farther away
+};
+
+// Columns of a recurrent state that a task has at most: those of a line (recurrence.h).
+constexpr int kStateColumns = 64;
+constexpr int kMostTaps = 8;  // positions that a convolution reads
+
+// Some columns of one row of the step in a causal convolution: out[t] = silu(the sum over i of weight[i] * x[t - taps + 1 + i] (+ bias)).
+// `from` and `to` are the inputs of the taps - 1 positions before the tokens, and the last ones up to their end; they may be the same.
+struct CausalConvTask {
+    const float* x;  // of the first token; `out` may be the same
+    float* out;
+    int64_t x_ld, out_ld;  // floats from one token to the next
+    const float* weight;   // [taps], weight_ld floats from one to the next
+    int64_t weight_ld;
+    const float* bias;  // or null
+    int32_t taps, columns, num_tokens;
+    const float* const* from;  // [taps - 1] pointers to `columns` floats
+    float* const* to;
+};
+
+// Some columns of one head of one row of the step in linear attention (models/program.py), with a state of key_dim rows. Its rows are
+// whole vectors of sixteen floats, and what is behind the columns has no meaning. `from` and `to` may be the same.
+struct LinearAttentionTask {
+    const float *q, *k;          // of the first token [key_dim]
+    const float *decays, *rates; // likewise, one number each
+    int64_t ld;                  // floats from one token to the next, in these four
+    const float* v;              // likewise [columns]
+    float* out;
+    int64_t v_ld, out_ld;
+    const float* skip;  // null, or what v is multiplied with and added to out
+    bool is_delta;      // the state's own answer to k is taken from v
+    int32_t key_dim, columns, num_tokens;
+    const float* const* from;  // [key_dim] pointers to rows
+    float* const* to;
 };
 
 constexpr int kRanks = 8;            // of a panel of A
@@ -277,6 +311,8 @@ struct KernelTable {
     // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats
     void (*text_attention)(const TextAttentionTask& task, float* scratch);
     int64_t (*text_attention_scratch_floats)(int num_tokens, int head_dim);
+    void (*causal_conv)(const CausalConvTask& task);
+    void (*linear_attention)(const LinearAttentionTask& task);
 
     // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two; 0 of tiles without them
     int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);

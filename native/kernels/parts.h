@@ -34,6 +34,8 @@ int64_t attention_scratch_floats(int head_dim);
 int64_t attention_partial_floats(int num_pairs, int head_dim);
 void text_attention(const TextAttentionTask& task, float* scratch);
 int64_t text_attention_scratch_floats(int num_tokens, int head_dim);
+void causal_conv(const CausalConvTask& task);
+void linear_attention(const LinearAttentionTask& task);
 int64_t probe_arithmetic(ProbeKind kind, int64_t rounds);
 void probe_read(const uint8_t* data, int64_t bytes);
 

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types.plan import AdmitRow, RowPlan
+from penstock.types.plan import AdmitRow, RowPlan, StateSave
 
 I32 = NDArray[np.int32]
 
@@ -128,6 +128,7 @@ class RowOpKind(Enum):
     SHRINK = 25
     ADAPT_EMBEDDING = 26
     SCALE = 27
+    PREPARE_STATE = 28
 
 class RowOp:
     def __init__(
@@ -195,6 +196,8 @@ class Engine:
         account: Account | None = None,
         max_scored: int = 0,
         memory_nodes: Sequence[int] = (),
+        num_state_lines: int = 0,
+        state_line: int = 0,
     ) -> None: ...
     def keep_partly_read_in(self, fd: int) -> None: ...
     def add_matrix(
@@ -269,6 +272,33 @@ class Engine:
     def block_bytes(self) -> int: ...
     def read_block(self, block: int, out: NDArray[np.uint8]) -> None: ...
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None: ...
+    def add_causal_conv(self, *, x: int, out: int, weight: int, bias: int, taps: int, width: int, first_line: int) -> None: ...
+    def define_linear_attention(
+        self,
+        *,
+        x: int,
+        steps: int,
+        gates: int,
+        out: int,
+        prepared: int,
+        step_bias: int,
+        decay: int,
+        skip: int,
+        num_heads: int,
+        num_key_heads: int,
+        key_dim: int,
+        value_dim: int,
+        q_at: int,
+        k_at: int,
+        v_at: int,
+        scale: float,
+        q_factor: int,
+        k_factor: int,
+        min_step: float,
+        max_step: float,
+        first_line: int,
+    ) -> int: ...
+    def add_linear_attention(self, id: int) -> None: ...
     def add_experts(
         self,
         *,
@@ -327,11 +357,13 @@ class Engine:
         logit_tokens: I32,
         out: NDArray[np.float32],
         adapter: int = 0,
+        state_blocks: NDArray[np.int32] | None = None,
     ) -> None: ...
     def logprobs(self, index: int) -> tuple[int, float, int, list[tuple[int, float]]]: ...
     def copy_block(self, source: int, destination: int, /) -> None: ...
     def use_all_members(self) -> None: ...
     def poison_block(self, block: int, first: int = 0) -> None: ...
+    def poison_state(self, block: int) -> None: ...
     def times(self) -> tuple[int, int, int, int]: ...
     @property
     def is_in_step(self) -> bool: ...
@@ -356,6 +388,8 @@ class Engine:
     @property
     def experts_bytes(self) -> int: ...
     @property
+    def num_state_blocks(self) -> int: ...
+    @property
     def kv_bytes(self) -> int: ...
 
 class RowTable:
@@ -371,10 +405,11 @@ class RowTable:
         window: int,
         is_one_pass: bool = False,
         max_scored: int = 0,
+        num_state_blocks: int = 0,
     ) -> None: ...
     def release(self, request_id: str) -> None: ...
     def admit(self, row: AdmitRow) -> int: ...
-    def plan(self, rows: tuple[RowPlan, ...]) -> None: ...
+    def plan(self, rows: tuple[RowPlan, ...], saves: tuple[StateSave, ...] = ()) -> None: ...
     def begin(self, engine: Engine) -> None: ...
     def restrict(self, engine: Engine, masks: dict[str, bytes]) -> None: ...
     def run(self, engine: Engine) -> tuple[dict[str, tuple[int, ...]], list[str]]: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.backends.native._native import (
     RowTable,
     Team,
 )
+from penstock.backends.native.footprint import num_state_lines, state_line
 from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
@@ -94,6 +95,8 @@ class NativeExecutor:
         state, is_one_pass, max_scored = program.state, program.is_one_pass, self._capacity.max_scored
         self._vocab_size = program.vocab_size
         kv_shapes = () if is_one_pass else program.kv_shapes  # models that read texts keep no keys and values
+        paged = program.paged_state
+        line = state_line(paged) if paged else 0
         self._opened: Engine | None = Engine(
             kv_shapes=[(shape.num_kv_heads, padded_head_dim(shape.head_dim)) for shape in kv_shapes],
             vocab_size=program.vocab_size,
@@ -110,7 +113,10 @@ class NativeExecutor:
             account=account,
             max_scored=max_scored,
             memory_nodes=memory_nodes,
+            num_state_lines=num_state_lines(paged, line) if paged else 0,
+            state_line=line,
         )
+        self._capacity = replace(self._capacity, num_state_blocks=self._engine.num_state_blocks)
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
         rounds = is_one_pass if rounds_floats is None else rounds_floats
@@ -139,6 +145,7 @@ class NativeExecutor:
             window=self._capacity.window,
             is_one_pass=is_one_pass,
             max_scored=max_scored,
+            num_state_blocks=self._capacity.num_state_blocks,
         )
         self._wants_logprobs: set[str] = set()
         self._scores_prompts: set[str] = set()
@@ -266,7 +273,7 @@ class NativeExecutor:
                 self._scores_prompts.add(row.request_id)
             if row.sampling.follows_grammar:
                 self._with_grammar.add(row.request_id)
-        rows.plan(plan.rows)
+        rows.plan(plan.rows, plan.saves)
         self._awaits_masks = bool(self._with_grammar) and any(
             row.samples and row.request_id in self._with_grammar for row in plan.rows
         )
@@ -323,10 +330,15 @@ class NativeExecutor:
                 if block_id == NULL_BLOCK:
                     continue
                 self._engine.poison_block(block_id, min(size, max(0, admit.num_computed_tokens - i * size)))
+            for block_id in set(admit.state_block_ids).difference(admit.state_source):
+                self._engine.poison_state(block_id)
         for row in plan.rows:
             for block_id in row.new_block_ids:
                 if block_id != NULL_BLOCK:
                     self._engine.poison_block(block_id)
+        for save in plan.saves:
+            for block_id in save.block_ids:
+                self._engine.poison_state(block_id)
 
     def _logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
@@ -352,9 +364,10 @@ class NativeExecutor:
         if self._capacity.is_one_pass:
             raise ValueError("the program has no logits: it reads texts")
         size = self._capacity.block_size
-        num_blocks = -(-len(token_ids) // size)
-        if num_blocks >= self._capacity.num_blocks:
+        num_blocks, num_state_blocks = -(-len(token_ids) // size), self._capacity.num_state_blocks
+        if num_blocks + num_state_blocks >= self._capacity.num_blocks:
             raise ValueError(f"{len(token_ids)} tokens do not fit into {self._capacity.num_blocks - 1} blocks of {size}")
+        state_blocks = np.arange(num_blocks + 1, num_blocks + 1 + num_state_blocks, dtype=np.int32)[None, :]
         table = np.arange(1, num_blocks + 1, dtype=np.int32)[None, :]
         logits = np.empty((len(token_ids), self._vocab_size), np.float32)
         chunk = min(self._capacity.max_rows, self._capacity.max_step_tokens)
@@ -372,6 +385,7 @@ class NativeExecutor:
                 np.arange(end - begin, dtype=np.int32),
                 logits[begin:end],
                 adapter,
+                state_blocks,
             )
         return logits
 

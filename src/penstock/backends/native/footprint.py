@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.models.program import PagedState
+from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.kv_dtype import state_bytes as bytes_of_columns
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
@@ -19,6 +21,40 @@ def state_bytes(spec: ModelSpec) -> int:
 
 def block_bytes(spec: ModelSpec, dtype: KvDtype, block_size: int) -> int:
     return block_size * kv_bytes_per_token(spec, dtype) + state_bytes(spec)
+
+
+LINES = (64, 48, 32, 16)
+"""Widths of a line of state in floats, fastest first (`kStateColumns` in native/kernels/kernels.h is the largest)."""
+
+
+def state_line(state: PagedState) -> int:
+    """Return how many floats a line of this state has: as many as waste the least memory (native/recurrence.h)."""
+    return min(LINES, key=lambda line: line * num_state_lines(state, line))
+
+
+def num_state_lines(state: PagedState, line: int) -> int:
+    return sum(count * rows * -(-columns // line) for count, rows, columns in state.matrices)
+
+
+def first_lines(state: PagedState | None) -> list[int]:
+    """Return the first line of each operation with a state."""
+    if state is None:
+        return []
+    line = state_line(state)
+    return [num_state_lines(PagedState(state.matrices[:index]), line) for index in range(len(state.matrices))]
+
+
+def num_state_blocks(state: PagedState | None, block_bytes: int) -> int:
+    """Return how many blocks a row's state takes. Raises ModelError if a block has no room for a line."""
+    if state is None:
+        return 0
+    line = state_line(state)
+    if block_bytes < 4 * line:
+        raise ModelError(
+            f"a block of {block_bytes} bytes has no room for {4 * line} bytes of a layer's recurrent state.",
+            remedy="Set a larger --block-size, or use --backend reference if no layer has keys and values.",
+        )
+    return -(-num_state_lines(state, line) // (block_bytes // (4 * line)))
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native.footprint import first_lines
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
@@ -31,7 +32,9 @@ FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8
 """Formats that are packed as bf16, or as int8 with a scale per row."""
 ACTIVATION_KINDS = {
     kind: number
-    for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
+    for number, kind in enumerate(
+        ("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh", "sigmoid")
+    )
 }
 """Numbers of activations, as in native/kernels/kernels.h."""
 _OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that a product of a gate and an up projection computes
@@ -45,7 +48,9 @@ COMPUTED = frozenset(
         *("RMSNorm", "RMSNorm.group", "RMSNorm without weight", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *("ShortConv", "ShortConv.bias"),
+        *("ShortConv", "ShortConv.bias", "CausalConv", "CausalConv.bias"),
+        *("LinearAttention", "LinearAttention.scale", "LinearAttention.gates", "LinearAttention.skip"),
+        *("LinearAttention.is_normalised", "LinearAttention.min_step", "LinearAttention.max_step"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
@@ -60,6 +65,7 @@ COMPUTED = frozenset(
 )
 """The `features` that this backend computes."""
 PANEL = 16  # rows that the engine packs together
+MOST_TAPS = 8  # `kMostTaps` of native/kernels/kernels.h
 NONE = -1
 
 
@@ -99,6 +105,8 @@ def check_program(program: Program) -> None:
             missing["Rope.growth of columns that do not turn"] = None
         elif isinstance(op, prog.Softcap) and op.x not in results:
             missing["Softcap of anything but logits"] = None
+        elif isinstance(op, prog.CausalConv) and op.kernel > MOST_TAPS:
+            missing[f"CausalConv over more than {MOST_TAPS} positions"] = None
     if missing:
         raise ModelError(
             f"the native backend can't compute {', '.join(missing)} yet.",
@@ -240,7 +248,8 @@ def _written_by(op: Op) -> str | None:
 
 
 def _read_by(op: Op) -> set[str | None]:
-    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b", "router_x")
+    others = ("x", "residual", "q", "k", "v", "a", "b", "router_x", "steps", "gates")
+    names = ("gate", "up") if isinstance(op, prog.GatedActivation) else others
     return {getattr(op, name, None) for name in names}
 
 
@@ -254,6 +263,7 @@ class _Emitter:
         self._widths = dict(program.buffers)
         self._kv_shapes = program.kv_shapes
         self._num_positions = num_positions
+        self._first_lines = first_lines(program.paged_state)
         self._vocab_size = program.vocab_size
         self._weights = weights
         self._engine = engine
@@ -312,6 +322,10 @@ class _Emitter:
                 self._row(RowOpKind.KV_WRITE, x=k, y=v, n=group.layer, weight=self._key_centre(group))
             case prog.ShortConv():
                 self._emit_short_conv(group)
+            case prog.CausalConv():
+                self._emit_causal_conv(group)
+            case prog.LinearAttention():
+                self._emit_linear_attention(group)
             case prog.GatedActivation():
                 gate, up = self._buffer(group.gate), self._buffer(group.up)
                 kind = ACTIVATION_KINDS[group.activation]
@@ -385,6 +399,55 @@ class _Emitter:
         taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
         self._map(RowOpKind.SHORT_CONV, op, y=bias, weight=taps, n=op.layer)
         self._later.append(RowOp(RowOpKind.KEEP_STATE, x=self._buffer(op.x), n=op.layer))
+
+    def _emit_causal_conv(self, op: prog.CausalConv) -> None:
+        self.flush()
+        x, bias = self._buffer(op.x), self._weights.vector(op.bias)
+        taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
+        self._engine.add_causal_conv(
+            x=x,
+            out=self._written(op.out),
+            weight=taps,
+            bias=bias,
+            taps=op.kernel,
+            width=self._widths[op.out],
+            first_line=self._first_lines[op.index],
+        )
+
+    def _emit_linear_attention(self, op: prog.LinearAttention) -> None:
+        assert op.out != op.x, "values are read while others are written"
+        prepared = f"{op.x}, prepared"
+        self._widths[prepared] = 2 * op.num_key_heads * op.key_dim + 2 * op.num_heads
+        factors = [NONE, NONE]
+        if op.is_normalised:  # by a norm of the mean of squares
+            each = np.full(op.key_dim, op.key_dim**-0.5, np.float32)
+            factors = [self._engine.add_vector(each * np.float32(op.scale)), self._engine.add_vector(each)]
+        layer = self._engine.define_linear_attention(
+            x=self._buffer(op.x),
+            steps=self._buffer(op.steps),
+            gates=NONE if op.gates is None else self._buffer(op.gates),
+            out=self._written(op.out),
+            prepared=self._buffer(prepared),
+            step_bias=self._weights.vector(op.step_bias),
+            decay=self._weights.vector(op.decay),
+            skip=self._weights.vector(op.skip),
+            num_heads=op.num_heads,
+            num_key_heads=op.num_key_heads,
+            key_dim=op.key_dim,
+            value_dim=op.value_dim,
+            q_at=op.q_at,
+            k_at=op.k_at,
+            v_at=op.v_at,
+            scale=op.scale,
+            q_factor=factors[0],
+            k_factor=factors[1],
+            min_step=op.min_step,
+            max_step=op.max_step,
+            first_line=self._first_lines[op.index],
+        )
+        self._row(RowOpKind.PREPARE_STATE, weight=layer)
+        self.flush()
+        self._engine.add_linear_attention(layer)
 
     def _row(self, kind: RowOpKind, **fields: Any) -> None:
         self._pending.append(RowOp(kind, **fields))

@@ -249,7 +249,9 @@ class Interpreter:
         q, k = (np.repeat(part, num_heads // num_key_heads, axis=1) for part in (q, k))
         v = x[:, op.v_at : op.v_at + num_heads * op.value_dim].reshape(-1, num_heads, op.value_dim)
         steps = row.buffers[op.steps] + self._vector(op.step_bias)
-        steps = np.clip(np.logaddexp(steps, np.float32(0)), np.float32(op.min_step), np.float32(op.max_step))
+        with np.errstate(invalid="ignore"):  # a row may be NaN, which is its own affair
+            steps = np.logaddexp(steps, np.float32(0))
+        steps = np.clip(steps, np.float32(op.min_step), np.float32(op.max_step))
         decays = np.exp(steps * self._vector(op.decay))
         rates = steps if op.gates is None else sigmoid(row.buffers[op.gates])
         out = np.empty_like(v)
