@@ -51,19 +51,40 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
     if (first < 0 || first % kPanel != 0 || rows < 1 || end > packed.matrix.rows || (end % kPanel != 0 && end != packed.matrix.rows)) {
         throw std::invalid_argument("these rows are no whole panels of the matrix");
     }
+    if (packed.is_mapped) throw std::invalid_argument("the matrix is packed already");
     check_source(packed.format, static_cast<int>(rows), packed.matrix.cols, data);
     nb::gil_scoped_release release;
     self.pack_rows(matrix, first_row, static_cast<int>(rows), data.data());
 }
 
-int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read,
-               bool by_row) {
+void check_form(SourceFormat format, int rows, int cols, bool by_row) {
     check_shape(format, rows, cols);
     if (by_row && (float_bytes(format) == 0 || cols % kGroup != 0 || cols > kMostRow8Cols)) throw std::invalid_argument("such a matrix has no form with a scale for each row");
+}
+
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read,
+               bool by_row) {
+    check_form(format, rows, cols, by_row);
     if (data) check_source(format, rows, cols, *data);
     const int matrix = self.weights().add_matrix(format, rows, cols, is_partly_read, by_row);
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
+}
+
+int map_matrix(Engine& self, SourceFormat format, int rows, int cols, int64_t offset, int64_t bytes, bool by_row) {
+    check_form(format, rows, cols, by_row);
+    return self.weights().map_matrix(format, rows, cols, by_row, offset, bytes);
+}
+
+// The arrays of a packed matrix, in order; views that keep the engine.
+nb::list packed_arrays(nb::handle self, int matrix) {
+    const PackedStorage& packed = nb::cast<const Engine&>(self).weights().packed(matrix);
+    nb::list arrays;
+    for (const auto& [begin, panel_bytes] : packed.parts) {
+        const auto bytes = static_cast<size_t>(panel_bytes * packed.matrix.panels);
+        arrays.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(begin, {bytes}, self));
+    }
+    return arrays;
 }
 
 int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
@@ -513,6 +534,11 @@ void bind_engine(nb::module_& m) {
              "with a scale for each row. OSError if the disk has no room.")
         .def("pack_rows", &pack_rows, "matrix"_a, "first_row"_a, "data"_a,
              "Packs some rows of a matrix (uint8 [rows, bytes per row]): whole panels of 16, or up to its last row.")
+        .def("map_file", [](Engine& self, int fd) { self.weights().map_file(fd); }, "fd"_a,
+             "Matrices of `map_matrix` lie in this file, which may be closed then. OSError if it can't be mapped.")
+        .def("map_matrix", &map_matrix, "format"_a, "rows"_a, "cols"_a, "offset"_a, "bytes"_a, "by_row"_a = false,
+             "A matrix whose packed arrays lie in the mapped file from `offset` on, each padded to a multiple of 64 bytes; returns its id.")
+        .def("packed_arrays", &packed_arrays, "matrix"_a, "The packed arrays of a matrix, in order: read-only views, uint8.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
              "A matrix of which single rows are read: not packed, not copied, kept alive; returns its id for LOOKUP.")
         .def("add_vector",

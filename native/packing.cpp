@@ -4,6 +4,7 @@
 #include <linux/magic.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -39,6 +40,19 @@ constexpr int64_t kMostMovedPages = 16384;       // each is a mapping of its own
 constexpr uint16_t kSmallestF16 = 1;  // 2^-24
 
 [[noreturn]] void throw_disk_error(int error, const char* what) { throw DiskError(error, std::generic_category(), what); }
+
+// As `mmap`, from the begin of a huge page on. `bytes` are whole pages.
+void* map_at_huge_page(size_t bytes, int protection, int flags, int fd) {
+    void* const whole = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (whole == MAP_FAILED) return whole;
+    uint8_t* const begin = static_cast<uint8_t*>(whole);
+    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(whole) % kHugePage) % kHugePage;
+    if (before > 0) munmap(begin, before);
+    munmap(begin + before + bytes, kHugePage - before);
+    void* const memory = mmap(begin + before, bytes, protection, flags | MAP_FIXED, fd, 0);
+    if (memory == MAP_FAILED) munmap(begin + before, bytes);
+    return memory;
+}
 
 int64_t thread_cpu_ns() {
     timespec t{};
@@ -273,15 +287,11 @@ int spread(void* memory, size_t bytes, MemoryNodes nodes) {
 Memory allocate_huge(int64_t bytes, MemoryNodes nodes) {
     if (kIsWatched) return allocate_aligned(bytes, true);
     const size_t size = (static_cast<size_t>(bytes) + kHugePage - 1) / kHugePage * kHugePage;
-    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory = map_at_huge_page(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (memory == MAP_FAILED) throw std::bad_alloc();
-    uint8_t* const begin = static_cast<uint8_t*>(memory);
-    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(memory) % kHugePage) % kHugePage;
-    if (before > 0) munmap(begin, before);
-    if (before < kHugePage) munmap(begin + before + size, kHugePage - before);
-    madvise(begin + before, size, MADV_HUGEPAGE);  // a wish: small pages will do
-    spread(begin + before, size, nodes);           // likewise: `penstock env` tells of a refusal
-    return Memory(begin + before, FreeMemory{size});
+    madvise(memory, size, MADV_HUGEPAGE);  // a wish: small pages will do
+    spread(memory, size, nodes);           // likewise: `penstock env` tells of a refusal
+    return Memory(static_cast<uint8_t*>(memory), FreeMemory{size});
 }
 
 void Arena::check_open() const {
@@ -291,7 +301,7 @@ void Arena::check_open() const {
 uint8_t* Arena::take(int64_t bytes) {
     check_open();
     if (kIsWatched) return chunks_.emplace_back(allocate_aligned(bytes, true)).get();
-    const int64_t size = (bytes + 63) / 64 * 64;
+    const int64_t size = aligned(bytes);
     if (size > end_ - next_) {
         end_chunk();
         chunks_.push_back(allocate_huge(std::max(kChunkBytes, static_cast<size_t>(size)), nodes_));
@@ -388,6 +398,25 @@ void FileArena::complete() {
         mprotect(part.get(), size, PROT_READ);
         madvise(part.get(), size, MADV_RANDOM);  // who needs more than a page asks for it
     }
+}
+
+MappedFile::MappedFile(int fd) {
+    struct stat status {};
+    if (fstat(fd, &status) != 0) throw_disk_error(errno, "the file can't be opened");
+    if (status.st_size <= 0) throw_disk_error(EINVAL, "the file is empty");
+    const size_t page = sysconf(_SC_PAGESIZE), size = (static_cast<size_t>(status.st_size) + page - 1) / page * page;
+    void* memory = map_at_huge_page(size, PROT_READ, MAP_SHARED, fd);
+    if (memory == MAP_FAILED) throw_disk_error(errno, "the file can't be mapped");
+    memory_ = Memory(static_cast<uint8_t*>(memory), FreeMemory{size});
+    bytes_ = status.st_size;
+    madvise(memory, size, MADV_HUGEPAGE);  // a wish: file systems with large folios have huge pages, and read ahead by them
+}
+
+uint8_t* MappedFile::at(int64_t offset, int64_t bytes) const {
+    if (offset < 0 || offset % kArrayAlignment != 0 || bytes < 0 || bytes > bytes_ - offset) {
+        throw std::invalid_argument("the file of packed weights does not have this matrix");
+    }
+    return memory_.get() + offset;
 }
 
 PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols, bool by_row) {

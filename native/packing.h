@@ -108,7 +108,21 @@ class FileArena {
     std::vector<Memory> parts_;
 };
 
-// A packed matrix whose memory is that of an arena.
+// A file of matrices that were packed before, for reading. Processes that map the same file share its pages.
+class MappedFile {
+  public:
+    // Of an open file, which may be closed then. DiskError.
+    explicit MappedFile(int fd);
+
+    // `bytes` of the file from `offset` on, a multiple of 64, valid as long as this. std::invalid_argument unless all of them lie in the file.
+    uint8_t* at(int64_t offset, int64_t bytes) const;
+
+  private:
+    Memory memory_;
+    int64_t bytes_ = 0;
+};
+
+// A packed matrix whose memory is that of an arena or of a file.
 struct PackedStorage {
     // One of its arrays, in which panels follow each other.
     struct Part {
@@ -123,7 +137,12 @@ struct PackedStorage {
     float* row_scales = nullptr;
     int32_t* row_sums = nullptr;
     int64_t bytes = 0;
+    bool is_mapped = false;  // packed by an earlier process: only read
 };
+
+constexpr int64_t kArrayAlignment = 64;
+// Where the next array may begin.
+constexpr int64_t aligned(int64_t bytes) { return (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment; }
 
 // `take` gives memory as an arena does.
 // `by_row`: numbers become kU8Row; their columns are a multiple of 32.

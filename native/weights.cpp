@@ -8,6 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 namespace penstock {
 
@@ -49,6 +50,23 @@ int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_
     is_in_file_.push_back(is_in_file);
     bytes_ += matrices_.back().bytes;
     if (is_in_file) file_bytes_ += matrices_.back().bytes;
+    return static_cast<int>(matrices_.size()) - 1;
+}
+
+int Weights::map_matrix(SourceFormat format, int rows, int cols, bool by_row, int64_t offset, int64_t bytes) {
+    if (!mapped_) throw std::invalid_argument("no file of packed weights is mapped");
+    int64_t end = offset;
+    const auto take = [&](int64_t part_bytes) {
+        uint8_t* const part = mapped_->at(end, part_bytes);
+        end += aligned(part_bytes);
+        return part;
+    };
+    PackedStorage packed = allocate_packed(take, format, rows, cols, by_row);
+    if (end - offset != bytes) throw std::invalid_argument("the matrix has another size in the file of packed weights");
+    packed.is_mapped = true;
+    bytes_ += packed.bytes;
+    matrices_.push_back(std::move(packed));
+    is_in_file_.push_back(false);
     return static_cast<int>(matrices_.size()) - 1;
 }
 

@@ -32,6 +32,11 @@ class Weights {
     // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step. DiskError, see above.
     // `by_row`: floats become kU8Row.
     int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false, bool by_row = false);
+    // Matrices of `map_matrix` lie in this file, which may be closed then. DiskError.
+    void map_file(int fd) { mapped_ = std::make_unique<MappedFile>(fd); }
+    // A matrix that was packed before: its arrays lie from `offset` of the mapped file on, each from a multiple of 64. std::invalid_argument
+    // unless the file has all of them, and they take so many bytes.
+    int map_matrix(SourceFormat format, int rows, int cols, bool by_row, int64_t offset, int64_t bytes);
     // Rows as in the file, packed by the whole team in turns of the account. `first_row` begins a panel, and the last one ends one or is the
     // matrix's last.
     void pack_rows(Team& team, Account& account, int matrix, int first_row, int num_rows, const uint8_t* source);
@@ -65,6 +70,7 @@ class Weights {
   private:
     Arena arena_;
     std::unique_ptr<FileArena> file_;
+    std::unique_ptr<MappedFile> mapped_;
     std::vector<PackedStorage> matrices_;
     std::vector<bool> is_in_file_;  // by matrix
     std::vector<Table> tables_;
