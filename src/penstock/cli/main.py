@@ -25,6 +25,7 @@ _COMMANDS = {
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "embed": ("penstock.cli.embed:embed", "Turn a file of texts into a file of vectors."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
+    "pack": ("penstock.cli.pack:pack", "Convert a model's weights once, so that it starts sooner."),
     "models": ("penstock.cli.models:models", "List known models, and which are fetched."),
     "show": ("penstock.cli.show:show", "Say what a model's files are, what is refused, memory and speed here."),
     "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),

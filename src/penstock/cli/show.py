@@ -72,7 +72,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
     if is_json:
         print(json.dumps(_as_json(source, appraisal, size, _speed(sized)), indent=2, allow_nan=False))
         return
-    _print(_rows(source, appraisal, size, sized))
+    _print(_rows(config, source, appraisal, size, sized))
 
 
 def _print(rows: Iterable[tuple[str, str]]) -> None:
@@ -148,7 +148,7 @@ def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
 
 
 def _rows(
-    source: ModelSource, appraisal: Appraisal, size: ModelSize | None, sized: ModelSize | None
+    config: Config, source: ModelSource, appraisal: Appraisal, size: ModelSize | None, sized: ModelSize | None
 ) -> Iterator[tuple[str, str]]:
     from penstock.lab.sizing import BOUND_ROWS, format_number
 
@@ -184,6 +184,8 @@ def _rows(
         yield "sampling", appraisal.model.sampling.words() or "the files name no defaults"
     if size is not None:
         yield "memory", _memory(appraisal, size)
+    if appraisal.model is not None:
+        yield "packed", _packed(config, source)
     if (speed := _speed(sized)) is not None:
         peaks = f"{format_number(speed.read_bytes_per_s, 'B/s')} from memory, {format_number(speed.ops_per_s, 'op/s')}"
         prompt, alone, many = (f"{value:,.0f}" for value in speed.bounds)
@@ -218,6 +220,20 @@ def _parameters(appraisal: Appraisal, size: ModelSize | None) -> str:
     if size.expert_share:
         words += f"; {format_number(size.num_token_products + size.num_logit_products)} of them for each token"
     return words or format_number(size.num_parameters)
+
+
+def _packed(config: Config, source: ModelSource) -> str:
+    from penstock.deploy.packed import packed_weights
+    from penstock.models.packed_file import PackedError
+
+    packed = packed_weights(config, source.path)
+    try:
+        with packed.open() as file:
+            return f"{format_size(file.num_bytes)} in {file.path}: a start maps them"
+    except FileNotFoundError:
+        return "no: `penstock pack` makes starts shorter"
+    except PackedError as error:
+        return f"not used: {error}"
 
 
 def _memory(appraisal: Appraisal, size: ModelSize) -> str:

@@ -16,6 +16,7 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
+    from penstock.deploy.packed import PackedWeights
     from penstock.deploy.policies import PolicyRecipe
     from penstock.deploy.recorder import OpenRecorder
     from penstock.deploy.resources import MemoryShare
@@ -133,6 +134,7 @@ class Blueprint:
     tier_folder: Path
     expert_folder: Path | None
     """Folder for the file with a mixture's experts. None: they are in memory."""
+    packed: PackedWeights
     open_recorder: OpenRecorder | None
     """None: nothing is recorded."""
     settings_hash: str

@@ -16,6 +16,7 @@ from penstock.config.units import format_size
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.device import memory_nodes, num_threads
 from penstock.deploy.experts import expert_file
+from penstock.deploy.packed import make_with_packed
 from penstock.deploy.sizing import plan_gpu_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
@@ -92,9 +93,11 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
         return _make(blueprint, model, plan.capacity)
     from penstock.backends.native.choice import chosen
 
+    nodes = memory_nodes(blueprint.cores)
     with loading_bar(model) as on_packed, expert_file(blueprint.expert_folder, model) as file:
         team, account = seat_of(num_threads(options, blueprint.cores), blueprint.cpus)
-        return _make(
+        make = partial(
+            _make,
             blueprint,
             model,
             plan.capacity,
@@ -104,7 +107,10 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
             expert_file=file,
             rounds_floats=None if options.weight_dtype is None else options.weight_dtype == "int8",
             variant=options.kernels or chosen().variant,
-            memory_nodes=memory_nodes(blueprint.cores),
+            memory_nodes=nodes,
+        )
+        return make_with_packed(
+            blueprint.packed, lambda packed: make(packed=packed), is_of_disk=blueprint.expert_folder is not None, nodes=nodes
         )
 
 

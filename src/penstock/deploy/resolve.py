@@ -25,6 +25,7 @@ from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
+from penstock.deploy.packed import packed_weights
 from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resources import Machine, MemoryShare
@@ -109,6 +110,7 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         share=share,
         tier_folder=tier_folder(config.kv.kv_disk_path, _cache_dir(config), names[0] if machine.num_models > 1 else None),
         expert_folder=expert_folder(config) if config.model.experts_on_disk else None,
+        packed=packed_weights(config, source.path),
         open_recorder=open_recorder,
         settings_hash=settings_hash(config),
     )

@@ -28,6 +28,7 @@ from penstock.backends.native.footprint import num_state_lines, state_line
 from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
+from penstock.models.packed_file import Packed, PackedError, PackedFile
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
@@ -61,11 +62,12 @@ class NativeExecutor:
     - `poison`: for tests, stale KV and buffers become NaN.
     - `on_packed`, `rounds_floats`: see `lower`. By default, only text encoders round floats.
     - `expert_file`: descriptor of an empty file that will store the experts. A failing disk raises OSError.
+    - `packed`: an open file with the model's packed weights, which may be closed afterwards.
     - `max_adapter_rank`: the largest rank of an adapter; 0: no adapters.
     - `memory_nodes`: NUMA nodes over which to spread weights and KV cache.
 
-    Raises ModelError for an operation that the backend can't compute, MemoryError, and ValueError for an invalid capacity
-    (`block_size` must be a multiple of 16, except for text encoders).
+    Raises ModelError for an operation that the backend can't compute, PackedError if `packed` does not fit, MemoryError, and
+    ValueError for an invalid capacity (`block_size` must be a multiple of 16, except for text encoders).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class NativeExecutor:
         poison: bool = False,
         on_packed: Callable[[int], object] | None = None,
         expert_file: int | None = None,
+        packed: PackedFile | None = None,
         rounds_floats: bool | None = None,
         max_adapter_rank: int = 0,
         memory_nodes: Sequence[int] = (),
@@ -119,12 +122,14 @@ class NativeExecutor:
         self._capacity = replace(self._capacity, num_state_blocks=self._engine.num_state_blocks)
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
+        if packed is not None:
+            _map(self._engine, packed)
         rounds = is_one_pass if rounds_floats is None else rounds_floats
         if max_adapter_rank:
             _enable_adapters(self._engine, max_adapter_rank, rounds_floats=rounds)
         self._max_adapter_rank = max_adapter_rank
         self._program = program
-        self._sites = lower(
+        self._sites, self._matrices = lower(
             program,
             model.weights,
             self._engine,
@@ -132,6 +137,7 @@ class NativeExecutor:
             on_packed=on_packed,
             rounds_floats=rounds,
             has_adapters=max_adapter_rank > 0,
+            packed=packed,
         )
         self._placed: dict[int, tuple[int, ...]] = {}  # adapter number -> block ids
         self._engine.settle()
@@ -207,6 +213,11 @@ class NativeExecutor:
     @property
     def weight_bytes(self) -> int:
         return int(self._engine.weight_bytes)
+
+    @property
+    def packed(self) -> Mapping[str, Packed]:
+        """The packed matrices by name, as a file of them has them."""
+        return {name: Packed(form, self._engine.packed_arrays(matrix)) for name, (form, matrix) in self._matrices.items()}
 
     @property
     def small_page_bytes(self) -> int:
@@ -395,6 +406,13 @@ class NativeExecutor:
         if self._opened is not None:
             self._opened.abandon_step()
         self._opened = self._opened_rows = None
+
+
+def _map(engine: Engine, packed: PackedFile) -> None:
+    try:
+        engine.map_file(packed.fd)
+    except OSError as error:
+        raise PackedError(f"{packed.path}: {error}.") from error
 
 
 def _enable_adapters(engine: Engine, max_rank: int, *, rounds_floats: bool) -> None:

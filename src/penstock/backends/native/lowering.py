@@ -19,6 +19,7 @@ from penstock.backends.native.footprint import first_lines
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
+from penstock.models.packed_file import Form, PackedError, PackedFile
 from penstock.models.program import Op, Program, features
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
@@ -69,6 +70,13 @@ MOST_TAPS = 8  # `kMostTaps` of native/kernels/kernels.h
 NONE = -1
 
 
+class Lowered(NamedTuple):
+    sites: Mapping[str, Sequence[int]]
+    """The engine's site ids for each supported name of `models.adapter.sites`."""
+    matrices: Mapping[str, tuple[Form, int]]
+    """Form and id of each packed matrix, by the weight's name, or by those of several with `+` between them."""
+
+
 def lower(
     program: Program,
     weights: Mapping[str, WeightTensor],
@@ -78,22 +86,24 @@ def lower(
     on_packed: Callable[[int], object] | None = None,
     rounds_floats: bool = False,
     has_adapters: bool = False,
-) -> Mapping[str, Sequence[int]]:
+    packed: PackedFile | None = None,
+) -> Lowered:
     """Fill an empty engine with the program's weights and instructions, for requests of up to `num_positions`.
 
     - `rounds_floats`: floats of linear operations become int8 with a scale per row instead of bf16
     - `on_packed`: called with the number of bytes, as in the file, after each part of a matrix is packed
     - `has_adapters`: rows may have adapters; the engine must have them enabled
+    - `packed`: a file that the engine has mapped, from which matrices are taken as they are
 
-    Return the engine's site ids for each supported name of `models.adapter.sites`. Raises ModelError.
+    Raises ModelError, and PackedError if that file lacks a matrix.
     """
     check_program(program)
-    known = _Weights(program, weights, engine, on_packed, rounds_floats)
+    known = _Weights(program, weights, engine, on_packed, rounds_floats, packed)
     emitter = _Emitter(program, known, engine, num_positions, has_adapters=has_adapters)
     for group in fuse(program.ops, known):
         emitter.emit(group)
     emitter.flush_all()
-    return emitter.sites
+    return Lowered(emitter.sites, known.matrices)
 
 
 def check_program(program: Program) -> None:
@@ -677,14 +687,16 @@ class _Weights:
         engine: Engine,
         on_packed: Callable[[int], object] | None,
         rounds_floats: bool,
+        packed: PackedFile | None,
     ) -> None:
         self._weights = weights
+        self._file = packed
         self._engine = engine
         self._on_packed = on_packed
         self._multiplied = {op.weight for op in program.ops if isinstance(op, prog.Linear | prog.Logits)}
         self._rounded = {op.weight for op in program.ops if isinstance(op, prog.Linear)} if rounds_floats else set()
         self._rounded -= {op.weight for op in program.ops if isinstance(op, prog.Embed | prog.Logits)}
-        self._matrices: dict[str, int] = {}
+        self.matrices: dict[str, tuple[Form, int]] = {}
         self._vectors: dict[str, int] = {}
         self._orders: dict[bytes, int] = {}
 
@@ -724,9 +736,22 @@ class _Weights:
                 f"the columns of {name!r} are in another order (act-order), which is not supported for this matrix.",
                 remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
             )
-        if name not in self._matrices:
-            self._matrices[name] = self._packed(self.tensor(name), by_row=self.is_rounded(name))
-        return self._matrices[name]
+        if name not in self.matrices:
+            tensor, by_row = self.tensor(name), self.is_rounded(name)
+            form = Form(_source_format(tensor).name, tensor.num_rows, tensor.num_cols, by_row)
+            matrix = self._mapped(name, form)
+            self.matrices[name] = form, self._packed(tensor, by_row=by_row) if matrix is None else matrix
+        return self.matrices[name][1]
+
+    def _mapped(self, name: str, form: Form) -> int | None:
+        """Return the id of a matrix in the file of packed weights, or None without such a file."""
+        if self._file is None:
+            return None
+        place, (fmt, num_rows, num_cols, by_row) = self._file.place(name, form), form
+        try:
+            return self._engine.map_matrix(SourceFormat[fmt], num_rows, num_cols, place.offset, place.num_bytes, by_row)
+        except ValueError as error:
+            raise PackedError(f"{self._file.path}: {name}: {error}.") from error
 
     def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
         with _told_of(tensor):
@@ -753,6 +778,10 @@ class _Weights:
                 remedy="Use a file with both in the same format, or --backend reference.",
             )
         num_rows = num_experts * sum(_in_panels(size) for size in sizes)
+        name, form = " + ".join(names), Form(_source_format(first).name, num_rows, first.num_cols, by_row=False)
+        if (mapped := self._mapped(name, form)) is not None:
+            self.matrices[name] = form, mapped
+            return mapped
         is_partly_read = num_experts > 1  # a single expert is shared by all tokens
         matrix = self._engine.add_matrix(_source_format(first), num_rows, first.num_cols, is_partly_read=is_partly_read)
         at = 0
@@ -765,6 +794,7 @@ class _Weights:
                         self._engine.pack_rows(matrix, at, np.pad(rows, ((0, missing), (0, 0))) if missing else rows)
                         self._taken_over(tensor, begin, end)
                         at += len(rows) + missing
+        self.matrices[name] = form, matrix
         return matrix
 
     def expert_biases(self, names: Sequence[str | None], num_experts: int) -> int:

@@ -1,0 +1,75 @@
+"""`penstock pack`: writes the weights of a model as the native backend packs them, so that later starts only map a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    config_file_option,
+    model_argument,
+    setting_option,
+    warn_of_unknown_variables,
+)
+from penstock.config import Backend, Device
+from penstock.config.components import config_from
+from penstock.config.units import format_size
+from penstock.types.errors import ModelError, PenstockError
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@click.option("--check", "is_check", is_flag=True, help="Write nothing: read the whole file and compare checksums.")
+@setting_option("cache")
+@setting_option("merge_lora")
+@setting_option("weight_dtype")
+@config_file_option
+def pack(is_check: bool, **values: Any) -> None:
+    """Convert the weights of MODEL once, into a file that later starts on the CPU map.
+
+    \b
+      penstock pack qwen2.5-coder:1.5b
+      penstock pack qwen2.5-coder:1.5b --check
+
+    Starts use it as long as the model's files, the adapter to merge and Penstock's version are the same; otherwise they convert
+    the weights and say so. It takes as much room on the disk as the weights in memory. Delete it to be rid of it.
+    """
+    from penstock.backends.native.executor import NativeExecutor
+    from penstock.deploy.factory import locate, open_executor
+    from penstock.deploy.packed import packed_weights
+    from penstock.models.packed_file import PackedError, write_packed
+
+    warn_of_unknown_variables()
+    config = config_from({**values, "device": Device.CPU.value, "backend": Backend.NATIVE.value})
+    source = locate(config)
+    packed = packed_weights(config, source.path)
+    try:
+        with packed.open(is_checked=True) as file:
+            print(f"{file.path}: {format_size(file.num_bytes)}, as they were written")
+        return
+    except FileNotFoundError:
+        if is_check:
+            message = f"There are no packed weights of {source.name} in {packed.folder}."
+            raise ModelError(message, remedy="Write them with `penstock pack`.") from None
+    except PackedError:
+        if is_check:
+            raise  # otherwise loading the model warns of it
+    identity = packed.identity()  # before the files are read: a change meanwhile makes another identity
+    _, _, executor = open_executor(config, source)
+    assert isinstance(executor, NativeExecutor)
+    try:
+        write_packed(
+            packed.path, identity, executor.packed, on_wait=lambda: print("Another process packs them; waiting for it.")
+        )
+    except OSError as error:
+        raise PenstockError(
+            f"The packed weights can't be written to {packed.folder}: {error.strerror or error}.",
+            remedy=f"They take {format_size(executor.weight_bytes)}. Free some of the disk, or name a folder with --cache.",
+        ) from error
+    finally:
+        executor.close()
+    with packed.open(is_checked=True) as file:
+        print(f"{file.path}: {format_size(file.num_bytes)}")

@@ -1,0 +1,50 @@
+"""`penstock pack`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_packed_model_is_shown_and_checked(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "packed"
+    assert "There are no packed weights of tiny" in penstock("pack", tiny_model, "--check").stderr
+    assert "packed        no: `penstock pack`" in penstock("show", tiny_model, "--no-speed").stdout
+    result = penstock("pack", tiny_model)
+    assert (result.returncode, result.stderr) == (0, "")
+    [path] = folder.glob("*.packed")
+    assert result.stdout.startswith(f"{path}: ")
+    for words in (("pack", tiny_model), ("pack", tiny_model, "--check")):
+        result = penstock(*words)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.endswith("as they were written\n")
+    assert f" in {path}: a start maps them" in penstock("show", tiny_model, "--no-speed").stdout
+
+
+def test_damage_is_told_and_mended(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    penstock("pack", tiny_model)
+    [path] = (tmp_path / "cache" / "packed").glob("*.packed")
+    with path.open("r+b") as file:
+        file.seek(-70, os.SEEK_END)
+        file.write(b"damage")
+    result = penstock("pack", tiny_model, "--check")
+    assert result.returncode == 1
+    assert "is not what was written" in result.stderr
+    assert "not used: " in penstock("show", tiny_model, "--no-speed").stdout
+    result = penstock("pack", tiny_model)
+    assert result.returncode == 0
+    assert "is not what was written" in result.stderr
+    assert penstock("pack", tiny_model, "--check").returncode == 0
+
+
+def test_a_folder_that_can_t_be_made_is_an_error(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "packed").write_text("in the way")
+    result = penstock("pack", tiny_model)
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
