@@ -40,13 +40,16 @@ IDLE_CHECK_S = 1.5
 
 
 def resident_mb(smaps: str, model: Path) -> dict[str, float]:
-    """Resident memory: all of it, the pages of the KV cache, which has a mapping of its own, and those of the model's files."""
+    """Resident memory: all of it, the pages of the KV cache, which has a mapping of its own, and those of the model's files.
+
+    Packed weights (`penstock pack`) are a file of the model, too.
+    """
     resident, in_kv, mapped, size, is_model = 0, 0, 0, 0, False
     for line in smaps.splitlines():
         name, _, value = line.partition(":")
         if "-" in name:  # a mapping begins: address, permissions, offset, device, inode, path
             path = line.split(maxsplit=5)[5:]
-            is_model = bool(path) and Path(path[0]).is_relative_to(model)
+            is_model = bool(path) and (Path(path[0]).is_relative_to(model) or path[0].endswith(".packed"))
         elif name == "Size":
             size = int(value.split()[0]) * 1024
         elif name == "Rss":
@@ -93,14 +96,16 @@ def measure(session: ServerSession, model: Path) -> dict[str, float]:
     job = Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=1, prompt="The capital of France is")
     session.replay([job], 1)
     figures["first answer, s"] = session.ready_s + time.perf_counter() - asked_s
-    read = {"": resident_mb((folder / "smaps").read_text(), model)}
+    smaps = (folder / "smaps").read_text()
+    read = {"": resident_mb(smaps, model)}
     job = Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=32, prompt="Once upon a time " * 100)
     session.replay([job] * STREAMS, STREAMS)
     figures["idle CPU, %"] = idle_cpu_percent(session.process.pid)
     read[f" after {STREAMS} streams"] = resident_mb((folder / "smaps").read_text(), model)
     figures["weights, MB"] = weights_mb(session.url)
+    held = 0.0 if ".packed" in smaps else figures["weights, MB"]
     for when, found in read.items():
-        found["beside"] = found["resident"] - found["KV touched"] - found["file mapped"] - figures["weights, MB"]
+        found["beside"] = found["resident"] - found["KV touched"] - found["file mapped"] - held
         figures |= {f"{name}{when}, MB": size for name, size in found.items()}
     return figures
 
