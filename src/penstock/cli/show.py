@@ -243,6 +243,8 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     per_token = f"{size.kv_dtype.value} keys and values {format_size(size.kv_bytes_per_token)} a token"
     if size.state_bytes_per_block:
         per_token += f", recurrent state {format_size(size.state_bytes_per_block)} a block of tokens"
+    if size.state_bytes:
+        per_token += f", recurrent state {format_size(size.state_bytes)} a request"
     words = f"weights {format_size(size.num_weight_bytes)}, {per_token}"
     if appraisal.forecast is None:
         return f"{words}; {format_size(appraisal.num_free_bytes)} are free"
@@ -289,6 +291,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "disk_bytes": 0 if appraisal.outline is None else appraisal.outline.num_disk_bytes,
             "kv_bytes_per_token": size.kv_bytes_per_token,
             "state_bytes_per_block": size.state_bytes_per_block,
+            "state_bytes_per_request": size.state_bytes,
             "kv_dtype": size.kv_dtype.value,
             "kv_cache_bytes": None if forecast is None else forecast.kv.num_bytes,
             "longest_request_tokens": None if forecast is None else forecast.kv.capacity.max_model_len,

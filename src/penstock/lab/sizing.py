@@ -43,6 +43,8 @@ class ModelSize:
     """The bytes of them that one token reads. It reads those that layers share once for each layer."""
     is_quantised: bool
     state_bytes_per_block: int = 0
+    state_bytes: int = 0
+    """Bytes of a request's recurrent state that has blocks of its own."""
     expert_share: float = 0.0
     """Share of experts' weights in `num_read_bytes`."""
     routed_share: float = 1.0
@@ -56,7 +58,8 @@ def size_of(
     sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
     num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
-    num_read, state = token_products + num_logits, program.state
+    num_read, state, own_state = token_products + num_logits, program.state, program.paged_state
+    num_state_values = own_state.num_floats if own_state else 0
     num_expert_weights, share = 0, 1.0
     for op in program.ops:
         if isinstance(op, Experts):
@@ -69,7 +72,7 @@ def size_of(
         num_parameters=sum(sizes.values()),
         num_weight_bytes=num_weight_bytes,
         num_read_bytes=num_read_bytes,
-        num_token_products=token_products,
+        num_token_products=token_products + 2 * num_state_values,  # each is changed, and multiplied with a query
         num_logit_products=num_logits,
         num_attention_products=sum(2 * op.num_heads * op.head_dim for op in program.ops if isinstance(op, Attention)),
         kv_shapes=program.kv_shapes,
@@ -82,6 +85,7 @@ def size_of(
         ),
         is_quantised=is_quantised,
         state_bytes_per_block=state_bytes(state.num_layers * state.num_columns, state.width) if state else 0,
+        state_bytes=4 * num_state_values,
         expert_share=num_expert_weights / num_read if num_expert_weights else 0.0,
         routed_share=share,
     )
@@ -285,12 +289,12 @@ def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
     num_tokens = (capacity.num_blocks - 1) * block
     totals = [min(total, capacity.max_model_len) for total in lengths.totals]
     held = [min(total, capacity.window or total) for total in totals]
-    paged = fmean(-(-num // block) * block for num in held)
+    paged = fmean((-(-num // block) + capacity.num_state_blocks) * block for num in held)
     return Fit(
         num_paged=int(num_tokens / paged),
         paged_tokens=paged,
         paged_waste=1 - fmean(held) / paged,
-        num_preallocated=num_tokens // capacity.max_model_len,
+        num_preallocated=num_tokens // (capacity.max_model_len + capacity.num_state_blocks * block),
         preallocated_waste=1 - fmean(totals) / capacity.max_model_len,
     )
 
@@ -440,9 +444,13 @@ def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iter
     numbers = f"{num_blocks:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B"
     numbers += f" + {num_blocks:,} x {state:,} B" if state else ""
     yield Line("KV cache", formula, numbers, format_number(pool_tokens * size.kv_bytes_per_token + num_blocks * state, "B"))
+    if capacity.num_state_blocks:
+        numbers = f"{capacity.num_state_blocks:,} blocks x {capacity.block_size} tokens"
+        found = f"{capacity.num_state_blocks * capacity.block_size:,} tokens, {format_number(size.state_bytes, 'B')}"
+        yield Line("recurrent state", "blocks of one x tokens of a block", numbers, found)
     yield Line(
         "requests that fit, paged",
-        "tokens of the cache / tokens of a request, in whole blocks",
+        f"tokens of the cache / tokens of a request{' and its state' if size.state_bytes else ''}, in whole blocks",
         f"{pool_tokens:,} / {fitting.paged_tokens:,.1f}",
         f"{fitting.num_paged:,}; {fitting.paged_waste:.1%} of that memory stays empty",
     )
