@@ -53,7 +53,7 @@ class Compute:
     def wanted(self, spec: ModelSpec, max_model_len: int | None, window: int = 0) -> Capacity:
         """Return the capacity that the settings ask for, with 0 KV blocks: the cache is sized later. Raises ConfigError."""
         longest = wanted_len(spec, max_model_len)
-        return Capacity(0, self.block_size, self.max_rows, self.max_step_tokens, longest, spec.has_state, window)
+        return Capacity(0, self.block_size, self.max_rows, self.max_step_tokens, longest, window=window)
 
     @property
     def depth(self) -> int:

@@ -424,10 +424,22 @@ def plan_on_cpu(
     """Return the size of the KV cache on a CPU with `available_bytes` free. Raises the errors of `plan_kv`."""
     from penstock.models.architectures import describe
 
+    program = describe(spec)
+    if program.paged_state is not None and (config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes):
+        raise ConfigError(
+            "There is no tier below the KV cache for this model: a tier keeps single blocks, and the model's recurrent state "
+            "takes many, without which the others are of no use.",
+            remedy="Leave out --kv-host-size and --kv-disk-size.",
+        )
+    block_bytes = footprint.block_bytes(spec, compute.kv_dtype, compute.block_size)
     return sizing.plan_kv(
-        compute.wanted(spec, config.model.max_model_len, describe(spec).window),
+        replace(
+            compute.wanted(spec, config.model.max_model_len, program.window),
+            has_state=program.state is not None,
+            num_state_blocks=footprint.num_state_blocks(program.paged_state, block_bytes),
+        ),
         config.kv,
-        block_bytes=footprint.block_bytes(spec, compute.kv_dtype, compute.block_size),
+        block_bytes=block_bytes,
         step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens),
         is_exact=config.model.max_model_len is not None,
         num_weight_bytes=num_weight_bytes,
