@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backends.native import footprint
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team
 from penstock.backends.native.executor import NativeExecutor
+from penstock.models.program import PagedState
+from penstock.types.kv_dtype import KvDtype
 
 BLOCK_SIZE = 16
 OUTLIER_SHARE = 0.05
@@ -137,7 +140,7 @@ class _Runner:
         engine.set_logits(nothing)
         self._no_logits = (np.empty(0, np.int32), np.empty((0, 1), np.float32))
 
-    def _step(self, rows: int, query_len: int, context_len: int) -> float:
+    def _step(self, rows: int, query_len: int, context_len: int, state_blocks: NDArray[np.int32] | None = None) -> float:
         """Seconds of a step of `rows` rows, each with blocks of its own, `query_len` queries after `context_len` positions."""
         per_row = -(-(context_len + query_len) // BLOCK_SIZE)
         tables = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
@@ -154,7 +157,7 @@ class _Runner:
             tables,
         )
         begin_ns = time.thread_time_ns()
-        self.engine.logits_step(*arrays, *self._no_logits)
+        self.engine.logits_step(*arrays, *self._no_logits, state_blocks=state_blocks)
         cpu_ns = time.thread_time_ns() - begin_ns
         return (cpu_ns if self._cpu_time else sum(self.engine.times())) / 1e9
 
@@ -285,6 +288,97 @@ class AttentionEngine(_Runner):
     def run(self, case: AttentionCase) -> float:
         """Seconds of one layer's attention."""
         return self._step(case.rows, case.query_len, case.context_len) / self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionShape:
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    kv_shapes: tuple[tuple[int, int], ...]
+    """Layers whose keys and values a block has room for; part of a state lies there instead."""
+
+    @property
+    def state_floats(self) -> int:
+        return self.num_heads * self.key_dim * self.value_dim
+
+
+class LinearAttentionEngine(_Runner):
+    """Linear attention (the gated delta rule) of `num_layers` layers, whose states are of one row or several."""
+
+    def __init__(
+        self, shape: LinearAttentionShape, *, num_layers: int, max_rows: int, max_tokens: int, num_threads: int, variant: str
+    ) -> None:
+        state = PagedState(((shape.num_heads, shape.key_dim, shape.value_dim),) * num_layers)
+        line = footprint.state_line(state)
+        block_bytes = BLOCK_SIZE * sum(heads * KvDtype.INT8.head_bytes(head_dim) for heads, head_dim in shape.kv_shapes)
+        num_state_blocks, own = footprint.num_state_blocks(state, block_bytes), 2 + (max_tokens + 2 * BLOCK_SIZE) // BLOCK_SIZE
+        engine = Engine(
+            kv_shapes=shape.kv_shapes,
+            vocab_size=max_tokens,
+            num_blocks=max_rows * (own + num_state_blocks) + 1,
+            block_size=BLOCK_SIZE,
+            max_rows=max_rows,
+            max_step_tokens=max_tokens,
+            team=Team(num_threads),
+            variant=variant,
+            num_state_lines=footprint.num_state_lines(state, line),
+            state_line=line,
+        )
+        first = 1 + max_rows * own
+        super().__init__(engine, first, max_tokens, cpu_time=False)
+        self._states = np.arange(first, first + max_rows * num_state_blocks, dtype=np.int32).reshape(max_rows, -1)
+        self._num_layers = num_layers
+        rng, heads, width = np.random.default_rng(0), shape.num_heads, shape.num_key_heads * shape.key_dim
+
+        def embed(width: int) -> tuple[int, RowOp]:
+            buffer = engine.add_buffer(width, per_sample=False)
+            table = engine.add_matrix(SourceFormat.BF16, max_tokens, width, _bf16_rows(rng, max_tokens, width))
+            return buffer, RowOp(RowOpKind.EMBED, out=buffer, weight=table, value=0.3)
+
+        (x, embed_x), (steps, embed_steps) = embed(2 * width + heads * shape.value_dim), embed(2 * heads)
+        out = engine.add_buffer(heads * shape.value_dim, per_sample=False)
+        vector, factor = (
+            engine.add_vector(np.full(heads, -0.1, np.float32)),
+            engine.add_vector(np.ones(shape.key_dim, np.float32)),
+        )
+        prepared = engine.add_buffer(2 * width + 2 * heads, per_sample=False)
+        matrix_lines = shape.num_heads * shape.key_dim * -(-shape.value_dim // line)
+        layers = [
+            engine.define_linear_attention(
+                x=x,
+                steps=steps,
+                gates=steps,
+                out=out,
+                prepared=prepared,
+                step_bias=vector,
+                decay=vector,
+                skip=NONE,
+                num_heads=heads,
+                num_key_heads=shape.num_key_heads,
+                key_dim=shape.key_dim,
+                value_dim=shape.value_dim,
+                q_at=0,
+                k_at=width,
+                v_at=2 * width,
+                scale=1.0,
+                q_factor=factor,
+                k_factor=factor,
+                min_step=0.0,
+                max_step=math.inf,
+                first_line=i * matrix_lines,
+            )
+            for i in range(num_layers)
+        ]
+        engine.add_rows([embed_x, embed_steps, RowOp(RowOpKind.PREPARE_STATE, weight=layers[0])], samples=False)
+        for layer in layers:
+            engine.add_linear_attention(layer)
+
+    def run(self, case: tuple[int, int]) -> float:
+        """Seconds of one layer for so many rows, of so many tokens each, that go on from their states."""
+        rows, num_tokens = case
+        return self._step(rows, num_tokens, BLOCK_SIZE, self._states[:rows]) / self._num_layers
 
 
 class RowsEngine(_Runner):

@@ -9,6 +9,7 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int kTokensTogether = 16;  // of a convolution: their inputs stay in the first-level cache
+constexpr int kTokensAhead = 2;      // of linear attention, whose inputs are fetched: they lie pages apart
 
 PENSTOCK_INLINE int lanes_of(int columns, int column) { return columns - column < kLanes ? columns - column : kLanes; }
 
@@ -19,8 +20,9 @@ PENSTOCK_INLINE void sum_rows(const float* const* rows, int count, int column, c
     for (int j = 0; j < kVectors; ++j) sums[j] = set1(0.0f);
     for (int i = 0; i < count; ++i) {
         const vf factor = set1(k[i]);
+        const float* const row = rows[i] + column;
         PENSTOCK_UNROLL
-        for (int j = 0; j < kVectors; ++j) sums[j] = fma(factor, load(rows[i] + column + j * kLanes), sums[j]);
+        for (int j = 0; j < kVectors; ++j) sums[j] = fma(factor, load(row + j * kLanes), sums[j]);
     }
 }
 
@@ -34,10 +36,12 @@ PENSTOCK_INLINE void update(const float* const* from, float* const* to, int coun
     for (int j = 0; j < kVectors; ++j) out[j] = sums[j] = set1(0.0f);
     for (int i = 0; i < count; ++i) {
         const vf key = set1(k[i]), query = set1(q[i]), next = kHasNext ? set1(next_k[i]) : key;
+        const float* const before = from[i] + column;  // read once: for all that the compiler knows, stores change pointers
+        float* const after = to[i] + column;
         PENSTOCK_UNROLL
         for (int j = 0; j < kVectors; ++j) {
-            const vf state = fma(key, added[j], mul(kept, load(from[i] + column + j * kLanes)));
-            store(to[i] + column + j * kLanes, state);
+            const vf state = fma(key, added[j], mul(kept, load(before + j * kLanes)));
+            store(after + j * kLanes, state);
             out[j] = fma(query, state, out[j]);
             if constexpr (kHasNext) sums[j] = fma(next, state, sums[j]);
         }
@@ -52,6 +56,10 @@ void attend(const LinearAttentionTask& task, int column) {
     if (task.is_delta) sum_rows<kVectors>(from, task.key_dim, column, k, sums);
     for (int t = 0; t < task.num_tokens; ++t, q += task.ld, k += task.ld) {
         const float* const v = task.v + t * task.v_ld + column;
+        if (t + kTokensAhead < task.num_tokens) {
+            for (int i = 0; i < task.key_dim; i += kLanes) prefetch(q + kTokensAhead * task.ld + i), prefetch(k + kTokensAhead * task.ld + i);
+            for (int j = 0; j < kVectors; ++j) prefetch(v + kTokensAhead * task.v_ld + j * kLanes);
+        }
         const float decay = task.decays[t * task.ld];
         const vf rate = set1(task.rates[t * task.ld]);
         vf values[kVectors], added[kVectors], out[kVectors];

@@ -20,7 +20,7 @@ case $kind in
   races)
     sanitizers=thread libraries=(libtsan.so)
     # Engines that share a team; strands, and threads that share one, also with portable kernels, as masked stores are not seen;
-    # sleepers; steps that wait for masks; products of experts and adapters; texts.
+    # sleepers; steps that wait for masks; products of experts and adapters; texts; states.
     TESTS=(tests/backends/test_native_team.py
       tests/backends/test_turns.py::test_no_thread_is_forgotten_and_the_times_add_up
       tests/backends/test_native_strands.py::test_an_answer_of_portable_kernels_does_not_either
@@ -28,13 +28,14 @@ case $kind in
       tests/backends/test_native_strands.py::test_threads_that_take_no_part_in_a_step_sleep_on
       tests/backends/test_native_experts.py::test_a_row_is_the_same_to_the_bit_whatever_rows_come_with_it
       tests/backends/test_native_adapter_bits.py::test_a_row_alone_is_the_row_among_others
-      tests/backends/test_native_texts.py::test_a_texts_bits_are_the_same_alone_and_beside_others)
+      tests/backends/test_native_texts.py::test_a_texts_bits_are_the_same_alone_and_beside_others
+      tests/backends/test_paged_state.py::test_threads_change_no_bit)
     processes=1
     ;;
   memory)
     sanitizers=address,undefined libraries=(libasan.so libstdc++.so)  # the latter, for the former to find who throws
     TESTS=(tests/contracts tests/backends/test_native_{kernels,formats,adapter_bits,experts,heads,row8,texts,fetching,logits}.py
-      tests/backends/test_{tiles,adapters,recurrent_state}.py)  # those that take long first; strands are races'
+      tests/backends/test_{tiles,adapters,recurrent_state,paged_state}.py)  # those that take long first; strands are races'
     set -- -k "not reference and not hash" "$@"
     processes=$(nproc)
     ;;
