@@ -77,7 +77,7 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
 def wanted_capacity(spec: ModelSpec, kv: KvConfig, sizes: dict[str, Any]) -> Capacity:
     longest = wanted_len(spec, sizes.get("max_model_len"))
     rows, tokens = sizes["max_num_seqs"], sizes["max_step_tokens"]
-    return Capacity(0, kv.block_size, rows, tokens, longest, spec.has_state, sizes.get("window", 0))
+    return Capacity(0, kv.block_size, rows, tokens, longest, window=sizes.get("window", 0))
 
 
 def test_no_more_than_all_rows_together_can_use() -> None:

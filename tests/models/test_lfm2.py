@@ -56,7 +56,6 @@ def test_the_published_model_is_read_as_transformers_reads_it(tmp_path: Path) ->
     assert [layer for layer in range(16) if not isinstance(spec.layers[layer].mixer, ShortConvSpec)] == [2, 5, 8, 10, 12, 14]
     assert {layer.mlp for layer in spec.layers} == {GatedMlp(intermediate_size=8192)}
     assert spec.tie_word_embeddings
-    assert spec.has_state
     assert spec.attentions[0].head_dim == 64
     program = describe(spec)
     assert (len(program.kv_shapes), program.state) == (6, StateShape(num_layers=10, num_columns=2, width=2048))
@@ -109,7 +108,7 @@ def test_layers_all_attend_if_nothing_says_otherwise(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, full_attn_idxs=None)
     assert len(spec.attentions) == 16
     assert describe(spec).state is None
-    assert (spec.has_state, footprint.state_bytes(spec)) == (False, 0)
+    assert footprint.state_bytes(spec) == 0
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,6 @@ class ModelSpec:
 
         return self.with_layers(plain)
 
-    @property
-    def has_state(self) -> bool:
-        return len(self.attentions) < self.num_layers
-
 
 def spec_of_equal_layers(
     *,
