@@ -26,7 +26,7 @@ from sessions import SERVED_NAME, ServerSession, running
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config.components import config_from
-from penstock.deploy.packed import packed_weights
+from penstock.deploy.resolve import packed_weights
 from penstock.lab.workload import Job
 from penstock.models import architectures
 from penstock.models.cache import default_cache_dir

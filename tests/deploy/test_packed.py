@@ -15,7 +15,7 @@ from penstock.config.units import format_size
 from penstock.deploy import executor as deploy_executor
 from penstock.deploy import packed as deploy_packed
 from penstock.deploy.factory import open_executor
-from penstock.deploy.packed import packed_weights
+from penstock.deploy.resolve import packed_weights
 from penstock.models.catalog import resolve
 from penstock.models.packed_file import write_packed
 from support.parity.encoder_cases import ENCODERS, write_encoder

@@ -39,7 +39,7 @@ def pack(is_check: bool, **values: Any) -> None:
     """
     from penstock.backends.native.executor import NativeExecutor
     from penstock.deploy.factory import locate, open_executor
-    from penstock.deploy.packed import packed_weights
+    from penstock.deploy.resolve import packed_weights
     from penstock.models.packed_file import PackedError, write_packed
 
     warn_of_unknown_variables()

@@ -223,7 +223,7 @@ def _parameters(appraisal: Appraisal, size: ModelSize | None) -> str:
 
 
 def _packed(config: Config, source: ModelSource) -> str:
-    from penstock.deploy.packed import packed_weights
+    from penstock.deploy.resolve import packed_weights
     from penstock.models.packed_file import PackedError
 
     packed = packed_weights(config, source.path)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock import __version__
-from penstock.config import Config
 from penstock.config.units import format_size
 
 if TYPE_CHECKING:
@@ -57,18 +56,6 @@ class PackedWeights:
         from penstock.models.packed_file import open_packed
 
         return open_packed(self.path, self.identity(), is_checked=is_checked)
-
-
-def packed_weights(config: Config, model: Path) -> PackedWeights:
-    from penstock.models.cache import cache_dir
-
-    adapter = config.lora.merge_lora
-    return PackedWeights(
-        folder=cache_dir(config.model.cache_dir) / "packed",
-        model=model,
-        adapter=None if adapter is None else Path(adapter),
-        weight_dtype=config.backend.weight_dtype,
-    )
 
 
 def make_with_packed(

@@ -25,7 +25,7 @@ from penstock.deploy import sizing
 from penstock.deploy.blueprint import Blueprint, Compute, Loading
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
-from penstock.deploy.packed import packed_weights
+from penstock.deploy.packed import PackedWeights
 from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resources import Machine, MemoryShare
@@ -139,6 +139,17 @@ def aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
 def expert_folder(config: Config) -> Path:
     """Return the folder in the cache for the file of --experts-on-disk."""
     return _cache_dir(config) / "experts"
+
+
+def packed_weights(config: Config, model: Path) -> PackedWeights:
+    """Return the place of the model's packed weights in the cache. `model`: its file or directory."""
+    adapter = config.lora.merge_lora
+    return PackedWeights(
+        folder=_cache_dir(config) / "packed",
+        model=model,
+        adapter=None if adapter is None else Path(adapter),
+        weight_dtype=config.backend.weight_dtype,
+    )
 
 
 def _cache_dir(config: Config) -> Path:
