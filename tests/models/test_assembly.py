@@ -250,11 +250,8 @@ OF_DOCS = (
         "Kimi_K25ForConditionalGeneration",
         "MambaForCausalLM",
     ),
-    *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "falcon-h1", "Qwen3NextForCausalLM"),
+    *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "falcon-h1"),
     *(
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "qwen35moe",
         "kimi-linear",
         "Gemma3nForConditionalGeneration",
     ),

@@ -102,6 +102,8 @@ def test_the_core_answers_as_transformers_however_it_schedules(
     """Alone, beside others in chunks of five, from the prefix cache, and preempted: the same to the bit."""
     case = CASES[name]
     with closing(make(load(name), backend, kv_dtype, case.num_tokens)) as executor:
+        if executor.capacity.num_state_blocks:
+            pytest.skip("states in blocks of their own are not scheduled yet")
         bench = Bench(executor, prompts(case), (GREEDY, GREEDY))
         picked = range(len(bench.prompts))
         alone = bench.alone(picked)

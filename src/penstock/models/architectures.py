@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +29,9 @@ _ROWS = (
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
+    ("delta_net", "qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", "qwen35"),
+    ("delta_net", "qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration", "qwen35moe"),
+    ("delta_net", "qwen3_next", "Qwen3NextForCausalLM", "qwen3next"),
     ("gemma", "embedding_gemma", "Gemma3TextModel", "gemma-embedding"),
     ("gemma", "exaone4", "Exaone4ForCausalLM", "exaone4"),
     ("gemma", "gemma", "GemmaForCausalLM", "gemma"),
@@ -109,7 +112,7 @@ _REASONS = {
     ),
     "its layers have a recurrent state that is too large for the blocks of the KV cache": (
         *("bamba", "codestralmamba", "falconh1", "falconmamba", "granitehybrid", "granitemoehybrid", "jamba", "kimilinear"),
-        *("mamba", "mamba2", "nemotronh", "plamo2", "qwen35", "qwen35moe", "qwen3next", "recurrentgemma"),
+        *("mamba", "mamba2", "nemotronh", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
     ),
     "the keys and values of its layers differ in shape": ("deci", "decilm", "gemma3n", "gemma4", "openelm"),
@@ -196,6 +199,10 @@ GGUF_LAYER: Mapping[str, str] = with_biases(
 """Names of a layer's tensors in GGUF files after "blk.{i}." -> our names after "layers.{i}."."""
 
 
+Run = tuple[int, int, int]
+"""Rows of a matrix: the first, their number, and the step from one to the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The layout of a tensor that combines several of our weights, such as q, k and v: which rows belong to which weight.
@@ -209,6 +216,8 @@ class Parts:
     is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
+    runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
+    """Returns the rows of each weight, in order, where no other field describes them."""
 
 
 QKV, QKV_BIAS, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("q_bias", "k_bias", "v_bias")), Parts(("gate", "up"))
@@ -281,6 +290,8 @@ class Architecture:
     has_local_base_in_gguf: bool = False
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
     hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1
+    hf_changed: Mapping[str, Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]] = field(default_factory=dict)
+    """Our names' ends -> what makes the weight of a directory's values, which GGUF files hold already."""
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.architectures import Parts
+from penstock.models.architectures import Parts, Run
 from penstock.models.formats import WeightFormat
 from penstock.models.weights import Cut, WeightTensor, stacked
+from penstock.types.model_spec import ModelSpec
 
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d{1,4})(\..*)")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,7 +26,7 @@ class Sizes:
 
     stored: Shapes
     wanted: Shapes
-    num_kv_heads: int
+    spec: ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class Piece:
     expert: int = 0
     layout: Parts | None = None  # how the tensor is divided; None: it is the weight
 
-    def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
+    def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[Run]]:
         """Return (number of matrices in the tensor, their columns, the runs of rows of each matrix that belong to this piece).
 
-        A run is (first row, number of rows, step). It has no rows if the tensor's size is not the sum of its parts.
+        The run has no rows if the tensor's size is not the sum of its parts.
         """
         *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
@@ -51,8 +52,12 @@ class Piece:
         num_matrices = math.prod(lead)
         if self.layout is None or len(self.names) == 1:
             return num_matrices, cols, [(0, rows, 1)]
+        if self.layout.runs is not None:
+            by_part = self.layout.runs(sizes.spec)
+            is_whole = sum(num for runs in by_part for _, num, _ in runs) == rows
+            return num_matrices, cols, [*by_part[self.part]] if is_whole else [(0, 0, 1)]
         parts = [math.prod(sizes.wanted.get(other, (0, 0))) // max(1, cols * num_matrices) for other in self.names]
-        num_runs = sizes.num_kv_heads if self.layout.is_by_kv_head else 1
+        num_runs = sizes.spec.attentions[0].num_kv_heads if self.layout.is_by_kv_head else 1
         is_uneven = any(part % num_runs for part in parts)
         if sum(parts) != rows or is_uneven or (self.layout.is_interleaved and len(set(parts)) > 1):
             return num_matrices, cols, [(0, 0, 1)]

@@ -14,11 +14,13 @@ from penstock.models import program as prog
 from penstock.models.rope import RopeParameters, choice_words, frequencies
 from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughMemory, damaged
-from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, Rotation
+from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
 
 _log = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 1 << 26
+MAX_KERNEL = 64
+"""Positions that a convolution before linear attention reads. Published models have 4."""
 LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -77,10 +79,14 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Raise ModelError for an impossible window, or for factors so large or small that float32 would overflow or underflow."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
+    if not spec.attentions:
+        raise unsupported(path, "no layer attends", "the KV cache needs one layer that does")
     attentions = set(spec.attentions)
     for attention in attentions:
         if not 0 <= attention.window <= MAX_MODEL_LEN:
             raise damaged(path, f"a window of attention is {attention.window}, outside of 0 to {MAX_MODEL_LEN}")
+    for linear in set(spec.linear_attentions):
+        _check_linear_attention(linear, path)
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
     if not all(factor == 0.0 or 2.0**-64 <= factor <= 2.0**64 for factor in factors):
@@ -89,6 +95,15 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
     if not all(0.0 <= number <= 2.0**20 for number in numbers):
         raise damaged(path, "a rotary frequency or factor is negative, too large or not a number")
+
+
+def _check_linear_attention(spec: LinearAttentionSpec, path: Path) -> None:
+    sizes = (spec.num_heads, spec.num_key_heads, spec.key_dim, spec.value_dim)
+    if not all(1 <= size <= LIMITS["num_heads"] for size in sizes) or spec.num_heads % spec.num_key_heads:
+        heads = f"{spec.num_heads} value heads of {spec.value_dim} columns, {spec.num_key_heads} key heads of {spec.key_dim}"
+        raise damaged(path, f"linear attention is not possible with {heads}")
+    if not 2 <= spec.kernel <= MAX_KERNEL:
+        raise unsupported(path, f"the convolution's kernel has {spec.kernel} positions", f"2 to {MAX_KERNEL} are")
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
@@ -161,6 +176,11 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
             case prog.ShortConv():
                 add(width[op.out], op.kernel, op.weight)
                 add(1, width[op.out], op.bias)
+            case prog.CausalConv():
+                add(width[op.out], op.kernel, op.weight)
+                add(1, width[op.out], op.bias)
+            case prog.LinearAttention():
+                add(1, op.num_heads, op.step_bias, op.decay, op.skip)
             case prog.Linear():
                 add(width[op.out], width[op.x], op.weight)
                 add(1, width[op.out], op.bias)

@@ -12,6 +12,7 @@ from penstock.types.model_spec import (
     AttentionSpec,
     ExpertsMlp,
     GatedMlp,
+    LinearAttentionSpec,
     ModelSpec,
     PlainMlp,
     ShortConvSpec,
@@ -165,6 +166,46 @@ class Decoder:
             self._ops.append(prog.KvWrite(index, k, v, *((f"{at}.k_bias", *angles) if has_centre else ())))
         sinks = f"{at}.sinks" if spec.has_sinks else None
         self._ops.append(prog.Attention(out, q, index, *sizes, window=spec.window, softcap=spec.softcap, sinks=sinks))
+        if spec.has_gate:
+            bias = f"{at}.q_gate_bias" if spec.has_qkv_bias else None
+            gate = self.linear(x, f"{at}.q_gate", "q_gate", self._widths[out], bias=bias)
+            self._ops.append(prog.GatedActivation(out, gate, out, "sigmoid"))
+        return out
+
+    def linear_attention(self, layer: int, x: str) -> str:
+        """Return a layer's linear attention before its output projection. [num_tokens, num_heads * value_dim]"""
+        spec, at, index = self._spec.layers[layer].mixer, f"layers.{layer}.mix_", 2 * self._indices[layer]
+        assert isinstance(spec, LinearAttentionSpec)
+        joint = self.linear(x, f"{at}in", "mix_in", spec.conv_width)
+        gate = self.linear(x, f"{at}gate", "mix_gate", spec.value_width)
+        steps = self.linear(x, f"{at}steps", "mix_steps", spec.num_heads)
+        rates = self.linear(x, f"{at}rates", "mix_rates", spec.num_heads)
+        mixed = self._buffer("mix_conv", spec.conv_width)
+        self._ops.append(prog.CausalConv(mixed, joint, index, f"{at}conv", spec.kernel))
+        out = self._buffer("mix_out", spec.value_width)
+        self._ops.append(
+            prog.LinearAttention(
+                out=out,
+                x=mixed,
+                index=index + 1,
+                steps=steps,
+                step_bias=f"{at}step_bias",
+                decay=f"{at}decay",
+                num_heads=spec.num_heads,
+                num_key_heads=spec.num_key_heads,
+                key_dim=spec.key_dim,
+                value_dim=spec.value_dim,
+                q_at=0,
+                k_at=spec.key_width,
+                v_at=2 * spec.key_width,
+                scale=spec.key_dim**-0.5,
+                gates=rates,
+                is_normalised=True,
+                is_tiled=spec.has_tiled_heads,
+            )
+        )
+        self._rms_norm(out, f"{at}scale", out, group=spec.value_dim)
+        self._ops.append(prog.GatedActivation(out, gate, out, "silu"))
         return out
 
     def short_conv(self, layer: int, x: str) -> str:
@@ -178,14 +219,20 @@ class Decoder:
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: QkNorms = None) -> str:
-        """Return the output of the layer's attention or short convolution, before the output projection."""
-        if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
-            return self.short_conv(layer, x)
-        return self.attention(layer, x, qk_norms=qk_norms)
+        """Return the output of the layer's mixer, before the output projection."""
+        match self._spec.layers[layer].mixer:
+            case ShortConvSpec():
+                return self.short_conv(layer, x)
+            case LinearAttentionSpec():
+                return self.linear_attention(layer, x)
+            case AttentionSpec():
+                return self.attention(layer, x, qk_norms=qk_norms)
 
     def add_output(self, layer: int, to: str, mixed: str) -> str:
         """to += the output projection of `mixed`, which `mix` returned."""
         mixer = self._spec.layers[layer].mixer
+        if isinstance(mixer, LinearAttentionSpec):
+            return self.add_linear(to, mixed, f"layers.{layer}.mix_out")
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
@@ -339,8 +386,8 @@ class Decoder:
 
 
 def _check_text_attention(spec: AttentionSpec) -> None:
-    if spec.softcap or spec.has_sinks:
-        what = "a cap of its scores" if spec.softcap else "sinks"
+    if spec.softcap or spec.has_sinks or spec.has_gate:
+        what = "a cap of its scores" if spec.softcap else "sinks" if spec.has_sinks else "a gate"
         raise ModelError(
             f"attention with {what} is not supported for embeddings and scores.",
             remedy="Serve this model with --task generate.",

@@ -92,7 +92,7 @@ def load_gguf(
     entries = {name: entries[name] for name in pieces}
     program = architecture.describe(spec)
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
-    sizes = Sizes(shapes, checks.weight_shapes(program), program.kv_shapes[0].num_kv_heads)
+    sizes = Sizes(shapes, checks.weight_shapes(program), spec)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, found_shapes, path)
     for key, found in pieces.items():
@@ -248,7 +248,9 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
         "num_heads": num_heads,
         "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
-        "intermediate_size": file.require(f"{key}.feed_forward_length", int),
+        "intermediate_size": file.get(f"{key}.feed_forward_length", int)
+        or file.get(f"{key}.expert_feed_forward_length", int)
+        or file.require(f"{key}.feed_forward_length", int),
         "max_model_len": file.require(f"{key}.context_length", int),
     }
 

@@ -138,7 +138,7 @@ def load_hf_directory(
             _log.warning("%s: tie_word_embeddings is true, but the output has weights of its own, which are used", path.name)
     program = architecture.describe(spec)
     stored = {name: tensor.shape for name, tensor in tensors.items()}
-    sizes = Sizes(stored, checks.weight_shapes(program), program.kv_shapes[0].num_kv_heads)
+    sizes = Sizes(stored, checks.weight_shapes(program), spec)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
@@ -161,7 +161,12 @@ def load_hf_directory(
                 key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
             )
         order = rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None
-        return _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset, order)
+        read = _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset, order)
+        change = architecture.hf_changed.get(key.rpartition(".")[2])
+        if change is None:
+            return read
+        with np.errstate(over="ignore"):  # large values of a corrupt file
+            return WeightTensor(key, read.num_rows, read.num_cols, WeightFormat.F32, change(spec, read.dequantize()))
 
     usual_scores = endings.usual_scores(spec)
     return LoadedModel(

@@ -17,7 +17,6 @@ from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architec
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
-from penstock.types.errors import damaged
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
 _MAX_KERNEL = 17
@@ -115,8 +114,6 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:
     if not 2 <= conv.kernel <= _MAX_KERNEL:
         raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
-    if all(has_conv):
-        raise damaged(path, "no layer attends, and the KV cache needs one")
 
     def changed(layer: int, found: LayerSpec) -> LayerSpec:
         attention = replace(found.attention, has_o_bias=False)  # the bias of layer 0 may be of a convolution

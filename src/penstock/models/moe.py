@@ -32,12 +32,12 @@ from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 _GATE_UP, _DOWN = Parts(("expert_gate", "expert_up")), Parts(("expert_down",))
 _CUBES: Mapping[str, Parts] = {"experts.gate_up_proj": _GATE_UP, "experts.down_proj": _DOWN}
 """Release 5 of transformers puts the matrices of all experts of a layer into one tensor."""
-_GATE_UP_DOWN: Mapping[str, str | Parts] = {
+GATE_UP_DOWN: Mapping[str, str | Parts] = {
     "mlp.gate.weight": "router",
     **{f"mlp.experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
     **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
 }
-_SHARED: Mapping[str, str] = {
+SHARED: Mapping[str, str] = {
     f"mlp.shared_expert{plural}.{name}_proj.weight": f"shared_{name}" for plural in ("", "s") for name in ("gate", "up", "down")
 }
 _GGUF_LAYER: Mapping[str, str | Parts] = {**GGUF_LAYER, **GGUF_EXPERTS}
@@ -53,10 +53,10 @@ def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Put experts into every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     config.only("hidden_act", "silu")
     window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
-    return _of_qwen(config, spec.with_windows(window, [True] * spec.num_layers))
+    return of_qwen(config, spec.with_windows(window, [True] * spec.num_layers))
 
 
-def _of_qwen(config: JsonFile, spec: ModelSpec, **others: Any) -> ModelSpec:
+def of_qwen(config: JsonFile, spec: ModelSpec, **others: Any) -> ModelSpec:
     step, only = config.get("decoder_sparse_step", int) or 1, config.get("mlp_only_layers", list) or []
     dense = [i for i in range(spec.num_layers) if i in only or (i + 1) % step]
     others["is_renormalised"] = config.get("norm_topk_prob", bool) or False
@@ -71,7 +71,7 @@ def _of_qwen2_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         usual = [i % 2 == 0 and i < (28 if most is None else most) for i in range(spec.num_layers)]
         spec = with_windows(config, spec, config.require("sliding_window", int), usual)
     width = config.require("shared_expert_intermediate_size", int)
-    return _of_qwen(config, spec, shared_size=width, has_shared_gate=True)
+    return of_qwen(config, spec, shared_size=width, has_shared_gate=True)
 
 
 def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -84,7 +84,7 @@ def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 def _of_qwen3_vl_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for key, value in (("hidden_act", "silu"), ("norm_topk_prob", True), ("use_sliding_window", False)):
         config.only(key, value)
-    return _of_qwen(config, spec)
+    return of_qwen(config, spec)
 
 
 def _of_olmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -113,7 +113,7 @@ QWEN3_MOE = Architecture(
     describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_qwen3_moe,
     of_gguf=llama.of_gguf,
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
+    hf_layer={**HF_LAYER, **GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
 QWEN3_VL_MOE = replace(
@@ -131,14 +131,14 @@ QWEN2_MOE = Architecture(
     of_hf=_of_qwen2_moe,
     of_gguf=_of_qwen2_moe_gguf,
     hf_values=lambda values: {"qkv_bias": True, **values},
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_SHARED, "mlp.shared_expert_gate.weight": "shared_router"},
+    hf_layer={**HF_LAYER, **GATE_UP_DOWN, **SHARED, "mlp.shared_expert_gate.weight": "shared_router"},
     gguf_layer=_GGUF_LAYER,
 )
 OLMOE = Architecture(
     describe=partial(llama.describe, qk_norms="rows"),
     of_hf=_of_olmoe,
     of_gguf=partial(experts_of_gguf, is_renormalised=False),
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
+    hf_layer={**HF_LAYER, **GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
 GRANITE_MOE = Architecture(
@@ -223,7 +223,7 @@ GLM4_MOE = Architecture(
     of_hf=_of_glm4_moe,
     of_gguf=_of_glm4_moe_gguf,
     hf_values=lambda values: with_defaults(values, _GLM4_DEFAULTS, {"n_routed_experts": "num_local_experts"}),
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_SHARED, "mlp.gate.e_score_correction_bias": "selection_bias"},
+    hf_layer={**HF_LAYER, **GATE_UP_DOWN, **SHARED, "mlp.gate.e_score_correction_bias": "selection_bias"},
     gguf_layer={**_GGUF_LAYER, "post_attention_norm.weight": "mlp_norm"},
     has_further_layers=True,
     has_partial_rope=True,
@@ -280,8 +280,8 @@ ERNIE4_5_MOE = Architecture(
     hf_name=lambda name: None if name.startswith("model.mtp_") else name,  # predicts further tokens
     hf_layer={
         **HF_LAYER,
-        **_GATE_UP_DOWN,
-        **_SHARED,
+        **GATE_UP_DOWN,
+        **SHARED,
         **{f"mlp.{at}moe_statics.e_score_correction_bias": "selection_bias" for at in ("", "gate.")},
     },
     gguf_layer=_GGUF_LAYER,

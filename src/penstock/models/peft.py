@@ -32,7 +32,7 @@ from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_ent
 from penstock.models.weights import WeightTensor, row_slices
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE
 from penstock.types.errors import ModelError, damaged
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import LinearAttentionSpec, ModelSpec
 
 F32 = NDArray[np.float32]
 
@@ -154,6 +154,7 @@ def read_peft(
                 path,
                 max_rank=max_rank,
                 is_interleaved=architecture.is_interleaved_in_hf,
+                is_in_order=True,
                 known=_module_names(architecture, program),
             )
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
@@ -178,6 +179,7 @@ def read_peft(
 class _Target:
     name: str  # of the pair in the file
     rows: NDArray[np.intp] | None  # rows of B for this matrix; None: all, in order
+    columns: NDArray[np.intp] | None = None  # those of A, likewise
 
 
 def _place(
@@ -189,11 +191,13 @@ def _place(
     *,
     max_rank: int,
     is_interleaved: bool,
+    is_in_order: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
     """Return the pair of factors for each site. Raises ModelError if one does not fit the model.
 
-    `is_interleaved`: neighbouring rows of q and k rotate as a pair.
+    `is_interleaved`: neighbouring rows of q and k rotate as a pair. `is_in_order`: value heads of a delta net have the order of
+    directories.
     """
     if spec.ending is not None or program.is_one_pass:
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
@@ -207,7 +211,7 @@ def _place(
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
-    sizes = Sizes(stored, known_sites, program.kv_shapes[0].num_kv_heads)
+    sizes = Sizes(stored, known_sites, spec)
     placed: dict[str, _Target] = {}
     for site, found in pieces.items():
         piece = found[0]
@@ -224,7 +228,10 @@ def _place(
             rows = np.concatenate([first + step * np.arange(num, dtype=np.intp) for first, num, step in runs])
         elif is_interleaved and piece.layout is None:
             rows = rope.half_split_rows(site, spec)
-        placed[site] = _Target(piece.tensor, rows)
+        columns: NDArray[np.intp] | None = None
+        if is_in_order and (order := _tiled_order(site, spec)) is not None:
+            rows, columns = (None, order) if site.endswith(".mix_out") else (order if rows is None else rows[order], None)
+        placed[site] = _Target(piece.tensor, rows, columns)
     return placed
 
 
@@ -232,8 +239,25 @@ def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) 
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
+        a = a if target.columns is None else np.ascontiguousarray(a[:, target.columns])
         by_site[site] = (a, b if target.rows is None else b[target.rows])
     return AdapterFactors(by_site)
+
+
+def _tiled_order(site: str, spec: ModelSpec) -> NDArray[np.intp] | None:
+    """Return the order of a matrix's rows (columns of `mix_out`) by the value heads of a GGUF file; None: as in directories."""
+    at, _, kind = site.rpartition(".")
+    if not kind.startswith("mix_"):
+        return None
+    net = spec.layers[int(at.rpartition(".")[2])].mixer
+    if not isinstance(net, LinearAttentionSpec) or not net.has_tiled_heads:
+        return None
+    heads = np.arange(net.num_heads).reshape(net.num_key_heads, -1).T.reshape(-1)
+    if kind in ("mix_rates", "mix_steps"):
+        return heads
+    columns = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).reshape(-1)
+    first = 2 * net.key_width if kind == "mix_in" else 0
+    return np.concatenate([np.arange(first), first + columns])
 
 
 def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
@@ -428,6 +452,10 @@ def read_gguf_adapter(
     name = architectures.our_name(key, architectures.GGUF_NAMES, path)
     if spec.architecture != name and not (name == "llama" and spec.architecture in _LLAMAS):
         raise _refused(path, f"it is an adapter of a {key}, and the model is a {spec.architecture}", _RETRAIN)
+    nets = spec.linear_attentions if key in ("qwen35", "qwen35moe") else ()
+    if any(net.num_heads != net.num_key_heads and not net.has_tiled_heads for net in nets):
+        cause = f"its value heads have the order of GGUF files of a {key}, and the model is a directory"
+        raise _refused(path, cause, "Use PEFT's folder of the adapter, or a GGUF file of the model.")
     alpha = file.require("adapter.lora.alpha", float)
     if not math.isfinite(alpha):
         raise file.error(f"adapter.lora.alpha is {alpha}")
@@ -442,6 +470,7 @@ def read_gguf_adapter(
         path,
         max_rank=max_rank,
         is_interleaved=architecture.is_interleaved_in_gguf,
+        is_in_order=False,
         known=[f"blk.0.{end.removesuffix('.weight')}" for end in architecture.gguf_layer if end.endswith(".weight")],
     )
     files.take(sum(math.prod(half.shape) for halves in pairs.values() for half in halves))

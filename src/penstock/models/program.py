@@ -209,6 +209,7 @@ class LinearAttention(Map):
     gates: str | None = None  # buffer [num_tokens, num_heads]
     skip: str | None = None
     is_normalised: bool = False
+    is_tiled: bool = False  # value head h reads key head h % num_key_heads
     min_step: float = 0.0
     max_step: float = math.inf
 

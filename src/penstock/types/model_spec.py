@@ -47,6 +47,7 @@ class AttentionSpec:
     has_sinks: bool = False  # each head's softmax has one more term, without a value
     kv_layer: int | None = None  # an earlier layer whose keys and values this one reads; None: it has its own
     has_keys_as_values: bool = False  # values are made of the keys before their norm and rotation
+    has_gate: bool = False  # the output is multiplied by sigmoid(x @ q_gate.T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,34 @@ class ShortConvSpec:
 
     kernel: int
     has_bias: bool = False  # on the convolution and both projections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionSpec:
+    """A convolution, then attention that keeps a matrix for each value head instead of keys and values.
+
+    A gated delta net, or Mamba-2, which calls values, keys and queries x, B and C.
+    """
+
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    has_delta_rule: bool  # else it is Mamba-2
+    has_tiled_heads: bool = False  # value head h reads key head h % num_key_heads, and not h // (num_heads // num_key_heads)
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        return 2 * self.key_width + self.value_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +125,7 @@ class ExpertsMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    mixer: AttentionSpec | ShortConvSpec
+    mixer: AttentionSpec | ShortConvSpec | LinearAttentionSpec
     mlp: GatedMlp | PlainMlp | ExpertsMlp
     has_attn_norm: bool = True
     """False: attention reads the output of the MLP's norm, and both run side by side."""
@@ -170,6 +199,10 @@ class ModelSpec:
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
         """The attentions with keys and values of their own."""
         return tuple(attention for attention in self.attentions if attention.kv_layer is None)
+
+    @property
+    def linear_attentions(self) -> tuple[LinearAttentionSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LinearAttentionSpec))
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """Return a copy with `change(index, layer)` in place of each layer."""

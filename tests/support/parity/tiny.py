@@ -57,6 +57,8 @@ class Gguf:
     """Added to the norms: the converter makes those of Gemma whole."""
     is_interleaved: bool = False
     """The converter puts the rows of q and k into the interleaved rope layout."""
+    is_old: bool = False
+    """The inputs of a delta net are one tensor, as the converter left them at first."""
     vectors: Mapping[str, tuple[float, ...]] | None = None
     """Tensors that the Hugging Face directory lacks, by their names."""
 
@@ -249,8 +251,9 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     weights = {name: _turned(values) if name.endswith(case.transposed) else values for name, values in case.weights().items()}
     is_interleaved = case.architecture == "gpt_oss"
     weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, is_interleaved)}
+    weights = {new: part for name, values in weights.items() for new, part in nets_in_gguf(name, values, config, gguf)}
     for name, values in weights.items():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + np.float32(gguf.norm_offset)
         heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads", num_heads)}.get(name.split(".")[-2])
         if gguf.is_interleaved and heads:
@@ -268,9 +271,41 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     types = {
         "_exps.bias": "F32",
         "shortconv.conv.weight": "F32",
+        "ssm_conv1d.weight": "F32",
         **({"_exps.weight": "MXFP4"} if case.has_mxfp4_experts else {}),
     }
     return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type, other_types=types)
+
+
+def nets_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf: Gguf) -> Iterator[tuple[str, FloatArray]]:
+    """A tensor as the converter writes those of a delta net. Qwen 3.5 has the first value heads of all key heads first."""
+    at, found, part = name.partition("linear_attn.")
+    if not found:
+        yield name, values
+        return
+    key_dim, value_dim, num_key_heads, num_heads = (
+        config[f"linear_{key}"] for key in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    )
+    ratio, width = num_heads // num_key_heads, key_dim * num_key_heads
+    if part == "A_log":
+        values = -np.exp(values)
+    if part == "in_proj_qkvz.weight" and not gguf.is_old:
+        by_head = values.reshape(num_key_heads, -1, values.shape[1])
+        pieces = np.split(by_head, [key_dim, 2 * key_dim, 2 * key_dim + ratio * value_dim], axis=1)
+        *joint, gate = (piece.reshape(-1, values.shape[1]) for piece in pieces)
+        yield f"{at}linear_attn.in_proj_qkv.weight", np.concatenate(joint)
+        yield f"{at}linear_attn.in_proj_z.weight", gate
+        return
+    if gguf.architecture.startswith("qwen35"):
+        order = np.arange(num_heads).reshape(num_key_heads, ratio).T.reshape(-1)
+        rows = (order[:, None] * value_dim + np.arange(value_dim)).reshape(-1)
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            values = np.concatenate([values[: 2 * width], values[2 * width :][rows]])
+        elif part == "out_proj.weight":
+            values = values[:, rows]
+        elif part != "norm.weight":
+            values = values[rows if part == "in_proj_z.weight" else order]
+    yield name.replace("dt_bias", "dt_proj.bias"), np.ascontiguousarray(values)
 
 
 def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> FloatArray:

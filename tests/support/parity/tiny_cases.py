@@ -1342,8 +1342,172 @@ _LFM2_GGUF = Gguf(
     metadata={"attention.head_count_kv": [0, 1, 0, 0], "shortconv.l_cache": 3, "feed_forward_length": 90},
 )
 
+_NET = {
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5},
+}
+_LINEAR_ATTENTION = "linear_attention"
+_QWEN3_5 = settings(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    num_hidden_layers=4,
+    rms_norm_eps=0.05,
+    layer_types=[_LINEAR_ATTENTION, _GLOBAL, _LINEAR_ATTENTION, _LINEAR_ATTENTION],
+    **_NET,
+)
+_SHARED_BY_QWENS = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+_QWEN3_5_MOE = {
+    **_QWEN3_5,
+    **_SHARED_BY_QWENS,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 3,
+    "layer_types": [_LINEAR_ATTENTION, _LINEAR_ATTENTION, _GLOBAL],
+}
+_QWEN3_NEXT = settings(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    num_hidden_layers=4,
+    rms_norm_eps=0.05,
+    full_attention_interval=3,
+    norm_topk_prob=False,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+    **_NET,
+    **_SHARED_BY_QWENS,
+)
+_QWEN3_NEXT_OF_GGUF = {**_QWEN3_NEXT, "norm_topk_prob": True, "mlp_only_layers": []}
+
+
+def _with_nets(config: Mapping[str, Any], found: Shapes, *linear: int) -> Shapes:
+    """The tensors of a Qwen with a delta net in the layers `linear`, and gated attention in the others."""
+    hidden = config["hidden_size"]
+    keys, values = config["linear_num_key_heads"] * 10, config["linear_num_value_heads"] * 14
+    heads = config["linear_num_value_heads"]
+    joint = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    if config["model_type"] == "qwen3_next":
+        joint = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    net: Shapes = {
+        **{f"{name}.weight": (width, hidden) for name, width in joint.items()},
+        "conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "norm.weight": (14,),
+        "out_proj.weight": (hidden, values),
+    }
+    nets = {f"model.layers.{layer}.linear_attn.{name}": shape for layer in linear for name, shape in net.items()}
+    ours = {
+        name: shape
+        for name, shape in found.items()
+        if name.split(".self_attn.")[0] not in {f"model.layers.{i}" for i in linear}
+    }
+    queries = config["num_attention_heads"] * config["head_dim"]
+    gated = {name: (2 * queries, hidden) for name in ours if name.endswith("q_proj.weight")}
+    return {**ours, **gated, **nets}
+
+
+_QWEN_EXPERTS = {
+    **_experts(_QWEN3_NEXT, 40),
+    **_shared(_QWEN3_NEXT, "shared_expert", 56),
+    "mlp__shared_expert_gate__weight": (1, 72),
+}
+_QWEN3_5_CASE = TinyCase(
+    architecture="qwen3_5",
+    config=_QWEN3_5,
+    shapes=_with_nets(_QWEN3_5, shapes(_QWEN3_5, **_HEAD_NORMS), 0, 2, 3),
+    seed=120,
+    norm_centre=0.0,
+    refused_by={"native": "CausalConv"},
+)
+_QWEN3_5_MOE_CASE = replace(
+    _QWEN3_5_CASE,
+    architecture="qwen3_5_moe",
+    config=_QWEN3_5_MOE,
+    shapes=_with_nets(_QWEN3_5_MOE, shapes(_QWEN3_5_MOE, **_HEAD_NORMS, **_QWEN_EXPERTS), 0, 1),
+)
+_QWEN3_NEXT_CASE = replace(
+    _QWEN3_5_CASE,
+    architecture="qwen3_next",
+    config=_QWEN3_NEXT,
+    shapes=_with_nets(_QWEN3_NEXT, _mixed(_QWEN3_NEXT, _QWEN_EXPERTS, 1, **_HEAD_NORMS), 0, 1, 3),
+)
+_QWEN3_NEXT_GGUF_CASE = replace(
+    _QWEN3_NEXT_CASE,
+    config=_QWEN3_NEXT_OF_GGUF,
+    shapes=_with_nets(_QWEN3_NEXT_OF_GGUF, shapes(_QWEN3_NEXT_OF_GGUF, **_HEAD_NORMS, **_QWEN_EXPERTS), 0, 1, 3),
+)
+_NET_IN_GGUF = {
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 10,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 84,
+    "rope.dimension_count": 12,
+}
+_QWEN_EXPERTS_IN_GGUF = {**_GGUF_EXPERTS, "expert_feed_forward_length": 40, "expert_shared_feed_forward_length": 56}
+_QWEN3_5_GGUF = Gguf(
+    architecture="qwen35",
+    norm_offset=1.0,
+    metadata={
+        **_NET_IN_GGUF,
+        "attention.recurrent_layers": [True, False, True, True],
+        "rope.dimension_sections": [11, 11, 10, 0],
+    },
+)
+_QWEN3_5_MOE_GGUF = replace(
+    _QWEN3_5_GGUF,
+    architecture="qwen35moe",
+    metadata={
+        **_NET_IN_GGUF,
+        **_QWEN_EXPERTS_IN_GGUF,
+        "full_attention_interval": 3,
+        "feed_forward_length": None,
+        "rope.dimension_sections": [11, 11, 10, 0],
+    },
+)
+_QWEN3_NEXT_GGUF = replace(
+    _QWEN3_5_GGUF,
+    architecture="qwen3next",
+    metadata={**_NET_IN_GGUF, **_QWEN_EXPERTS_IN_GGUF, "full_attention_interval": 3},
+)
+_QWEN3_5_WRAPPER = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "vision_config": {"depth": 1},
+    "tie_word_embeddings": False,
+}
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
+        "qwen3_5": _QWEN3_5_CASE,
+        "qwen3_5_vl": replace(_QWEN3_5_CASE, wrapper=_QWEN3_5_WRAPPER, golden="qwen3_5"),
+        "qwen3_5_gguf": replace(_QWEN3_5_CASE, gguf=_QWEN3_5_GGUF, golden="qwen3_5"),
+        "qwen3_5_moe": _QWEN3_5_MOE_CASE,
+        "qwen3_5_moe_vl": replace(
+            _QWEN3_5_MOE_CASE,
+            wrapper={
+                **_QWEN3_5_WRAPPER,
+                "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+                "model_type": "qwen3_5_moe",
+            },
+            experts="mlp.experts.{}.{}.weight",
+            golden="qwen3_5_moe",
+        ),
+        "qwen3_5_moe_gguf": replace(_QWEN3_5_MOE_CASE, gguf=_QWEN3_5_MOE_GGUF, golden="qwen3_5_moe"),
+        "qwen3_next": _QWEN3_NEXT_CASE,
+        "qwen3_next_gguf": replace(_QWEN3_NEXT_GGUF_CASE, gguf=_QWEN3_NEXT_GGUF),
+        "qwen3_next_old_gguf": replace(
+            _QWEN3_NEXT_GGUF_CASE, gguf=replace(_QWEN3_NEXT_GGUF, is_old=True), golden="qwen3_next_gguf"
+        ),
         "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
         "gqa_untied_bf16": replace(_LLAMA_CASE, num_shards=3),
         "gqa_untied_gguf": replace(_LLAMA_CASE, gguf=_LLAMA_GGUF, golden="gqa_untied_bf16"),

@@ -28,6 +28,9 @@ SIZES = frozenset(
         "intermediate_size",
         "num_experts",
         "kernel",
+        "num_key_heads",
+        "key_dim",
+        "value_dim",
     }
     | {"shared_size"}
     | {"num_types", "first_position", "num_distances"}

@@ -246,7 +246,9 @@ class Interpreter:
         q, k = (x[:, at : at + num_key_heads * op.key_dim].reshape(-1, num_key_heads, op.key_dim) for at in (op.q_at, op.k_at))
         if op.is_normalised:
             q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + np.float32(1e-6)) for part in (q, k))
-        q, k = (np.repeat(part, num_heads // num_key_heads, axis=1) for part in (q, k))
+        head = np.arange(num_heads)
+        key_head = head % num_key_heads if op.is_tiled else head // (num_heads // num_key_heads)
+        q, k = q[:, key_head], k[:, key_head]
         v = x[:, op.v_at : op.v_at + num_heads * op.value_dim].reshape(-1, num_heads, op.value_dim)
         steps = row.buffers[op.steps] + self._vector(op.step_bias)
         with np.errstate(invalid="ignore"):  # a row may be NaN, which is its own affair

@@ -1,0 +1,226 @@
+"""Qwen 3 Next, Qwen 3.5 and 3.6: most layers have a gated delta net; the others attend, and a gate scales their output.
+
+Sources: arXiv 2412.06464; modeling_qwen3_next.py, modeling_qwen3_5.py and modeling_qwen3_5_moe.py of transformers;
+conversion/qwen.py, qwen3next.cpp, qwen35.cpp and qwen35moe.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models import llama
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hf_config import JsonFile, read_layer_types
+from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
+from penstock.models.moe import GATE_UP_DOWN, SHARED, of_qwen
+from penstock.types.model_spec import LayerSpec, LinearAttentionSpec, ModelSpec
+
+_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DEFAULTS = {**_SIZES, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+_MOE_DEFAULTS = {
+    **_DEFAULTS,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with transformers' defaults. Qwen 3.5 has no dense layers, and names no width for them."""
+    found = with_defaults(values, {**_MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8})
+    return {"intermediate_size": found["moe_intermediate_size"], **found}
+
+
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("use_sliding_window", False), ("attn_output_gate", True)):
+        config.only(key, value)
+    if config.values.get("layer_types") is not None:
+        kinds = read_layer_types(config, spec.num_layers)
+        if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        is_linear = [kind == "linear_attention" for kind in kinds]
+    else:
+        is_linear = _usual_layers(spec, config.require("full_attention_interval", int))
+    kernel, key_dim, value_dim, num_key_heads, num_heads = (config.require(key, int) for key in _SIZES)
+    net = LinearAttentionSpec(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        kernel=kernel,
+        has_delta_rule=True,
+    )
+    return _with_nets(spec, net, is_linear)
+
+
+def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    width = config.require("shared_expert_intermediate_size", int)
+    return of_qwen(config, _of_hf(config, spec), shared_size=width, has_shared_gate=True)
+
+
+def _of_moe3_5_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        config.only(key, value)
+    return _of_moe_hf(config, spec)
+
+
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    key = file.architecture
+    num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
+    if not 0 <= num_more < spec.num_layers:
+        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
+    spec = replace(spec, layers=spec.layers[: spec.num_layers - num_more])
+    is_linear: Sequence[bool] = file.get_list(f"{key}.attention.recurrent_layers", bool)[: spec.num_layers]
+    if not is_linear:
+        is_linear = _usual_layers(spec, file.get(f"{key}.full_attention_interval", int, 4))
+    if len(is_linear) != spec.num_layers:
+        raise file.error(f"{key}.attention.recurrent_layers has {len(is_linear)} values for {spec.num_layers} layers")
+    num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
+    num_key_heads = file.require(f"{key}.ssm.group_count", int)
+    net = LinearAttentionSpec(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=file.require(f"{key}.ssm.state_size", int),
+        value_dim=inner // max(1, num_heads),
+        kernel=file.require(f"{key}.ssm.conv_kernel", int),
+        has_delta_rule=True,
+        # The converter permutes the value heads of Qwen 3.5.
+        has_tiled_heads=key != "qwen3next" and num_heads != num_key_heads,
+    )
+    return _with_nets(spec, net, is_linear)
+
+
+def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the experts' keys. The chosen experts' shares are always divided by their sum, as in llama.cpp."""
+    key = file.architecture
+    mlp = read_gguf_experts(file, share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0, has_shared_gate=True)
+    width = file.get(f"{key}.expert_shared_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int)
+    return with_experts(_of_gguf(file, spec), replace(mlp, shared_size=width), file.path)
+
+
+def _usual_layers(spec: ModelSpec, period: int | None) -> list[bool]:
+    """Return for each layer whether it has a delta net: all but the last of each period."""
+    return [(layer + 1) % max(1, period or 1) != 0 for layer in range(spec.num_layers)]
+
+
+def _with_nets(spec: ModelSpec, net: LinearAttentionSpec, is_linear: Sequence[bool]) -> ModelSpec:
+    def changed(layer: int, found: LayerSpec) -> LayerSpec:
+        return replace(found, mixer=net if is_linear[layer] else replace(found.attention, has_gate=True))
+
+    return spec.with_layers(changed)
+
+
+# Tensors of several weights whose rows come by head.
+
+
+def _query_and_gate(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    attention = spec.attentions[0]
+    return _by_head(attention.num_heads, attention.head_dim, attention.head_dim)
+
+
+def _joint_and_gate(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    for net in spec.linear_attentions[:1]:
+        width = net.value_width // net.num_key_heads
+        q, k, v, gate = _by_head(net.num_key_heads, net.key_dim, net.key_dim, width, width)
+        return [[*q, *k, *v], gate]
+    return [[], []]
+
+
+def _rates_and_steps(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    for net in spec.linear_attentions[:1]:
+        return _by_head(net.num_key_heads, *[net.num_heads // net.num_key_heads] * 2)
+    return [[], []]
+
+
+def _by_head(num_heads: int, *widths: int) -> list[list[Run]]:
+    """Return the runs of parts of these widths, which come one after the other for each head."""
+    starts = [sum(widths[:part]) for part in range(len(widths))]
+    return [
+        [(head * sum(widths) + start, width, 1) for head in range(num_heads)]
+        for start, width in zip(starts, widths, strict=True)
+    ]
+
+
+def _negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return -np.exp(values)
+
+
+def _text_name(name: str) -> str | None:
+    """Leave out pictures and layers that predict further tokens, and `language_model.`, which some text models have."""
+    if re.match(r"(model\.)?(mtp|visual)\.", name):
+        return None
+    return re.sub(r"^model\.language_model\.", "model.", name)
+
+
+_Q, _Q_BIAS = (Parts((f"q{end}", f"q_gate{end}"), runs=_query_and_gate) for end in ("", "_bias"))
+_JOINT = Parts(("mix_in", "mix_gate"), runs=_joint_and_gate)
+_RATES = Parts(("mix_rates", "mix_steps"), runs=_rates_and_steps)
+_HF_LAYER: Mapping[str, str | Parts] = {
+    **HF_LAYER,
+    "self_attn.q_proj.weight": _Q,
+    "self_attn.q_proj.bias": _Q_BIAS,
+    "linear_attn.in_proj_qkvz.weight": _JOINT,
+    "linear_attn.in_proj_ba.weight": _RATES,
+    "linear_attn.in_proj_qkv.weight": "mix_in",
+    "linear_attn.in_proj_z.weight": "mix_gate",
+    "linear_attn.in_proj_b.weight": "mix_rates",
+    "linear_attn.in_proj_a.weight": "mix_steps",
+    "linear_attn.conv1d.weight": "mix_conv",
+    "linear_attn.dt_bias": "mix_step_bias",
+    "linear_attn.A_log": "mix_decay",
+    "linear_attn.norm.weight": "mix_scale",
+    "linear_attn.out_proj.weight": "mix_out",
+}
+_GGUF_LAYER: Mapping[str, str | Parts] = {
+    **GGUF_LAYER,
+    "post_attention_norm.weight": "mlp_norm",
+    "attn_q.weight": _Q,
+    "ssm_in.weight": _JOINT,
+    "ssm_ba.weight": _RATES,
+    "attn_qkv.weight": "mix_in",
+    "attn_gate.weight": "mix_gate",
+    "ssm_beta.weight": "mix_rates",
+    "ssm_alpha.weight": "mix_steps",
+    "ssm_conv1d.weight": "mix_conv",
+    "ssm_dt.bias": "mix_step_bias",
+    "ssm_a": "mix_decay",
+    "ssm_norm.weight": "mix_scale",
+    "ssm_out.weight": "mix_out",
+}
+QWEN3_5 = Architecture(
+    describe=partial(llama.describe, qk_norms="heads"),
+    of_hf=_of_hf,
+    of_gguf=_of_gguf,
+    hf_values=lambda values: with_defaults(values, _DEFAULTS),
+    hf_name=_text_name,
+    hf_layer=_HF_LAYER,
+    gguf_layer=_GGUF_LAYER,
+    has_partial_rope=True,
+    hf_norm_offset=1.0,
+    hf_changed={"mix_decay": _negative_exp},
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    of_hf=_of_moe3_5_hf,
+    of_gguf=_of_moe_gguf,
+    hf_values=_moe_values,
+    hf_layer={**_HF_LAYER, **GATE_UP_DOWN, **SHARED, "mlp.shared_expert_gate.weight": "shared_router"},
+    gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS},
+)
+QWEN3_NEXT = replace(QWEN3_5_MOE, of_hf=_of_moe_hf, hf_values=lambda values: with_defaults(values, _MOE_DEFAULTS))

@@ -1,0 +1,56 @@
+"""Models whose layers keep a state in place of keys and values: settings that are refused, and tensors in other forms.
+
+`tests/parity` holds their numbers to those of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.models.hf import load_hf_directory
+from penstock.types.errors import ModelError
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
+from support.tiny_models import write_hf_files
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate is False"),
+        ("qwen3_5", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "no layer attends"),
+        ("qwen3_5", {"layer_types": ["linear_attention", "full_attention", "conv", "conv"]}, "layer_types has conv"),
+        ("qwen3_5", {"linear_num_key_heads": 4}, "linear attention is not possible with 6 value heads"),
+        ("qwen3_5", {"linear_num_key_heads": 0}, "linear attention is not possible"),
+        ("qwen3_5", {"linear_key_head_dim": 1 << 40}, "linear attention is not possible"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "kernel has 1 positions"),
+        ("qwen3_5", {"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim is '4'"),
+        ("qwen3_5", {"linear_value_head_dim": 12}, "asks for"),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 4}, "missing"),
+        ("qwen3_5", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_next", {"num_experts": 0}, "not a possible mixture"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "asks for"),
+        ("qwen3_next", {"linear_key_head_dim": 11}, "asks for"),
+    ],
+)
+def test_settings_that_are_not_possible_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
+    case = CASES[name]
+    write_hf_files(tmp_path, {**case.config, **changes}, case.weights(), case.vocab_size)
+    with pytest.raises(ModelError, match=words):
+        load_hf_directory(tmp_path)
+
+
+def test_layers_for_further_tokens_and_pictures_are_left_out(tmp_path: Path) -> None:
+    """A text model may also keep the prefix of the larger model that it was."""
+    case = CASES["qwen3_5"]
+    more = {"mtp.fc.weight": np.ones((3, 5), np.float32), "model.visual.patch.weight": np.ones((3, 5), np.float32)}
+    prefixed = {name.replace("model.", "model.language_model.", 1): values for name, values in case.weights().items()}
+    write_hf_files(tmp_path, case.config, {**prefixed, **more}, case.vocab_size)
+    assert load_hf_directory(tmp_path).weights.keys() == load_hf_directory(write_case(case, tmp_path / "plain")).weights.keys()
