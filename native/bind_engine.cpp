@@ -139,9 +139,9 @@ void add_causal_conv(Engine& self, int x, int out, int weight, int bias, int tap
 
 int define_linear_attention(Engine& self, int x, int steps, int gates, int out, int prepared, int step_bias, int decay, int skip,
                             int num_heads, int num_key_heads, int key_dim, int value_dim, int q_at, int k_at, int v_at, float scale,
-                            int q_factor, int k_factor, float min_step, float max_step, int64_t first_line) {
+                            int q_factor, int k_factor, float min_step, float max_step, int64_t first_line, bool is_tiled) {
     return self.define_linear_attention({x, steps, gates, out, prepared, step_bias, decay, skip, num_heads, num_key_heads, key_dim, value_dim,
-                                         q_at, k_at, v_at, scale, q_factor, k_factor, min_step, max_step, first_line});
+                                         q_at, k_at, v_at, scale, q_factor, k_factor, min_step, max_step, first_line, is_tiled});
 }
 
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
@@ -574,7 +574,7 @@ void bind_engine(nb::module_& m) {
              "A convolution with a state in blocks of its own. The fields are those of instructions.h.")
         .def("define_linear_attention", &define_linear_attention, nb::kw_only(), "x"_a, "steps"_a, "gates"_a, "out"_a, "prepared"_a,
              "step_bias"_a, "decay"_a, "skip"_a, "num_heads"_a, "num_key_heads"_a, "key_dim"_a, "value_dim"_a, "q_at"_a, "k_at"_a, "v_at"_a,
-             "scale"_a, "q_factor"_a, "k_factor"_a, "min_step"_a, "max_step"_a, "first_line"_a,
+             "scale"_a, "q_factor"_a, "k_factor"_a, "min_step"_a, "max_step"_a, "first_line"_a, "is_tiled"_a,
              "Returns the id of linear attention, for PREPARE_STATE and `add_linear_attention` after it. The fields are those of instructions.h.")
         .def("add_linear_attention", &Engine::add_linear_attention, "id"_a)
         .def("settle", &Engine::settle, nb::call_guard<nb::gil_scoped_release>(),

@@ -672,7 +672,8 @@ void Engine::run_linear_attention(const LinearAttentionOp& op, const Stage& stag
         const int row = stage.first + i % rows, head = i / rows / panels, panel = i / rows % panels;
         const int token = input_.query_start_loc[row];
         LinearAttentionTask work{};
-        work.q = prepared.row(token) + head / (op.num_heads / op.num_key_heads) * op.key_dim;
+        const int key_head = op.is_tiled ? head % op.num_key_heads : head / (op.num_heads / op.num_key_heads);
+        work.q = prepared.row(token) + key_head * op.key_dim;
         work.k = work.q + width;
         work.decays = prepared.row(token) + 2 * width + head;
         work.rates = work.decays + op.num_heads;

@@ -129,6 +129,7 @@ struct LinearAttentionOp {
     int32_t q_factor = -1, k_factor = -1;
     float min_step = 0.0f, max_step = 0.0f;
     int64_t first_line = 0;  // of its state
+    bool is_tiled = false;   // value head h reads key head h % num_key_heads, not h / (num_heads / num_key_heads)
 };
 
 enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts, kTextAttention, kCausalConv, kLinearAttention };

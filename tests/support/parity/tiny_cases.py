@@ -1426,7 +1426,6 @@ _QWEN3_5_CASE = TinyCase(
     shapes=_with_nets(_QWEN3_5, shapes(_QWEN3_5, **_HEAD_NORMS), 0, 2, 3),
     seed=120,
     norm_centre=0.0,
-    refused_by={"native": "CausalConv"},
 )
 _QWEN3_5_MOE_CASE = replace(
     _QWEN3_5_CASE,

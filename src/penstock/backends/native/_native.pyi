@@ -300,6 +300,7 @@ class Engine:
         min_step: float,
         max_step: float,
         first_line: int,
+        is_tiled: bool,
     ) -> int: ...
     def add_linear_attention(self, id: int) -> None: ...
     def add_experts(

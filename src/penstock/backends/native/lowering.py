@@ -51,7 +51,8 @@ COMPUTED = frozenset(
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("ShortConv", "ShortConv.bias", "CausalConv", "CausalConv.bias"),
         *("LinearAttention", "LinearAttention.scale", "LinearAttention.gates", "LinearAttention.skip"),
-        *("LinearAttention.is_normalised", "LinearAttention.min_step", "LinearAttention.max_step"),
+        *("LinearAttention.is_normalised", "LinearAttention.is_tiled"),
+        *("LinearAttention.min_step", "LinearAttention.max_step"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
@@ -454,6 +455,7 @@ class _Emitter:
             min_step=op.min_step,
             max_step=op.max_step,
             first_line=self._first_lines[op.index],
+            is_tiled=op.is_tiled,
         )
         self._row(RowOpKind.PREPARE_STATE, weight=layer)
         self.flush()
