@@ -1426,23 +1426,27 @@ _QWEN3_5_CASE = TinyCase(
     shapes=_with_nets(_QWEN3_5, shapes(_QWEN3_5, **_HEAD_NORMS), 0, 2, 3),
     seed=120,
     norm_centre=0.0,
+    num_tokens=100,
 )
 _QWEN3_5_MOE_CASE = replace(
     _QWEN3_5_CASE,
     architecture="qwen3_5_moe",
     config=_QWEN3_5_MOE,
     shapes=_with_nets(_QWEN3_5_MOE, shapes(_QWEN3_5_MOE, **_HEAD_NORMS, **_QWEN_EXPERTS), 0, 1),
+    seed=126,
 )
 _QWEN3_NEXT_CASE = replace(
     _QWEN3_5_CASE,
     architecture="qwen3_next",
     config=_QWEN3_NEXT,
     shapes=_with_nets(_QWEN3_NEXT, _mixed(_QWEN3_NEXT, _QWEN_EXPERTS, 1, **_HEAD_NORMS), 0, 1, 3),
+    seed=149,
 )
 _QWEN3_NEXT_GGUF_CASE = replace(
     _QWEN3_NEXT_CASE,
     config=_QWEN3_NEXT_OF_GGUF,
     shapes=_with_nets(_QWEN3_NEXT_OF_GGUF, shapes(_QWEN3_NEXT_OF_GGUF, **_HEAD_NORMS, **_QWEN_EXPERTS), 0, 1, 3),
+    seed=137,
 )
 _NET_IN_GGUF = {
     "ssm.conv_kernel": 3,

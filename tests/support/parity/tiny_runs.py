@@ -34,10 +34,11 @@ def runs(is_through_core: bool) -> list[tuple[str, str, KvDtype]]:
 
 def make(model: LoadedModel, backend: str, kv_dtype: KvDtype, num_tokens: int) -> ParityExecutor:
     kinds: dict[str, Callable[..., ParityExecutor]] = {"native": NativeExecutor, "reference": ReferenceExecutor}
+    program = architectures.describe(model.spec)
     return kinds[backend](
         model,
-        architectures.describe(model.spec),
-        num_blocks=16 + 2 * -(-num_tokens // BLOCK_SIZE),
+        program,
+        num_blocks=16 + 2 * -(-num_tokens // BLOCK_SIZE) + (0 if program.paged_state is None else 400),
         block_size=BLOCK_SIZE,
         max_rows=8,
         max_step_tokens=max(64, num_tokens),
