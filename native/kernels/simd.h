@@ -143,7 +143,7 @@ PENSTOCK_INLINE vf exp2(vf a) {
 
 // The same for any a: huge instead of too large.
 PENSTOCK_INLINE vf exp2_saturating(vf a) {
-    if constexpr (!kScaleSaturates) return exp2(min(a, set1(126.0f)));
+    if constexpr (!kScaleSaturates) return exp2(min(set1(126.0f), a));  // NaN stays NaN
     const vf n = round(a), r = sub(a, n);
     vf p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
     p = fma(p, r, set1(0.240240991f));

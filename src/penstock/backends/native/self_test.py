@@ -24,6 +24,7 @@ HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 2, 1, 48, 160, 101
 HIDDEN = HEADS * HEAD_DIM
 WIDE_INNER = 1056  # more columns than `kMergedCols`: outliers are added row by row
 PROMPT, ROWS, BLOCK = 37, 6, 32
+STATE_HEADS, VALUE_DIM, STATE_LINE = 4, 96, 64  # of linear attention
 SILU, GELU = 0, 2  # of `ActivationKind` in native/kernels/kernels.h
 
 MODELS = {
@@ -74,9 +75,10 @@ def _compare(variant: str, reference: str) -> Iterator[tuple[str, F32, F32]]:
     for name, model in MODELS.items():
         yield name, _logits(variant, *model), _logits(reference, *model)
     yield "texts", _texts(variant), _texts(reference)
+    yield "states", _states(variant), _states(reference)
 
 
-def _engine(variant: str, num_layers: int, kv_format: KvFormat) -> Engine:
+def _engine(variant: str, num_layers: int, kv_format: KvFormat, num_state_lines: int = 0) -> Engine:
     return Engine(
         kv_shapes=[(KV_HEADS, HEAD_DIM)] * num_layers,
         vocab_size=VOCAB,
@@ -87,6 +89,8 @@ def _engine(variant: str, num_layers: int, kv_format: KvFormat) -> Engine:
         team=Team(1),
         variant=variant,
         kv_format=kv_format,
+        num_state_lines=num_state_lines,
+        state_line=STATE_LINE,
     )
 
 
@@ -172,6 +176,55 @@ def _texts(variant: str) -> F32:
     engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, n=1)], samples=False)
     engine.add_linear([(matrix(HIDDEN, INNER), rounded, out, -1, hidden)], samples=False)
     return _run(engine, out, HIDDEN)
+
+
+def _states(variant: str) -> F32:
+    """Return what a convolution and linear attention make of texts. [tokens, STATE_HEADS * VALUE_DIM]"""
+    rng, inner = np.random.default_rng(3), STATE_HEADS * VALUE_DIM
+    width = 2 * HEAD_DIM + inner
+    conv_lines, lines = 3 * -(-width // STATE_LINE), STATE_HEADS * HEAD_DIM * -(-VALUE_DIM // STATE_LINE)
+    engine = _engine(variant, 1, KvFormat.INT8, conv_lines + lines)
+
+    def vector(*values: float) -> int:
+        return engine.add_vector(np.array(values, np.float32))
+
+    def embed(width: int) -> tuple[int, RowOp]:
+        matrix = engine.add_matrix(SourceFormat.BF16, VOCAB, width, _weights(rng, SourceFormat.BF16, VOCAB, width))
+        buffer = engine.add_buffer(width, per_sample=False)
+        return buffer, RowOp(RowOpKind.EMBED, out=buffer, weight=matrix, value=8.0)
+
+    (x, embed_x), (steps, embed_steps) = embed(width), embed(32)
+    out, prepared = (engine.add_buffer(columns, per_sample=False) for columns in (inner, 2 * HEAD_DIM + 2 * STATE_HEADS))
+    engine.add_rows([embed_x, embed_steps], samples=False)
+    taps = engine.add_vector(rng.standard_normal(4 * width).astype(np.float32))
+    engine.add_causal_conv(x=x, out=x, weight=taps, bias=-1, taps=4, width=width, first_line=0)
+    factor = engine.add_vector(np.full(HEAD_DIM, HEAD_DIM**-0.5, np.float32))
+    layer = engine.define_linear_attention(
+        x=x,
+        steps=steps,
+        gates=steps,
+        out=out,
+        prepared=prepared,
+        step_bias=vector(*[0.0] * STATE_HEADS),
+        decay=vector(-0.1, -0.5, -1.0, -3.0),
+        skip=vector(*[0.5] * STATE_HEADS),
+        num_heads=STATE_HEADS,
+        num_key_heads=1,
+        key_dim=HEAD_DIM,
+        value_dim=VALUE_DIM,
+        q_at=0,
+        k_at=HEAD_DIM,
+        v_at=2 * HEAD_DIM,
+        scale=1.0,
+        q_factor=factor,
+        k_factor=factor,
+        min_step=0.0,
+        max_step=100.0,
+        first_line=conv_lines,
+    )
+    engine.add_rows([RowOp(RowOpKind.PREPARE_STATE, weight=layer)], samples=False)
+    engine.add_linear_attention(layer)
+    return _run(engine, out, inner)
 
 
 def _run(engine: Engine, out: int, width: int) -> F32:
