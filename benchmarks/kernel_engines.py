@@ -308,7 +308,15 @@ class LinearAttentionEngine(_Runner):
     """Linear attention (the gated delta rule) of `num_layers` layers, whose states are of one row or several."""
 
     def __init__(
-        self, shape: LinearAttentionShape, *, num_layers: int, max_rows: int, max_tokens: int, num_threads: int, variant: str
+        self,
+        shape: LinearAttentionShape,
+        *,
+        num_layers: int,
+        max_rows: int,
+        max_tokens: int,
+        num_threads: int,
+        variant: str,
+        cpu_time: bool = False,
     ) -> None:
         state = PagedState(((shape.num_heads, shape.key_dim, shape.value_dim),) * num_layers)
         line = footprint.state_line(state)
@@ -327,7 +335,7 @@ class LinearAttentionEngine(_Runner):
             state_line=line,
         )
         first = 1 + max_rows * own
-        super().__init__(engine, first, max_tokens, cpu_time=False)
+        super().__init__(engine, first, max_tokens, cpu_time=cpu_time)
         self._states = np.arange(first, first + max_rows * num_state_blocks, dtype=np.int32).reshape(max_rows, -1)
         self._num_layers = num_layers
         rng, heads, width = np.random.default_rng(0), shape.num_heads, shape.num_key_heads * shape.key_dim

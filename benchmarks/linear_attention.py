@@ -7,7 +7,8 @@ one row.
     python benchmarks/linear_attention.py
     python benchmarks/linear_attention.py --models qwen3.5-0.8b --variant avx2 --threads 1
 
-Shares of the bound, of the fastest of several runs. The last line printed is one JSON object.
+Shares of the bound, of the fastest of several runs; of one thread by the time that it had a processor. The last line printed
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def main() -> None:
     parser.add_argument("--variant", choices=usable_variants(), default=usable_variants()[0])
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()
-    meter = PeakMeter(args.threads, args.variant)
-    options = {"num_threads": args.threads, "variant": args.variant}
+    cpu_time = args.threads == 1
+    meter = PeakMeter(args.threads, args.variant, cpu_time=cpu_time)
+    options = {"num_threads": args.threads, "variant": args.variant, "cpu_time": cpu_time}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in args.models:
         shape = MODELS[name]
@@ -60,7 +62,16 @@ def main() -> None:
                 results[name][key] = {"us": round(1e6 * seconds, 1), "share": round(share, 3)}
                 print(f"{name} {key:8}", results[name][key], flush=True)
     peaks = {kind: meter.best(kind) for kind in ("float32", "read")}
-    print(json.dumps({"benchmark": "linear_attention", **context(args.threads, args.variant), "peaks": peaks, "runs": results}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "linear_attention",
+                **context(args.threads, args.variant, cpu_time=cpu_time),
+                "peaks": peaks,
+                "runs": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
