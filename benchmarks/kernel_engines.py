@@ -376,6 +376,7 @@ class LinearAttentionEngine(_Runner):
                 min_step=0.0,
                 max_step=math.inf,
                 first_line=i * matrix_lines,
+                is_tiled=False,
             )
             for i in range(num_layers)
         ]

@@ -221,6 +221,7 @@ def _states(variant: str) -> F32:
         min_step=0.0,
         max_step=100.0,
         first_line=conv_lines,
+        is_tiled=False,
     )
     engine.add_rows([RowOp(RowOpKind.PREPARE_STATE, weight=layer)], samples=False)
     engine.add_linear_attention(layer)
