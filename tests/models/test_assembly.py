@@ -250,7 +250,7 @@ OF_DOCS = (
         "Kimi_K25ForConditionalGeneration",
         "MambaForCausalLM",
     ),
-    *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "falcon-h1"),
+    *("FalconMambaForCausalLM", "FalconH1ForCausalLM", "falcon-h1"),
     *(
         "kimi-linear",
         "Gemma3nForConditionalGeneration",

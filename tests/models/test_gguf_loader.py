@@ -281,7 +281,7 @@ def test_a_sliding_window_is_that_of_all_layers(tmp_path):
 REFUSED = {
     "architecture": (
         {"general.architecture": "rwkv7"},
-        "rwkv7 is not supported: its layers have a recurrent state.*docs/models.md lists all",
+        "rwkv7 is not supported: its recurrent state.*docs/models.md lists all",
     ),
     "split": ({"split.count": 2}, "part 1 of a model that is split into 2"),
     "adapter": ({"general.type": "adapter"}, "is an adapter.*--lora-modules"),

@@ -69,6 +69,8 @@ _ROWS = (
     ("llama", "smollm3", "SmolLM3ForCausalLM", "smollm3"),
     ("llama", "starcoder2", "Starcoder2ForCausalLM", "starcoder2"),
     ("bert", "modernbert", "ModernBert*", "modern-bert"),
+    ("mamba", "bamba", "BambaForCausalLM", ""),
+    ("mamba", "granite_hybrid", "GraniteMoeHybridForCausalLM", "granitehybrid"),
     ("moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5-moe"),
     ("moe", "glm4_moe", "Glm4MoeForCausalLM", "glm4moe"),
     ("moe", "granite_moe", "GraniteMoeForCausalLM", "granitemoe"),
@@ -110,11 +112,12 @@ _REASONS = {
     "its attention has latent keys and values, which the KV cache can't hold yet": (
         *("deepseek2", "deepseekv2", "deepseekv3", "deepseekv32", "kimik2", "kimik25", "longcatflash", "minicpm3"),
     ),
-    "its layers have a recurrent state that is too large for the blocks of the KV cache": (
-        *("bamba", "codestralmamba", "falconh1", "falconmamba", "granitehybrid", "granitemoehybrid", "jamba", "kimilinear"),
-        *("mamba", "mamba2", "nemotronh", "plamo2", "recurrentgemma"),
+    "its recurrent state is of a kind that no backend computes yet": (
+        *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
     ),
+    "its Mamba layers have norms by groups or lie beside attention, which is not described yet": ("falconh1", "nemotronh"),
+    "none of its layers attends, and the KV cache needs one that does": ("codestralmamba", "mamba2"),
     "the keys and values of its layers differ in shape": ("deci", "decilm", "gemma3n", "gemma4", "openelm"),
     "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
     "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from penstock.models import program as prog
@@ -176,12 +177,18 @@ class Decoder:
         """Return a layer's linear attention before its output projection. [num_tokens, num_heads * value_dim]"""
         spec, at, index = self._spec.layers[layer].mixer, f"layers.{layer}.mix_", 2 * self._indices[layer]
         assert isinstance(spec, LinearAttentionSpec)
-        joint = self.linear(x, f"{at}in", "mix_in", spec.conv_width)
-        gate = self.linear(x, f"{at}gate", "mix_gate", spec.value_width)
-        steps = self.linear(x, f"{at}steps", "mix_steps", spec.num_heads)
-        rates = self.linear(x, f"{at}rates", "mix_rates", spec.num_heads)
+
+        def projected(name: str, width: int) -> str:
+            return self.linear(x, f"{at}{name}", f"mix_{name}", width, bias=f"{at}{name}_bias" if spec.has_bias else None)
+
+        joint, gate = projected("in", spec.conv_width), projected("gate", spec.value_width)
+        steps = projected("steps", spec.num_heads)
+        rates = projected("rates", spec.num_heads) if spec.has_delta_rule else None
         mixed = self._buffer("mix_conv", spec.conv_width)
-        self._ops.append(prog.CausalConv(mixed, joint, index, f"{at}conv", spec.kernel))
+        bias = f"{at}conv_bias" if spec.has_conv_bias else None
+        self._ops.append(prog.CausalConv(mixed, joint, index, f"{at}conv", spec.kernel, bias))
+        # A delta net has queries, keys and values side by side, Mamba-2 values, keys and queries.
+        q_at, v_at = (0, 2 * spec.key_width) if spec.has_delta_rule else (spec.value_width + spec.key_width, 0)
         out = self._buffer("mix_out", spec.value_width)
         self._ops.append(
             prog.LinearAttention(
@@ -195,18 +202,22 @@ class Decoder:
                 num_key_heads=spec.num_key_heads,
                 key_dim=spec.key_dim,
                 value_dim=spec.value_dim,
-                q_at=0,
-                k_at=spec.key_width,
-                v_at=2 * spec.key_width,
-                scale=spec.key_dim**-0.5,
+                q_at=q_at,
+                k_at=spec.key_width if spec.has_delta_rule else spec.value_width,
+                v_at=v_at,
+                scale=spec.key_dim**-0.5 if spec.has_delta_rule else 1.0,
                 gates=rates,
-                is_normalised=True,
+                skip=None if spec.has_delta_rule else f"{at}skip",
+                is_normalised=spec.has_delta_rule,
                 is_tiled=spec.has_tiled_heads,
+                min_step=spec.min_step,
+                max_step=math.inf if spec.max_step is None else spec.max_step,
             )
         )
-        self._rms_norm(out, f"{at}scale", out, group=spec.value_dim)
+        if spec.has_delta_rule:
+            self._rms_norm(out, f"{at}scale", out, group=spec.value_dim)
         self._ops.append(prog.GatedActivation(out, gate, out, "silu"))
-        return out
+        return out if spec.has_delta_rule else self._rms_norm(out, f"{at}scale", out)
 
     def short_conv(self, layer: int, x: str) -> str:
         """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]"""
@@ -232,7 +243,8 @@ class Decoder:
         """to += the output projection of `mixed`, which `mix` returned."""
         mixer = self._spec.layers[layer].mixer
         if isinstance(mixer, LinearAttentionSpec):
-            return self.add_linear(to, mixed, f"layers.{layer}.mix_out")
+            bias = f"layers.{layer}.mix_out_bias" if mixer.has_bias else None
+            return self.add_linear(to, mixed, f"layers.{layer}.mix_out", bias=bias)
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
@@ -317,14 +329,18 @@ class Decoder:
         )
         return out
 
-    def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False) -> str:
-        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none."""
+    def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False, dense: str = "") -> str:
+        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none.
+
+        `dense` begins the names of the matrices of an MLP without experts.
+        """
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             self.add(to, self.experts(layer, x))
             return self._add_shared(layer, to, x, mlp) if mlp.shared_size else to
-        bias = f"layers.{layer}.down_bias" if mlp.has_bias or has_down_bias else None
-        return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
+        at = f"layers.{layer}.{dense}"
+        bias = f"{at}down_bias" if mlp.has_bias or has_down_bias else None
+        return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias)
 
     def _add_shared(self, layer: int, to: str, x: str, mlp: ExpertsMlp) -> str:
         """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""

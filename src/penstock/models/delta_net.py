@@ -157,7 +157,7 @@ def _by_head(num_heads: int, *widths: int) -> list[list[Run]]:
     ]
 
 
-def _negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+def negative_exp(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
     return -np.exp(values)
 
 
@@ -213,7 +213,7 @@ QWEN3_5 = Architecture(
     gguf_layer=_GGUF_LAYER,
     has_partial_rope=True,
     hf_norm_offset=1.0,
-    hf_changed={"mix_decay": _negative_exp},
+    hf_changed={"mix_decay": negative_exp},
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,

@@ -81,7 +81,7 @@ def load_gguf(
     ending = _choose_ending(file, architecture, head, task, pooling)
     top = endings.top_names(architecture.gguf_top, head, ending)
     unread = () if ending is None or architecture.is_encoder else ("output.weight",)
-    stored = {name: entry for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
+    stored = {name: _flattened(entry) for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
     pieces = find_pieces(stored, top=top, block=BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
     spec = endings.with_ending(
@@ -159,6 +159,12 @@ def _choose_ending(
         task=task,
         pooling=pooling,
     )
+
+
+def _flattened(entry: TensorEntry) -> TensorEntry:
+    """Return the entry of a vector of Mamba-2, which llama.cpp stores as a matrix, as one of a vector."""
+    is_vector = entry.name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
+    return replace(entry, shape=(math.prod(entry.shape),)) if is_vector else entry
 
 
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:

@@ -217,6 +217,10 @@ def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    return with_granite_factors(file, of_gguf(file, spec))
+
+
+def with_granite_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply Granite's scale factors. A missing one is 1, or Llama's for the attention scores."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
@@ -224,7 +228,7 @@ def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     names = ("embedding_scale", "residual_scale", "logit_scale")
     embed, residual, logits = (file.get(f"{key}.{name}", float) or 1.0 for name in names)
     scores = file.get(f"{key}.attention.scale", float) or None
-    return _with_factors(of_gguf(file, spec), embed, scores, residual, logits)
+    return _with_factors(spec, embed, scores, residual, logits)
 
 
 def _with_factors(spec: ModelSpec, embed: float, scores: float | None, residual: float, logits: float) -> ModelSpec:

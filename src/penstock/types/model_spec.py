@@ -71,6 +71,10 @@ class LinearAttentionSpec:
     value_dim: int
     kernel: int
     has_delta_rule: bool  # else it is Mamba-2
+    has_bias: bool = False  # on the projections
+    has_conv_bias: bool = False
+    min_step: float = 0.0
+    max_step: float | None = None
     has_tiled_heads: bool = False  # value head h reads key head h % num_key_heads, and not h // (num_heads // num_key_heads)
 
     @property

@@ -47,7 +47,7 @@ class _Bf16Cache(DynamicCache):
 def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does.
 
-    So are the inputs of short convolutions, of which the cache holds the last ones.
+    So are the inputs of LFM2's convolutions, of which the KV blocks hold the last ones.
     """
     if not model._can_set_attn_implementation():  # Falcon has no other attention than its own
         hook = model.register_forward_pre_hook(
@@ -63,7 +63,7 @@ def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(_BF16_CACHE)
     file: Any = sys.modules[type(model).__module__]
-    convolve = getattr(file, "causal_conv1d_fn", None)
+    convolve = getattr(file, "causal_conv1d_fn", None) if ".lfm2" in file.__name__ else None
     if convolve is not None:
         file.causal_conv1d_fn = lambda v, *rest, **options: convolve(v.bfloat16().to(v.dtype), *rest, **options)
     try:

@@ -262,7 +262,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = values[:, 0]
         if key in ("falcon", "gptneox") and ".query_key_value." in name:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
-        if values.shape[:1] == (1,):  # the converter leaves out dimensions of one
+        if values.shape[:1] == (1,) and ".mamba." not in name:  # the converter leaves out dimensions of one
             values = values.reshape(-1)
         found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
@@ -271,7 +271,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     types = {
         "_exps.bias": "F32",
         "shortconv.conv.weight": "F32",
-        "ssm_conv1d.weight": "F32",
+        **dict.fromkeys(("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"), "F32"),
         **({"_exps.weight": "MXFP4"} if case.has_mxfp4_experts else {}),
     }
     return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type, other_types=types)
@@ -279,6 +279,12 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
 
 def nets_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf: Gguf) -> Iterator[tuple[str, FloatArray]]:
     """A tensor as the converter writes those of a delta net. Qwen 3.5 has the first value heads of all key heads first."""
+    if ".mamba." in name:
+        yield _mamba_in_gguf(name, values, config)
+        return
+    if ".shared_mlp." in name:
+        yield from _shared_in_gguf(name, values, config)
+        return
     at, found, part = name.partition("linear_attn.")
     if not found:
         yield name, values
@@ -306,6 +312,25 @@ def nets_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf:
         elif part != "norm.weight":
             values = values[rows if part == "in_proj_z.weight" else order]
     yield name.replace("dt_bias", "dt_proj.bias"), np.ascontiguousarray(values)
+
+
+def _mamba_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> tuple[str, FloatArray]:
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith(("A_log", ".D")):
+        values = values[:, None]
+    elif name.endswith("norm.weight"):
+        values = values.reshape(config["mamba_n_groups"], -1)
+    return name.replace("dt_bias", "dt_proj.bias"), values
+
+
+def _shared_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> Iterator[tuple[str, FloatArray]]:
+    at = name.partition(".shared_mlp.")[0] + (".mlp.shared_experts" if config["num_local_experts"] else ".mlp")
+    if "output_linear" in name:
+        yield f"{at}.down_proj.weight", values
+        return
+    for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
+        yield f"{at}.{part}_proj.weight", np.ascontiguousarray(rows)
 
 
 def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> FloatArray:

@@ -1489,8 +1489,131 @@ _QWEN3_5_WRAPPER = {
     "tie_word_embeddings": False,
 }
 
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_GRANITE_HYBRID = settings(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    num_hidden_layers=3,
+    num_local_experts=7,
+    num_experts_per_tok=3,
+    intermediate_size=40,
+    shared_intermediate_size=56,
+    head_dim=None,
+    rms_norm_eps=0.05,
+    embedding_multiplier=3.0,
+    attention_multiplier=0.3,
+    residual_multiplier=0.5,
+    logits_scaling=2.0,
+    position_embedding_type="nope",
+    layer_types=["mamba", "attention", "mamba"],
+    **_MAMBA,
+)
+_GRANITE_DENSE = {
+    **_GRANITE_HYBRID,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "position_embedding_type": "rope",
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+    "time_step_limit": [0.3, 0.9],
+}
+_GRANITE_DENSE_OF_GGUF = {**_GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0}
+_BAMBA = settings(
+    "bamba",
+    "BambaForCausalLM",
+    num_hidden_layers=3,
+    head_dim=None,
+    attn_layer_indices=[2],
+    rms_norm_eps=0.05,
+    **_MAMBA,
+)
+
+
+def _with_mamba(config: Mapping[str, Any], found: Shapes, *layers: int) -> Shapes:
+    """The tensors of a hybrid with Mamba-2 in these layers."""
+    hidden, heads, inner = config["hidden_size"], config["mamba_n_heads"], 2 * config["hidden_size"]
+    joint = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    mamba: Shapes = {
+        "in_proj.weight": (inner + joint + heads, hidden),
+        "conv1d.weight": (joint, 1, config["mamba_d_conv"]),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (hidden, inner),
+    }
+    if config.get("mamba_proj_bias"):
+        mamba |= {"in_proj.bias": (inner + joint + heads,), "out_proj.bias": (hidden,)}
+    if config.get("mamba_conv_bias", True):
+        mamba["conv1d.bias"] = (joint,)
+    at = {f"model.layers.{layer}" for layer in layers}
+    ours = {name: shape for name, shape in found.items() if name.split(".self_attn.")[0] not in at}
+    return ours | {f"{prefix}.mamba.{name}": shape for prefix in sorted(at) for name, shape in mamba.items()}
+
+
+_SHARED_MLP = {"shared_mlp__input_linear__weight": (112, 72), "shared_mlp__output_linear__weight": (72, 56)}
+_NO_MLP = dict.fromkeys(f"mlp__{name}_proj__weight" for name in ("gate", "up", "down"))
+_GRANITE_HYBRID_CASE = TinyCase(
+    architecture="granite_hybrid",
+    config=_GRANITE_HYBRID,
+    shapes=_with_mamba(
+        _GRANITE_HYBRID, shapes(_GRANITE_HYBRID, **{**_experts(_GRANITE_HYBRID, 40), **_GRANITE_EXPERTS, **_SHARED_MLP}), 0, 2
+    ),
+    seed=130,
+    num_tokens=100,
+)
+_GRANITE_DENSE_CASE = replace(
+    _GRANITE_HYBRID_CASE,
+    config=_GRANITE_DENSE,
+    shapes=_with_mamba(_GRANITE_DENSE, shapes(_GRANITE_DENSE, **_NO_MLP, **_SHARED_MLP), 0, 2),
+)
+_GRANITE_DENSE_GGUF_CASE = replace(
+    _GRANITE_DENSE_CASE,
+    config=_GRANITE_DENSE_OF_GGUF,
+    shapes=_with_mamba(_GRANITE_DENSE_OF_GGUF, shapes(_GRANITE_DENSE_OF_GGUF, **_NO_MLP, **_SHARED_MLP), 0, 2),
+)
+_BAMBA_CASE = TinyCase(
+    architecture="bamba",
+    config=_BAMBA,
+    shapes={
+        {"model.norm.weight": "model.final_layernorm.weight"}.get(name, name)
+        .replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
+        .replace(".mlp.", ".feed_forward."): shape
+        for name, shape in _with_mamba(_BAMBA, shapes(_BAMBA), 0, 1).items()
+    },
+    seed=131,
+    num_tokens=100,
+)
+_MAMBA_IN_GGUF = {
+    **_GGUF_GRANITE,
+    "attention.head_count_kv": [0, 1, 0],
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 10,
+    "ssm.group_count": 1,
+    "ssm.inner_size": 144,
+    "ssm.time_step_rank": 6,
+    "rope.scaling.finetuned": False,
+    "expert_shared_feed_forward_length": 56,
+}
+_GRANITE_HYBRID_GGUF = Gguf(architecture="granitehybrid", is_interleaved=True, metadata={**_MAMBA_IN_GGUF, **_GGUF_EXPERTS})
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
+        "granite_hybrid": _GRANITE_HYBRID_CASE,
+        "granite_hybrid_gguf": replace(_GRANITE_HYBRID_CASE, gguf=_GRANITE_HYBRID_GGUF, golden="granite_hybrid"),
+        "granite_hybrid_dense": _GRANITE_DENSE_CASE,
+        "granite_hybrid_dense_gguf": replace(
+            _GRANITE_DENSE_GGUF_CASE, gguf=replace(_GRANITE_HYBRID_GGUF, metadata={**_MAMBA_IN_GGUF, "feed_forward_length": 56})
+        ),
+        "bamba": _BAMBA_CASE,
         "qwen3_5": _QWEN3_5_CASE,
         "qwen3_5_vl": replace(_QWEN3_5_CASE, wrapper=_QWEN3_5_WRAPPER, golden="qwen3_5"),
         "qwen3_5_gguf": replace(_QWEN3_5_CASE, gguf=_QWEN3_5_GGUF, golden="qwen3_5"),

@@ -49,6 +49,8 @@ IF_ABSENT: Mapping[str, Any] = {
     "logit_softcap": 2.0,
     "rotation": Rotation(inv_freq=(1.0, 0.3, 0.1, 0.03)),
     "query_growth": 0.5,
+    "min_step": 2.0,
+    "max_step": 0.3,
 }
 """Values that matter where a model does without: their default is None or 0."""
 
