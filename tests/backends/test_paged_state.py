@@ -56,6 +56,7 @@ class Shape:
     taps: int = 4
     has_gates: bool = True
     """The delta rule; else Mamba-2, with a skip, bounds of the step, and a bias in the convolution."""
+    is_tiled: bool = False
 
     @property
     def keys_width(self) -> int:
@@ -72,6 +73,7 @@ SHAPES = {
     "lines of 64": Shape(2, 2, 16, 128),
     "lines of 64, not full": Shape(1, 2, 5, 120, taps=8),
     "no gates": Shape(1, 3, 16, 33, has_gates=False),
+    "tiled heads": Shape(2, 6, 9, 16, is_tiled=True),
 }
 
 
@@ -113,6 +115,7 @@ def layer(shape: Shape, i: int, rng: np.random.Generator) -> tuple[list[Op], dic
             gates=gates if has_gates else None,
             skip=None if has_gates else f"{i}.skip",
             is_normalised=has_gates,
+            is_tiled=shape.is_tiled,
             min_step=0.0 if has_gates else 0.2,
             max_step=math.inf if has_gates else 0.9,
         ),
