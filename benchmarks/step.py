@@ -23,6 +23,7 @@ from peaks import PeakMeter, context
 from printed import origin, percent, table
 from step_shape import StepShape, parse_step
 
+from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Config
 from penstock.deploy.forecast import read_outline
@@ -54,10 +55,13 @@ def open_executor(
     reference = [StepShape(1, query_len, context_len) for query_len, context_len in REFERENCE.rows]
     shapes = [*shapes, *reference]
     num_blocks = [-(-(shape.context_len + shape.query_len + 1) // BLOCK_SIZE) for shape in shapes]  # of a row
+    program = architectures.describe(model.spec)
+    block_bytes = footprint.block_bytes(model.spec, kv_dtype, BLOCK_SIZE)
+    num_state_blocks = footprint.num_state_blocks(program.paged_state, block_bytes)
     return NativeExecutor(
         model,
-        architectures.describe(model.spec),
-        num_blocks=2 + max(shape.rows * num for shape, num in zip(shapes, num_blocks, strict=True)),
+        program,
+        num_blocks=2 + max(shape.rows * (num + num_state_blocks) for shape, num in zip(shapes, num_blocks, strict=True)),
         block_size=BLOCK_SIZE,
         max_rows=max(shape.rows for shape in shapes),
         max_step_tokens=max(shape.num_tokens for shape in shapes),

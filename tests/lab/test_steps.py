@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, RowPlan, StepShape
 from penstock.types.stats import StepStats
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 from support.tiny_models import TinyLlama, write_gguf
 
 CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=512)
@@ -106,6 +109,18 @@ def test_every_shape_is_computed_in_every_round(tmp_path: Path) -> None:
     for step in (*steps, *after_them):
         assert step.execute_ns >= sum(step.parts_ns.values()) > 0
     executor.close()
+
+
+def test_rows_with_a_recurrent_state_are_measured_too(tmp_path: Path) -> None:
+    path = write_case(CASES["qwen3_5"], tmp_path)
+    model = load_model(resolve(str(path), path))
+    with closing(NativeExecutor(model, describe(model.spec), **sizes_of(CAPACITY), num_threads=1)) as executor:
+        runner = StepRunner(executor, model.spec.vocab_size)
+        runner.fill()
+        shapes = [shape for shape in design(executor.capacity) if fits(shape, executor.capacity)]
+        assert any(context_len for shape in shapes for _, context_len in shape.rows), "some go on from a state"
+        for shape in shapes:
+            runner.run(shape)
 
 
 def test_the_hosts_time_is_what_is_between_steps() -> None:

@@ -84,7 +84,7 @@ def _mix(capacity: Capacity, rng: Random) -> StepShape:
 
 def fits(shape: StepShape, capacity: Capacity) -> bool:
     """Return whether an executor can compute a step of this shape, with separate blocks for each row."""
-    num_blocks = sum(_num_blocks(row, capacity.block_size) for row in shape.rows)
+    num_blocks = sum(_num_blocks(row, capacity.block_size) + capacity.num_state_blocks for row in shape.rows)
     return (
         len(shape.rows) <= capacity.max_rows
         and sum(query_len for query_len, _ in shape.rows) <= capacity.max_step_tokens
@@ -110,6 +110,9 @@ class StepRunner:
             self.run(StepShape(((min(capacity.max_step_tokens, num_filled * size - begin), begin),), 1))
         pairs = [(1 + block % num_filled, 1 + block) for block in range(num_filled, capacity.num_blocks - 1)]
         self._executor.copy_blocks(pairs)
+        if num_state_blocks := capacity.num_state_blocks:  # rows go on from states, so these have to hold some
+            num_rows = min(capacity.max_rows, capacity.max_step_tokens, (capacity.num_blocks - 1) // (1 + num_state_blocks))
+            self.run(StepShape(((1, 0),) * num_rows, num_rows))
 
     def run(self, shape: StepShape) -> tuple[int, Mapping[str, int]]:
         step_id, executor = next(self._ids), self._executor
@@ -130,7 +133,8 @@ class StepRunner:
         return timing.end_ns - timing.start_ns, timing.parts
 
     def _admit(self, shape: StepShape, names: Sequence[str], samples: Sequence[int], step_id: int) -> Iterator[AdmitRow]:
-        first, size = 1, self._executor.capacity.block_size
+        capacity = self._executor.capacity
+        first, size, num_state_blocks = 1, capacity.block_size, capacity.num_state_blocks
         for place, (name, row, num_samples) in enumerate(zip(names, shape.rows, samples, strict=True)):
             length, num_blocks = (
                 sum(row) + (not num_samples),
@@ -140,7 +144,12 @@ class StepRunner:
             tokens = tuple((1000 + step_id * 31 + place * 613 + idx * 7) % self._vocab_size for idx in range(length))
             blocks = tuple(range(first, first + num_blocks))
             first += num_blocks
-            yield AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))
+            admit = AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))
+            # States lie at the pool's end, each row's in the same blocks in every step.
+            end = capacity.num_blocks - place * num_state_blocks
+            admit.state_block_ids = tuple(range(end - num_state_blocks, end))
+            admit.state_source = admit.state_block_ids if row[1] else ()
+            yield admit
 
 
 class Measured(NamedTuple):
