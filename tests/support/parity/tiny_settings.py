@@ -13,7 +13,7 @@ from support.parity.tiny_runs import MAX_RELATIVE_RMS
 
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
 
-KEPT = frozenset({"architecture", "choice", "max_model_len", "tie_word_embeddings", "layers", "ending"})
+KEPT = frozenset({"architecture", "choice", "max_model_len", "tie_word_embeddings", "layers", "ending", "kv_layer"})
 """Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
 in `test_encoders.py`."""
 
@@ -31,6 +31,7 @@ SIZES = frozenset(
         "num_key_heads",
         "key_dim",
         "value_dim",
+        "layer_input_size",
     }
     | {"shared_size"}
     | {"num_types", "first_position", "num_distances"}
