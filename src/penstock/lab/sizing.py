@@ -113,8 +113,9 @@ def read_bytes(size: ModelSize, num_tokens: float) -> float:
 
 
 def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
-    """Return the bytes read by a step that decodes one token per row: weights once, plus the KV of each row."""
-    return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_read_bytes
+    """Return the bytes moved by a step that decodes one token per row: weights once, the KV of each row, and its state, which
+    is read and written."""
+    return read_bytes(size, num_rows) + num_rows * ((context_tokens + 1) * size.kv_read_bytes + 2 * size.state_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
     ]
     return CostModel(
         step_ns=products_ns(0) + rates.fixed_ns,
-        decode_row_ns=0.0,
+        decode_row_ns=2 * size.state_bytes * ns_per_byte,
         prefill_token_ns=0.0,
         decode_read_ns=max(size.kv_read_bytes * ns_per_byte, 2 * size.num_attention_products * ns_per_op),
         prefill_read_ns=2 * size.num_attention_products * ns_per_op,
@@ -486,7 +487,8 @@ def _step_lines(size: ModelSize, middle: float, context: float, rates: Speeds) -
     yield Line(
         "reads of a decode step",
         "weights + rows x positions x KV of one that attention reads",
-        f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_read_bytes:,} B",
+        f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_read_bytes:,} B"
+        + (f" + 2 x {format_number(size.state_bytes, 'B')} of state" if size.state_bytes else ""),
         f"{format_number(num_bytes, 'B')} = {read(num_bytes)} at {format_number(rates.read_bytes_per_s, 'B/s')}",
     )
     yield Line(

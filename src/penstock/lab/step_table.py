@@ -82,7 +82,8 @@ def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
         + counts.num_samples * size.num_logit_products
     )
     num_positions = sum(query_len + context_len for query_len, context_len in shape.rows)
-    return 2 * products, read_bytes(size, counts.num_tokens) + num_positions * size.kv_read_bytes
+    num_bytes = num_positions * size.kv_read_bytes + counts.num_rows * 2 * size.state_bytes
+    return 2 * products, read_bytes(size, counts.num_tokens) + num_bytes
 
 
 def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
