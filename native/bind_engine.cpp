@@ -469,7 +469,8 @@ void bind_engine(nb::module_& m) {
         .value("SHRINK", RowOpKind::kShrink)
         .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding)
         .value("SCALE", RowOpKind::kScale)
-        .value("PREPARE_STATE", RowOpKind::kPrepareState);
+        .value("PREPARE_STATE", RowOpKind::kPrepareState)
+        .value("COLUMNS", RowOpKind::kColumns);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",

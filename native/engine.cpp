@@ -413,6 +413,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             for (int64_t i = 0; i < out.width; ++i) out.row(row)[i] = x.row(row)[i] * op.value;
             return;
         }
+        case RowOpKind::kColumns: {
+            const Buffer& out = buffers_[op.out];
+            std::memcpy(out.row(row), buffers_[op.x].row(row) + op.n, static_cast<size_t>(out.width) * sizeof(float));
+            return;
+        }
         case RowOpKind::kAddType: {
             const Buffer& out = buffers_[op.out];
             const int step_row = input_.row_of(row);

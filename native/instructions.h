@@ -20,6 +20,7 @@ enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
     kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale, kPrepareState,
+    kColumns,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -32,8 +33,8 @@ struct RowOp {
     // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding), layer of linear attention (kPrepareState)
     int32_t weight = -1;
     // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
-    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), whether rows have a zero of
-    // their own (kRound)
+    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), first column of x (kColumns),
+    // whether rows have a zero of their own (kRound)
     int32_t n = 0;
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backends.reference.interpreter import PRODUCT_TILE, Interpreter, RowRun, product
+from penstock.backends.reference.interpreter import PRODUCT_TILE, Interpreter, RowRun, gated, product
 from penstock.backends.reference.kv_cache import KvCache, round_to_bf16, round_to_int8
 from penstock.models.program import (
     Act,
     Add,
     Attention,
+    Columns,
     Embed,
     EmbedPositions,
     EmbedTypes,
@@ -31,6 +32,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    Scale,
     ShortConv,
     Softcap,
     States,
@@ -530,3 +532,36 @@ def test_no_mean_of_a_part_of_a_text():
 def test_a_program_has_one_ending(ops: tuple[Any, ...]):
     with pytest.raises(ModelError, match=f"{len(ops)} endings"):
         Interpreter(Program(ops, (), KV_SHAPES, 11), {})
+
+
+def test_a_norm_without_a_weight_only_divides():
+    x = values(NUM_TOKENS, 12)
+    row = run(make_row(x=x), RMSNorm("y", "x", None, 0.1, 6))
+    groups = x.reshape(NUM_TOKENS, 2, 6)
+    assert_close(row.buffers["y"], (groups / np.sqrt((groups**2).mean(-1, keepdims=True) + 0.1)).reshape(x.shape))
+
+
+def test_scale_multiplies_by_a_factor_and_by_the_one_number_of_a_weight():
+    x = values(NUM_TOKENS, 6)
+    row = run(make_row(x=x), Scale("y", "x", 0.5), Scale("z", "x", 0.5, "s"), s=np.array([-3.0]))
+    assert_close(row.buffers["y"], 0.5 * x)
+    assert_close(row.buffers["z"], -1.5 * x)
+
+
+def test_columns_are_a_part_of_each_row():
+    x = values(NUM_TOKENS, 7)
+    program = Program((Columns("y", "x", 2), Logits("logits", "y", "w")), (("x", 7), ("y", 4)), KV_SHAPES, 3)
+    row = make_row(x=x)
+    Interpreter(program, {"w": tensor(values(3, 4))}).run(row)
+    assert_close(row.buffers["y"], x[:, 2:6])
+
+
+def test_a_router_may_read_another_buffer_and_experts_may_scale_their_shares():
+    x, routed, scale = values(1, 4), values(1, 4), np.array([0.5, -2.0, 3.0])
+    weights = {"r": values(3, 4), "g": values(6, 4), "u": values(6, 4), "d": values(12, 2)}
+    row = make_row(num_tokens=1, x=x, routed=routed)
+    op = Experts("y", "x", "r", "g", "u", "d", 3, 1, 2, "silu", router_x="routed", share_scale="s")
+    run(row, op, **weights, s=scale)
+    expert = int(np.argmax(routed @ weights["r"].T))
+    gate, up, down = (weights[name].reshape(3, -1, weights[name].shape[1])[expert] for name in "gud")
+    assert_close(row.buffers["y"], scale[expert] * (gated(x @ gate.T, x @ up.T, "silu") @ down.T))

@@ -256,7 +256,7 @@ OF_DOCS = (
         "Gemma3nForConditionalGeneration",
     ),
     *(
-        "Gemma4ForCausalLM",
+        "Gemma3nForCausalLM",
         "MPTForCausalLM",
         "BloomForCausalLM",
         "DebertaV2Model",

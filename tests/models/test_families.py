@@ -187,6 +187,14 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("falcon", {"parallel_attn": False}),
         ("falcon", {"multi_query": False}),
         ("falcon", {"activation": "mish"}),
+        ("gemma4", {"hidden_activation": "gelu"}),
+        ("gemma4", {"use_bidirectional_attention": "all"}),
+        ("gemma4", {"num_global_key_value_heads": 3}),
+        ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("gemma4", {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 24}}}),
+        ("gemma4", {"per_layer_config": {"9": {}}}),
+        ("gemma4_shared", {"vocab_size_per_layer_input": 300}),
         ("gemma", {"hidden_act": "mish"}),
         ("gemma", {"hidden_activation": "gelu"}),
         ("gemma", {"use_bidirectional_attention": True}),
@@ -227,6 +235,32 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
     (key,) = changes
     with pytest.raises(ModelError, match=key):
         spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma4", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "4 of 4 layers read"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "no layer stores the keys and values that layer 1 reads"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "-1 of 4 layers"),
+        ("gemma4", {"global_head_dim": 1 << 30}, "head_dim is 1073741824"),
+        ("gemma4", {"global_head_dim": 41}, "an even head_dim"),
+        ("gemma4", {"num_hidden_layers": 1 << 40, "layer_types": None}, "num_layers is 1099511627776"),
+        ("gemma4_shared", {"hidden_size_per_layer_input": 1 << 22}, "4194304 columns"),
+        ("gemma4_moe", {"top_k_experts": 8}, "8 of 7 experts"),
+        ("gemma4_moe", {"num_global_key_value_heads": 2}, "3 heads can't share 2"),
+    ],
+)
+def test_sizes_of_gemma_4_that_can_not_be_are_errors(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+def test_gemma_4_as_release_5_of_transformers_saves_it_is_the_same(tmp_path: Path) -> None:
+    config = CASES["gemma4_moe"].config
+    overrides = {str(layer): {"head_dim": 40, "num_key_value_heads": 1} for layer in (1, 3)}
+    assert spec_of(tmp_path, {**config, "per_layer_config": overrides}) == spec_of(tmp_path, config)
 
 
 @pytest.mark.parametrize(

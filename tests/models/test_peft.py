@@ -48,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def changes(factors: AdapterFactors) -> dict[str, FloatArray]:
     """The change of each matrix, as the weight lies: that of `embed` has a row for each token."""
     products = {site: b @ a for site, (a, b) in factors.by_weight.items()}
-    return {site: product.T if site == "embed" else product for site, product in products.items()}
+    return {site: product.T if site in ("embed", "layer_embed") else product for site, product in products.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

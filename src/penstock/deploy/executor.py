@@ -123,8 +123,8 @@ def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
     from tqdm import tqdm
 
     matrices = [tensor for tensor in model.weights.values() if tensor.num_rows > 1]
-    if not model.spec.tie_word_embeddings:
-        matrices.remove(model.weights["embed"])  # its rows are read in the file
+    for name in model.spec.looked_up:
+        matrices.remove(model.weights[name])  # its rows are read in the file
     total = sum(tensor.num_bytes for tensor in matrices)
     with tqdm(
         desc=f"Loading {model.name}", total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=BAR_DELAY_S

@@ -118,7 +118,7 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
 
 def _outline_of(config: Config, compute: Compute, model: LoadedModel) -> Outline:
     held, is_gpu = _held_bytes(compute, model), compute.is_on_gpu
-    read_bytes = sum(held.values()) - (0 if model.spec.tie_word_embeddings else held["embed"])
+    read_bytes = sum(held.values()) - sum(held[name] for name in model.spec.looked_up)
     return Outline(
         name=model.name,
         spec=model.spec,
@@ -153,13 +153,13 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
 
     sizes = {weight: 2 * rows * cols for weight, (rows, cols) in weight_shapes(describe(spec)).items()}  # in bf16
     num_bytes = sum(sizes.values())
-    embedding = 0 if spec.tie_word_embeddings else sizes["embed"]
+    embeddings = sum(sizes[name] for name in spec.looked_up)
     return Outline(
         name=name,
         spec=spec,
         num_weight_bytes=num_bytes,
         num_disk_bytes=0,
-        num_read_bytes=num_bytes - embedding,
+        num_read_bytes=num_bytes - embeddings,
         is_quantised=False,
         is_assumed=True,
     )

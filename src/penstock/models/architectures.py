@@ -37,6 +37,7 @@ _ROWS = (
     ("gemma", "gemma", "GemmaForCausalLM", "gemma"),
     ("gemma", "gemma2", "Gemma2ForCausalLM", "gemma2"),
     ("gemma", "gemma3", "Gemma3ForCausalLM Gemma3ForConditionalGeneration", "gemma3"),
+    ("gemma4", "gemma4", "Gemma4ForCausalLM Gemma4ForConditionalGeneration", "gemma4"),
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
     ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
     ("gemma", "olmo3", "Olmo3ForCausalLM", ""),
@@ -118,7 +119,8 @@ _REASONS = {
     ),
     "its Mamba layers have norms by groups or lie beside attention, which is not described yet": ("falconh1", "nemotronh"),
     "none of its layers attends, and the KV cache needs one that does": ("codestralmamba", "mamba2"),
-    "the keys and values of its layers differ in shape": ("deci", "decilm", "gemma3n", "gemma4", "openelm"),
+    "its layers differ in their heads or lack attention, which is not read yet": ("deci", "decilm", "openelm"),
+    "it has several residual streams (AltUp), which are not described yet": ("gemma3n",),
     "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
     "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
     "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
@@ -219,6 +221,7 @@ class Parts:
     is_interleaved: bool = False  # row i belongs to weight i modulo their number
     is_by_kv_head: bool = False
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
+    is_by_expert: bool = False  # likewise, in a file that has the matrices of all experts below each other
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
     """Returns the rows of each weight, in order, where no other field describes them."""
 
@@ -271,6 +274,8 @@ class Architecture:
     of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = lambda _, spec: spec
     hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     """Adds the keys that `read_spec` requires to config.json."""
+    hf_head_dims: Callable[[JsonFile], Mapping[str, int]] = lambda _: {}
+    """Columns of a head by type of layer, for types of `layer_types` with others than `head_dim`."""
     hf_name: Callable[[str], str | None] = lambda name: name
     """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
@@ -292,6 +297,8 @@ class Architecture:
     is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
+    has_sizes_by_layer_in_gguf: bool = False
+    """Numbers of key-value heads and widths of MLPs may be lists, which `of_gguf` reads."""
     hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1
     hf_changed: Mapping[str, Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]] = field(default_factory=dict)
     """Our names' ends -> what makes the weight of a directory's values, which GGUF files hold already."""

@@ -57,7 +57,9 @@ class Piece:
             is_whole = sum(num for runs in by_part for _, num, _ in runs) == rows
             return num_matrices, cols, [*by_part[self.part]] if is_whole else [(0, 0, 1)]
         parts = [math.prod(sizes.wanted.get(other, (0, 0))) // max(1, cols * num_matrices) for other in self.names]
-        num_runs = sizes.spec.attentions[0].num_kv_heads if self.layout.is_by_kv_head else 1
+        layout = self.layout
+        num_runs = sizes.spec.attentions[0].num_kv_heads if layout.is_by_kv_head else 1
+        num_runs = sizes.spec.num_experts if layout.is_by_expert else num_runs
         is_uneven = any(part % num_runs for part in parts)
         if sum(parts) != rows or is_uneven or (self.layout.is_interleaved and len(set(parts)) > 1):
             return num_matrices, cols, [(0, 0, 1)]
@@ -110,6 +112,13 @@ def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: rang
         return tensor.startswith(prefix) and re.fullmatch(r"[0-9]{1,6}", number) is not None and int(number) in numbers
 
     return {name: found for name, found in pieces.items() if not is_out(found[0].tensor)}
+
+
+def without_shared_keys(pieces: Mapping[str, list[Piece]], spec: ModelSpec) -> dict[str, list[Piece]]:
+    """Leave out weights of keys and values in layers that read those of another layer: files may have them, unused."""
+    reading = [number for number, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_layer", None) is not None]
+    unused = {f"layers.{number}.{name}" for number in reading for name in ("k", "v", "k_norm", "v_norm")}
+    return {name: found for name, found in pieces.items() if name not in unused}
 
 
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:

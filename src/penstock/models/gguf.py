@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, rope
 from penstock.models.architectures import Architecture, Head
-from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers
+from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of, without_layers, without_shared_keys
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.sentence import SentenceFiles
@@ -88,6 +88,7 @@ def load_gguf(
         architecture.of_gguf(file, _read_spec(file, architecture_name, architecture, entries, served_len)), ending
     )
     checks.check_spec(spec, path)
+    pieces = without_shared_keys(pieces, spec)
     pieces = without_layers(pieces, "blk.", range(spec.num_layers, file.require(f"{file.architecture}.block_count", int)))
     entries = {name: entries[name] for name in pieces}
     program = architecture.describe(spec)
@@ -100,7 +101,7 @@ def load_gguf(
             rows, cols = found_shapes[key]
             shape = (cols,) if key.endswith("_bias") else (rows, cols)
             entries[key] = replace(entries[key], shape=shape, num_bytes=entries[key].num_bytes // len(found[0].names))
-    held = _held_bytes(entries, floats, is_tied=spec.tie_word_embeddings)
+    held = _held_bytes(entries, floats) | dict.fromkeys(spec.looked_up, 0)  # their rows are read from the file
     checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
@@ -167,16 +168,13 @@ def _flattened(entry: TensorEntry) -> TensorEntry:
     return replace(entry, shape=(math.prod(entry.shape),)) if is_vector else entry
 
 
-def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:
-    held = {
+def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
+    return {
         name: held_bytes(
             WeightFormat.F32 if len(entry.shape) == 1 else entry.format, *matrix_shape(entry), held_floats(name, floats)
         )
         for name, entry in entries.items()
     }
-    if not is_tied:
-        held["embed"] = 0  # rows are read from the file
-    return held
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
@@ -224,7 +222,7 @@ def _read_spec(
         raise file.error("the tensor token_embd.weight is missing")
     if file.get(f"{key}.attention.causal", bool) is False and not architecture.is_encoder:
         raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
-    sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
+    sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0], by_layer=architecture.has_sizes_by_layer_in_gguf)
     checks.check_sizes(sizes, file.path)
     parameters = _read_rope(file, key, sizes, architecture)
     served_len = served_len or sizes["max_model_len"]
@@ -240,7 +238,8 @@ def _read_spec(
     ).with_layers(lambda _, layer: checks.with_facts(layer, entries, rotation))
 
 
-def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
+def _read_sizes(file: GgufFile, key: str, vocab_size: int, *, by_layer: bool) -> dict[str, int]:
+    """Return the sizes. If lists are allowed (`by_layer`), return their largest numbers."""
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
@@ -252,21 +251,27 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
         "hidden_size": hidden_size,
         "num_layers": file.require(f"{key}.block_count", int),
         "num_heads": num_heads,
-        "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv") or num_heads,
+        "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv", by_layer=by_layer) or num_heads,
         "head_dim": head_dim,
-        "intermediate_size": file.get(f"{key}.feed_forward_length", int)
+        "intermediate_size": _width(file, f"{key}.feed_forward_length", by_layer=by_layer)
         or file.get(f"{key}.expert_feed_forward_length", int)
         or file.require(f"{key}.feed_forward_length", int),
         "max_model_len": file.require(f"{key}.context_length", int),
     }
 
 
-def _num_kv_heads(file: GgufFile, key: str) -> int | None:
+def _width(file: GgufFile, key: str, *, by_layer: bool) -> int | None:
+    if not by_layer or not isinstance(file.metadata.get(key), list):
+        return file.get(key, int)
+    return max(file.get_list(key, int), default=None)
+
+
+def _num_kv_heads(file: GgufFile, key: str, *, by_layer: bool) -> int | None:
     """Return the number of KV heads. In a list with one number per layer, zeros (layers without attention) are skipped."""
     if not isinstance(file.metadata.get(key), list):
         return file.get(key, int)
     counts = set(file.get_list(key, int)) - {0}
-    if len(counts) > 1:
+    if len(counts) > 1 and not by_layer:
         found = ", ".join(map(str, sorted(counts)[:8]))
         raise checks.unsupported(file.path, f"{key} has {found}", "one number for all layers that attend is")
     return max(counts, default=None)

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, hf_quantised, rope
 from penstock.models.architectures import Architecture, Head
-from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_layers, without_middle
+from penstock.models.assembly import (
+    Piece,
+    Sizes,
+    find_pieces,
+    put_together,
+    shape_of,
+    without_layers,
+    without_middle,
+    without_shared_keys,
+)
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
     ALWAYS_BIASED,
@@ -54,8 +63,8 @@ class _Described:
     ending: TextEnding | None
 
     def spec(self, names: Container[str], served_len: int | None) -> ModelSpec:
-        partial = self.architecture.has_partial_rope
-        spec = read_spec(self.config, self.name, names, has_partial_rope=partial, served_len=served_len)
+        partial, head_dims = self.architecture.has_partial_rope, self.architecture.hf_head_dims(self.config)
+        spec = read_spec(self.config, self.name, names, has_partial_rope=partial, head_dims=head_dims, served_len=served_len)
         spec = endings.with_ending(self.architecture.of_hf(self.config, spec), self.ending)
         if spec.ending is None:
             self.config.only("is_causal", True)
@@ -127,6 +136,7 @@ def load_hf_directory(
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
     spec = described.spec(pieces, served_len)
+    pieces = without_shared_keys(pieces, spec)
     if architecture.has_further_layers:
         num_more = config.get("num_nextn_predict_layers", int) or 0
         pieces = without_layers(pieces, architecture.hf_layers, range(spec.num_layers, spec.num_layers + num_more))
@@ -145,10 +155,8 @@ def load_hf_directory(
     held = {
         key: _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
         for key, shape in found_shapes.items()
-        if key != "embed" or spec.tie_word_embeddings
     }
-    if not spec.tie_word_embeddings:
-        held["embed"] = _looked_up_bytes(first["embed"], floats)
+    held |= {name: _looked_up_bytes(first[name], floats) for name in spec.looked_up}
     checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     generation = read_json(path / "generation_config.json", is_optional=True)
     notes = hf_quantised.conversion_notes(tensors.values())

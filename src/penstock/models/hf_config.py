@@ -101,12 +101,13 @@ def read_spec(
     names: Container[str],
     *,
     has_partial_rope: bool,
+    head_dims: Mapping[str, int] = {},
     served_len: int | None = None,
 ) -> ModelSpec:
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
-    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `served_len`: tokens of
-    the longest text to serve; None: all positions.
+    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names. `head_dims`: columns of
+    a head by type of layer, if not `head_dim`. `served_len`: tokens of the longest text to serve; None: all positions.
     """
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
@@ -117,7 +118,10 @@ def read_spec(
         if name in names and name not in told_biases(config, architecture) and architecture not in ALWAYS_BIASED:
             raise config.error(f"{key} is False, and the weights have {name}")
     tied = config.get("tie_word_embeddings", bool)
-    rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=has_partial_rope)
+    for head_dim in head_dims.values():
+        checks.check_sizes({**sizes, "head_dim": head_dim}, config.path)
+    longest = served_len or sizes["max_model_len"]
+    rotations = _read_rotations(config, sizes, head_dims, longest, may_be_partial=has_partial_rope)
     return spec_of_equal_layers(
         architecture=architecture,
         rope_inv_freq=(),
@@ -216,29 +220,31 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 
 
 def _read_rotations(
-    config: JsonFile, sizes: Mapping[str, int], served_len: int, *, may_be_partial: bool
+    config: JsonFile, sizes: Mapping[str, int], head_dims: Mapping[str, int], served_len: int, *, may_be_partial: bool
 ) -> list[Rotation | None]:
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
     parameters = config.get(key, dict) or {}
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
 
-    def rotation(of_kind: Mapping[str, Any]) -> Rotation:
+    def rotation(of_kind: Mapping[str, Any], head_dim: int) -> Rotation:
         inherited = {name: config.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         settings = JsonFile(config.path, {**inherited, **of_kind})
-        found = _rope_parameters(config, settings, key, sizes)
-        if found.dim != sizes["head_dim"] and not may_be_partial:
+        found = _rope_parameters(config, settings, key, {**sizes, "head_dim": head_dim})
+        if found.dim != head_dim and not may_be_partial:
             settings.only("partial_rotary_factor", 1.0)
-        return checks.rotation(found, sizes["head_dim"], served_len, config.path)
+        return checks.rotation(found, head_dim, served_len, config.path)
 
     if not nested:
-        return [rotation(parameters)] * sizes["num_layers"]
+        return [rotation(parameters, sizes["head_dim"])] * sizes["num_layers"]
     if len(nested) > 16:  # each rotation takes time to compute
         raise config.error(f"{key} has {len(nested)} types of layers, and at most 16 are taken")
     kinds = read_layer_types(config, sizes["num_layers"])
     missing = set(kinds) - parameters.keys()
     if missing:
         raise config.error(f"{key} has nothing for layers of the type {', '.join(sorted(missing))}")
-    rotations = {name: rotation(nested[name]) if name in nested else None for name in set(kinds)}
+    rotations = {
+        name: rotation(nested[name], head_dims.get(name, sizes["head_dim"])) if name in nested else None for name in set(kinds)
+    }
     return [rotations[name] for name in kinds]
 
 

@@ -59,7 +59,7 @@ def merged(
         spec = replace(spec, tie_word_embeddings=False)
     weights |= whole
     for site, (a, b) in factors.by_weight.items():
-        left, right = (np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)) if site == "embed" else (b, a)
+        left, right = (np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)) if site in ("embed", "layer_embed") else (b, a)
         weights[site] = _merged(weights[site], left, right)
     return replace(model, spec=spec, weights=weights)
 

@@ -192,6 +192,16 @@ class ModelSpec:
         return self.ending.dense[-1].width if self.ending.dense else self.hidden_size
 
     @property
+    def num_experts(self) -> int:
+        """The experts of a layer that has the most; 1 without experts."""
+        return max((layer.mlp.num_experts for layer in self.layers if isinstance(layer.mlp, ExpertsMlp)), default=1)
+
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        """Names of embeddings of which a step reads only the rows of its tokens."""
+        return ("embed",) * (not self.tie_word_embeddings) + ("layer_embed",) * (self.layer_input_size > 0)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -264,7 +264,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
         if values.shape[:1] == (1,) and ".mamba." not in name:  # the converter leaves out dimensions of one
             values = values.reshape(-1)
-        found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
+        ends = (".weight", ".bias", ".scale")
+        found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=ends)
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
     told = {name: value for name, value in metadata.items() if value is not None}
@@ -349,7 +350,9 @@ def _experts_in_gguf(name: str, values: FloatArray, is_interleaved: bool) -> Ite
     found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
     if found is None:
         name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
-        name = f"{name}.weight" if name.endswith("sinks") else f"{name}.bias" if name.endswith("expert_bias") else name
+        name = f"{name}.weight" if name.endswith(("sinks", "layer_scalar")) or is_cube(name) else name
+        name = f"{name}.bias" if name.endswith("expert_bias") else name
+        name = name.replace("router.scale", "router.proj.scale").replace("router.per_expert_scale", "experts.down_proj.scale")
         yield name.replace("correction_bias", "correction.bias").replace(".gate.moe_statics.", ".moe_statics."), values
         return
     names = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)

@@ -1151,6 +1151,164 @@ _GEMMA3_GGUF = Gguf(
     metadata={"attention.sliding_window": 6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
 )
 
+_GEMMA4 = settings(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    num_hidden_layers=4,
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    rms_norm_eps=0.05,
+    global_head_dim=40,
+    sliding_window=6,
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
+    rope_parameters={
+        _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.45, "rope_theta": 3000.0},
+        _LOCAL: {"rope_type": "default", "rope_theta": 200.0},
+    },
+    final_logit_softcapping=3.0,
+    hidden_size_per_layer_input=0,
+)
+_GEMMA4_KEYS_AS_VALUES = {**_GEMMA4, "attention_k_eq_v": True, "num_key_value_heads": 3, "num_global_key_value_heads": 1}
+_GEMMA4_SHARED = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _LOCAL, _GLOBAL, _GLOBAL],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 14,
+    "vocab_size_per_layer_input": 263,
+}
+_GEMMA4_MOE = {
+    **_GEMMA4_KEYS_AS_VALUES,
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+    "final_logit_softcapping": 1.5,
+}
+
+
+def _gemma4_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, num_layers, num_heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    size, reuses_keys = config["hidden_size_per_layer_input"], config.get("attention_k_eq_v", False)
+    first_shared = num_layers - config.get("num_kv_shared_layers", 0)
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if size:
+        found["model.embed_tokens_per_layer.weight"] = (config["vocab_size"], num_layers * size)
+        found["model.per_layer_model_projection.weight"] = (num_layers * size, hidden)
+        found["model.per_layer_projection_norm.weight"] = (size,)
+    for number, kind in enumerate(config["layer_types"]):
+        is_global, is_shared = kind == _GLOBAL, number >= first_shared
+        head_dim = config["global_head_dim" if is_global else "head_dim"]
+        kv_heads = config["num_global_key_value_heads" if reuses_keys and is_global else "num_key_value_heads"]
+        inner = config["intermediate_size"] * (2 if is_shared and config.get("use_double_wide_mlp") else 1)
+        layer: dict[str, tuple[int, ...] | None] = {
+            "self_attn.q_proj.weight": (num_heads * head_dim, hidden),
+            "self_attn.o_proj.weight": (hidden, num_heads * head_dim),
+            "self_attn.q_norm.weight": (head_dim,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+            "layer_scalar": (1,),
+        }
+        if not is_shared:
+            layer |= {"self_attn.k_proj.weight": (kv_heads * head_dim, hidden), "self_attn.k_norm.weight": (head_dim,)}
+        if not is_shared and not (reuses_keys and is_global):
+            layer["self_attn.v_proj.weight"] = (kv_heads * head_dim, hidden)
+        norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        if size:
+            layer |= {
+                "per_layer_input_gate.weight": (size, hidden),
+                "per_layer_projection.weight": (hidden, size),
+                "post_per_layer_input_norm.weight": (hidden,),
+            }
+        layer |= {f"{name}_layernorm.weight": (hidden,) for name in norms}
+        if config.get("enable_moe_block"):
+            num, width = config["num_experts"], config["moe_intermediate_size"]
+            names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+            layer |= {f"{name}.weight": (hidden,) for name in names}
+            layer |= {
+                "router.proj.weight": (num, hidden),
+                "router.scale": (hidden,),
+                "router.per_expert_scale": (num,),
+                "experts.gate_up_proj": (num, 2 * width, hidden),
+                "experts.down_proj": (num, hidden, width),
+            }
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items() if shape is not None}
+    return found
+
+
+def _gemma4(config: Mapping[str, Any], seed: int) -> TinyCase:
+    return TinyCase(
+        architecture="gemma4",
+        config=config,
+        shapes=_gemma4_shapes(config),
+        seed=seed,
+        factors={"layer_scalar": 4.0, "router.scale": 20.0, "per_expert_scale": 1.5, "_norm.weight": 0.5},
+        refused_by={"cuda": "RMSNorm without weight"},
+    )
+
+
+_GEMMA4_GGUF: Mapping[str, Any] = {
+    "attention.sliding_window": 6,
+    "attention.key_length": 40,
+    "attention.value_length": 40,
+    "attention.key_length_swa": 24,
+    "attention.value_length_swa": 24,
+    "rope.dimension_count": 40,
+    "rope.dimension_count_swa": 24,
+    "rope.freq_base": 3000.0,
+    "rope.freq_base_swa": 200.0,
+}
+_GEMMA4_FACTORS = {"rope_freqs.weight": (1.0,) * 9 + (1e30,) * 11}
+_GEMMA4_SHARED_CASE = _gemma4(_GEMMA4_SHARED, seed=177)
+_GEMMA4_MOE_CASE = _gemma4(_GEMMA4_MOE, seed=204)
+_GEMMA4_CASES = {
+    "gemma4": _gemma4(_GEMMA4, seed=160),
+    "gemma4_keys_as_values": _gemma4(_GEMMA4_KEYS_AS_VALUES, seed=161),
+    "gemma4_shared": _GEMMA4_SHARED_CASE,
+    "gemma4_moe": _GEMMA4_MOE_CASE,
+    "gemma4_of_pictures": replace(
+        _GEMMA4_SHARED_CASE,
+        wrapper={"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {}},
+        golden="gemma4_shared",
+    ),
+    "gemma4_gguf": replace(
+        _GEMMA4_SHARED_CASE,
+        gguf=Gguf(
+            architecture="gemma4",
+            metadata={
+                **_GEMMA4_GGUF,
+                "attention.sliding_window_pattern": [kind == _LOCAL for kind in _GEMMA4_SHARED["layer_types"]],
+                "attention.shared_kv_layers": 3,
+                "feed_forward_length": [100, 100, 100, 200, 200, 200],
+                "embedding_length_per_layer_input": 14,
+                "final_logit_softcapping": 3.0,
+            },
+            vectors=_GEMMA4_FACTORS,
+        ),
+        golden="gemma4_shared",
+    ),
+    "gemma4_moe_gguf": replace(
+        _GEMMA4_MOE_CASE,
+        gguf=Gguf(
+            architecture="gemma4",
+            metadata={
+                **_GEMMA4_GGUF,
+                "attention.head_count_kv": [3, 1, 3, 1],
+                "attention.sliding_window_pattern": [True, False, True, False],
+                "expert_count": 7,
+                "expert_used_count": 3,
+                "expert_feed_forward_length": 40,
+                "final_logit_softcapping": 1.5,
+            },
+            vectors=_GEMMA4_FACTORS,
+        ),
+        golden="gemma4_moe",
+    ),
+}
+
 _GPT_OSS = settings(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -1818,5 +1976,6 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             shapes=shapes(_GEMMA3_OF_GGUF, **_gemma_norms(_GEMMA3), **_HEAD_NORMS),
             gguf=_GEMMA3_GGUF,
         ),
+        **_GEMMA4_CASES,
     }
 )

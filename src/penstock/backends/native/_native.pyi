@@ -129,6 +129,7 @@ class RowOpKind(Enum):
     ADAPT_EMBEDDING = 26
     SCALE = 27
     PREPARE_STATE = 28
+    COLUMNS = 29
 
 class RowOp:
     def __init__(

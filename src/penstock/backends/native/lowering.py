@@ -352,8 +352,7 @@ class _Emitter:
                 factor = np.float32(group.factor) * self._weights.number(group.weight)
                 self._map(RowOpKind.SCALE, group, value=float(factor))
             case prog.Columns():
-                columns = np.arange(group.first, group.first + self._widths[group.out], dtype=np.int32)
-                self._map(RowOpKind.GATHER_COLUMNS, group, weight=self._weights.order_id(columns.tobytes()))
+                self._map(RowOpKind.COLUMNS, group, n=group.first)
             case prog.Softcap():
                 pass  # `set_logits` gets the cap
             case prog.GatherRows() | prog.FirstRows() | prog.MeanRows():
