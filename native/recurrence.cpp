@@ -32,7 +32,9 @@ Recurrence::Recurrence(const EngineShape& shape, KvCache& kv, int num_members)
     if (line_ < kPanel || line_ > kStateColumns || line_ % kPanel != 0) throw std::invalid_argument("a line of state has 16, 32, 48 or 64 floats");
     lines_of_block_ = static_cast<int>(kv.block_bytes() / (line_ * static_cast<int64_t>(sizeof(float))));
     if (lines_of_block_ == 0) throw std::invalid_argument("a block has no room for a line of state");
-    num_blocks_ = static_cast<int>((num_lines_ + lines_of_block_ - 1) / lines_of_block_);
+    const int64_t num_blocks = (num_lines_ + lines_of_block_ - 1) / lines_of_block_;
+    if (num_blocks >= shape.num_blocks) throw std::invalid_argument("a row's state needs more blocks than there are");
+    num_blocks_ = static_cast<int>(num_blocks);
 }
 
 void Recurrence::reserve(int64_t first_line, int64_t num_matrices, int rows, int columns) {

@@ -171,8 +171,9 @@ void RowTable::add_save(int slot, int64_t position, const std::vector<int32_t>& 
     require(row.num_state > 0 && static_cast<int>(blocks.size()) == row.num_state, "saves a state to another number of blocks than one takes");
     check_state_blocks(blocks);
     const auto at = static_cast<int32_t>(std::find(row_slots_.begin(), row_slots_.end(), slot) - row_slots_.begin());
-    const auto count = static_cast<int32_t>(position - context_lens_[static_cast<size_t>(at)]);
-    require(position <= row.num_computed && count > 0, "saves a state at a position that the step does not compute");
+    const int64_t begin = context_lens_[static_cast<size_t>(at)];
+    require(begin < position && position <= row.num_computed, "saves a state at a position that the step does not compute");
+    const auto count = static_cast<int32_t>(position - begin);
     for (const StateSave& save : saves_) require(save.row != at || save.num_tokens <= count, "saves states in another order than that of their positions");
     saves_.push_back({at, count, blocks});
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from penstock.engine.core import EngineCore
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import MARK_TOKENS
+from penstock.kv.prefix_cache import MARK_TOKENS, MAX_MARKS
 from penstock.kv.states import MIN_SAVED_BLOCKS
+from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hash_executor import HashModel
 from penstock.types.events import Abort, Add, Command
@@ -114,6 +116,87 @@ def test_requests_that_come_together_wait_for_the_state_of_what_they_share() -> 
     system = words(150)
     computed = server.send(*[system + words(40, seed=seed) for seed in range(1, 7)], num_answer=1)
     assert computed == 150 + 6 * 40
+
+
+def test_requests_that_come_together_on_cached_keys_wait_for_the_state() -> None:
+    """An earlier prompt left the keys of what they share, and no state at its end."""
+    server = Server()
+    system = words(300)
+    server.send(system + words(100, seed=9), num_answer=1)
+    computed = server.send(*[system + words(40, seed=seed) for seed in range(1, 7)], num_answer=1)
+    assert computed == 300 + 6 * 40
+
+
+def test_nobody_waits_for_a_state_that_is_not_worth_saving() -> None:
+    server = Server()
+    header = words(20)
+    requests = [make_request(f"r{idx}", header + words(100, seed=1 + idx), max_tokens=1) for idx in range(6)]
+    news = []
+    run_to_completion(
+        server.core,
+        server.executor,
+        *map(Add, requests),
+        after_turn=lambda driver: news.append(driver.core.scheduler.news.set_aside),
+    )
+    assert not any(news)
+
+
+def test_a_prompt_does_not_save_a_state_for_each_of_those_that_wait_for_it() -> None:
+    server = Server()
+    long = words(2000)
+    server.send(long, *[long[: 64 * idx] + words(40, seed=idx) for idx in range(1, 30)], num_answer=1)
+    assert len(server.kv.states) <= 2000 // INTERVAL + MAX_MARKS + 1 + 2 * 29, "two of each that waited"
+
+
+def test_short_requests_leave_no_states() -> None:
+    server = Server()
+    server.send(*[words(5, seed=seed) for seed in range(20)], num_answer=2)
+    assert len(server.kv.states) == 0
+
+
+def test_short_turns_keep_a_state_in_a_full_pool() -> None:
+    """Each answer comes back without its reasoning, so the next turn departs where its prompt ended."""
+    server = Server(replace(CAPACITY, num_blocks=1 + 200 + 4 * STATE_BLOCKS))
+    server.send(words(3200, seed=7), num_answer=1)
+    history = words(1000)
+    server.send(history, num_answer=30)
+    for turn in range(1, 7):
+        history += words(30, seed=turn)
+        assert server.send(history, num_answer=30) <= 30 + 29 + MARK_TOKENS + MIN_GAP
+
+
+def test_a_paused_request_goes_on_from_its_state() -> None:
+    """Its row of the step was planned already."""
+    alone = replace(CAPACITY, max_rows=1)
+    core, executor = make_core(alone, make_policies("penstock", order="priority")), HashExecutor(alone)
+    late = Add(make_request("late", words(100, seed=1), max_tokens=2, priority=-1, arrival_ns=1))
+    request = make_request("r", words(200), max_tokens=50, priority=1)
+    run_to_completion(core, executor, Add(request), later={20: [late]})
+    assert request.num_preemptions == 1
+    assert executor.num_computed_tokens == 200 + 49 + 100 + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_request_that_passes_a_running_prompt_leaves_it_its_blocks(seed: int) -> None:
+    """It goes on from a saved state, which is held beside its own during its first step."""
+    rng = Random(seed)
+    for _ in range(60):
+        num_state, num_prompt = rng.choice((3, 10, 20, 40)), rng.randrange(100, 1000)
+        capacity = replace(
+            CAPACITY,
+            num_blocks=-(-num_prompt // BLOCK) + num_state + rng.randrange(20, 20 + 4 * num_state),
+            max_step_tokens=rng.choice((128, 256, 512)),
+            num_state_blocks=num_state,
+            max_model_len=1100,
+        )
+        core = make_core(capacity, make_policies("penstock", order=rng.choice(("fcfs", "priority"))))
+        executor, system = HashExecutor(capacity), words(rng.randrange(64, 150))
+        for idx in range(3):
+            tail = words(rng.randrange(1, 30), seed=idx + 1)
+            run_to_completion(core, executor, Add(make_request(f"s{idx}", system + tail, max_tokens=1)))
+        running = make_request("p", words(num_prompt, seed=9), max_tokens=3, priority=5, arrival_ns=1)
+        late = make_request("q", system + words(rng.randrange(2, 60), seed=5), max_tokens=3, arrival_ns=2)
+        run_to_completion(core, executor, Add(running), later={rng.randrange(1, 6): [Add(late)]})
 
 
 def test_a_short_departure_is_not_saved() -> None:

@@ -233,7 +233,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         max_rows=max_rows,
         max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
-        has_state=draw(st.booleans()),
+        has_state=not num_state_blocks and draw(st.booleans()),
         num_state_blocks=num_state_blocks,
         max_scored=draw(st.integers(1, 9)),
         window=0 if num_state_blocks else draw(st.sampled_from([0, 0, 2, 5, 9, 20])),

@@ -175,6 +175,7 @@ class Admission:
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
         if self._capacity.most_blocks(self._max_model_len - 1) <= num_blocks:
             return self._max_model_len
+        num_blocks -= self._capacity.num_state_blocks
         return max(0, num_blocks) * self._capacity.block_size + 1  # the last token is never computed
 
     # For the engine thread.
@@ -303,7 +304,8 @@ class Admission:
     def _num_blocks(self, num_tokens: int, num_requests: int = 1) -> int:
         """Return the most blocks that `num_requests` equal requests hold, with `num_tokens` tokens in all."""
         each = self._capacity.most_blocks(-(-num_tokens // num_requests))
-        return min(-(-num_tokens // self._capacity.block_size), num_requests * each)
+        num_state_blocks = num_requests * self._capacity.num_state_blocks
+        return min(-(-num_tokens // self._capacity.block_size) + num_state_blocks, num_requests * each)
 
     # What is answered.
 

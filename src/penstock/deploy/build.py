@@ -442,5 +442,5 @@ def _log_kv(blueprint: Blueprint, model: LoadedModel) -> None:
         _log.warning(
             "the model takes requests of up to %d tokens, but the KV cache holds %d; raise --kv-cache-memory for longer ones",
             model.spec.max_model_len,
-            kv.num_tokens,
+            kv.capacity.max_model_len,
         )

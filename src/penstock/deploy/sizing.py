@@ -208,15 +208,17 @@ def _plan(
 ) -> KvPlan:
     """Divide a KV cache of `budget_bytes` into blocks. `growth`: the flag that makes it larger, for errors. See `plan_kv`."""
     num_blocks = budget_bytes // block_bytes
-    if num_blocks < 2:
+    least = 2 + wanted.num_state_blocks
+    if num_blocks < least:
+        words = f" and a request's recurrent state of {wanted.num_state_blocks}" if wanted.num_state_blocks else ""
         raise NotEnoughMemory(
             f"The KV cache gets {format_size(budget_bytes)}, which is less than the two blocks of "
-            f"{format_size(block_bytes)} that are the least.",
+            f"{format_size(block_bytes)}{words} that are the least.",
             remedy=f"Raise {growth}, or free some memory.",
         )
     wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
     is_shortened = most_blocks > num_blocks - 1
-    longest = (num_blocks - 1) * wanted.block_size if is_shortened else wanted_len
+    longest = (num_blocks - 1 - wanted.num_state_blocks) * wanted.block_size if is_shortened else wanted_len
     if is_exact and is_shortened:
         needed_bytes = (most_blocks + 1) * block_bytes
         raise NotEnoughMemory(

@@ -80,6 +80,8 @@ class BlockTable:
     """Tokens whose keys and values the last lookup found, with or without a state to continue from."""
     saved_at: int = 0
     """The last position with a saved state."""
+    promise: bytes = b""
+    """Key of the state at `num_known` that the request will save, if others may wait for it; else empty."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
 

@@ -105,5 +105,9 @@ def _check_coming(manager: KVManager) -> None:
         assert table.leads == key, f"{leader.request_id!r} does not compute what others wait for"
         assert leader.num_behind > 1, f"{leader.request_id!r} has computed its prompt, and others wait for it"
         assert key.startswith(table.parent(table.num_full)), f"{leader.request_id!r} has computed what others wait for"
+    for key, request in manager.prefix.promises.items():
+        table = tables[request.request_id]
+        assert table.promise == key, f"{request.request_id!r} does not save what others wait for"
+        assert table.block_ids, f"{request.request_id!r} does not run, and others wait for its state"
     leading = {request_id for request_id, table in tables.items() if table.leads}
     assert leading == {leader.request_id for leader in manager.prefix.leaders.values()}, "a leader is not known as one"

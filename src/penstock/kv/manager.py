@@ -14,7 +14,7 @@ from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_cache import MARK_TOKENS, NO_HIT, PrefixCache, PrefixHit
-from penstock.kv.states import MIN_SAVED_BLOCKS, SavedStates
+from penstock.kv.states import SavedStates
 from penstock.kv.tiers import Swapping, Tier
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.plan import StateSave
@@ -39,7 +39,7 @@ class KVManager:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         if num_state_blocks and tier is not None:
-            raise ValueError("a tier keeps single blocks, and not the recurrent states without which they are of no use")
+            raise ValueError("a tier keeps single blocks, and recurrent states take many")
         self.block_size = block_size
         self.eviction = eviction or LeastRecentlyUsed()
         self.pool = BlockPool(num_blocks, self.eviction)
@@ -170,28 +170,30 @@ class KVManager:
         is_alone = bool(hit.state) and self.pool.ref_count(hit.state[0]) == 1
         if is_alone and self.num_state_blocks + num_others > num_room:
             self.states.forget(hit.state)
-            table.state = hit.state
+            table.state, table.saved_at = hit.state, 0
         else:
-            table.state = tuple(self._take(self.num_state_blocks))
-        table.saved_at = hit.num_tokens
+            table.state, table.saved_at = tuple(self._take(self.num_state_blocks)), hit.num_tokens
         table.marks |= {table.num_known, request.num_prompt_tokens - MARK_TOKENS}
+        if table.num_known - table.saved_at >= self.states.min_gap:
+            self.prefix.promise(table, request)
 
     def save_states(self, request: Request, query_len: int) -> list[StateSave]:
-        """Take blocks for states that the request's next `query_len` tokens should leave behind, as far as there are any."""
+        """Take blocks for the states that the request's next `query_len` tokens should leave, until the pool is empty."""
         if not self.prefix.is_shared:
             return []
         table, begin = self.tables[request.request_id], request.num_computed_tokens
-        # One state for as many tokens as its blocks would hold.
-        interval, min_gap = self.num_state_blocks * self.block_size, MIN_SAVED_BLOCKS * self.block_size
+        interval = self.num_state_blocks * self.block_size  # one state for as many tokens as its blocks would hold
         end = begin + query_len
         saves: list[StateSave] = []
         for position in sorted({*range(begin - begin % interval + interval, end + 1, interval), *table.marks}):
-            if begin < position <= end and position - table.saved_at >= min_gap:
+            if begin < position <= end and position - table.saved_at >= self.states.min_gap:
                 if self.pool.num_available < self.num_state_blocks:
                     break
                 table.saves.append((position, tuple(self._take(self.num_state_blocks))))
                 table.saved_at = position
                 saves.append(StateSave(request.request_id, *table.saves[-1]))
+        if end >= table.num_known and table.num_known not in [position for position, _ in table.saves]:
+            self.prefix.promise_no_more(table)
         return saves
 
     def publish_states(self, request: Request) -> None:
@@ -200,6 +202,8 @@ class KVManager:
         saves, table.saves = table.saves, []
         for position, block_ids in saves:
             self.states.put(request, table, position, block_ids, table.group, rests=table.rests)
+        if request.num_computed_tokens >= table.num_known:
+            self.prefix.promise_no_more(table)
         if table.source != table.state:
             self.states.release(table.source, table.group)
             table.source = table.state
@@ -253,7 +257,8 @@ class KVManager:
         self.publish_tail(request)
         table = self.tables[request.request_id]
         # The state of a request with a step in flight is already that of later tokens.
-        if table.state and self.prefix.is_shared and not request.num_inflight_tokens:
+        is_worth_it = request.num_computed_tokens >= self.states.min_gap and not request.num_inflight_tokens
+        if table.state and self.prefix.is_shared and is_worth_it:
             state, table.state, table.source = table.state, (), ()
             self.states.put(request, table, request.num_computed_tokens, state, table.group, rests=table.rests)
 
@@ -304,6 +309,7 @@ class KVManager:
             return
         if table.leads:
             self.prefix.lead_no_more(table)
+        self.prefix.promise_no_more(table)
         self._unpin(table)
         self._give_back_all(table)
         table.block_ids, table.num_full, table.num_released, table.marks = [], 0, 0, set()
@@ -333,6 +339,7 @@ class KVManager:
             return None
         if table.leads:
             self.prefix.lead_no_more(table)
+        self.prefix.promise_no_more(table)
         self.num_slots.pop(request_id, None)
         if self.tier is not None:
             self.tier.end_wait(request_id)

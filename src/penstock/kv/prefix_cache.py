@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import HASH_BYTES, TOKEN_BYTES, BlockTable, child_key, pack, token_at, token_slice
-from penstock.kv.states import MIN_SAVED_BLOCKS, SavedStates
+from penstock.kv.states import SavedStates
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
@@ -28,6 +28,8 @@ MAX_REMEMBERED = 1024
 """First blocks and conversations remembered. Evicted blocks: eight times as many."""
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
+MAX_MARKS = 4
+"""Positions where a prompt saves its state for its own sake or others', or else these would decide how much memory it takes."""
 MIN_AWAITED_TOKENS = 8
 """Least tokens of a prompt's partial block that are worth waiting for."""
 
@@ -77,6 +79,8 @@ class PrefixCache:
         `has_state` (see `Capacity`), no hit ends inside a block; with `states`, each ends where one is saved."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
+        self.promises: dict[bytes, Request] = {}
+        """Key of a state -> the running request that will save it."""
         self.in_flight: Collection[str] = ()
         """While a step is planned ahead: ids of requests with several tokens in the step in flight."""
         self.is_shared = is_shared
@@ -189,6 +193,8 @@ class PrefixCache:
 
     def _num_common(self, one: Request, other: Request) -> int:
         """Return how many tokens at the beginning of two requests are equal. At least one of each is not counted."""
+        for request in (one, other):
+            self._tables[request.request_id].hash_blocks(request, request.num_tokens // self._block_size, self._block_size)
         end = min(one.num_tokens, other.num_tokens) - 1
         start = min(self.num_common_blocks(one, other) * self._block_size, end)
         return next((idx for idx in range(start, end) if token_at(one, idx) != token_at(other, idx)), end)
@@ -203,10 +209,10 @@ class PrefixCache:
         if not request.is_scored:
             return PrefixStop(PrefixEnd.SCORED, position)
         table = self._tables[request.request_id]
-        if self._states is not None and table.num_known - position >= MIN_SAVED_BLOCKS * self._block_size:
+        has_other_root = self._begin(request)
+        if self._states is not None and table.num_known - position >= self._states.min_gap:
             return PrefixStop(PrefixEnd.STATE, position)
         position = table.num_known
-        has_other_root = self._begin(request)
         longest = request.num_tokens - 1
         if position == (longest if self.shares_parts else longest - longest % self._block_size):
             return PrefixStop(PrefixEnd.WHOLE, position)
@@ -248,9 +254,13 @@ class PrefixCache:
 
         The block must be whole, or hold the rest of the prompt if hits may end inside a block.
         """
-        if not self.leaders or not request.is_scored:
+        if not (self.leaders or self.promises) or not request.is_scored:
             return None
         table = self._tables[request.request_id]
+        if self.promises and hit.num_tokens < table.num_known:
+            key = self._key_of_known(table, request)
+            if key in self.promises:
+                return Awaited(key, self.promises[key])
         num_blocks = table.num_known // self._block_size
         start = num_blocks * self._block_size
         stop = min(start + self._block_size, request.num_tokens - 1)
@@ -268,12 +278,35 @@ class PrefixCache:
             return None
         if not all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop)):
             return None
-        if self._states is not None:
-            self._tables[leader.request_id].marks.add(self._num_common(request, leader))
-        return Awaited(key, leader)
+        return Awaited(key, leader) if self._states is None or self._have_saved(leader, request) else None
 
     def is_coming(self, awaited: Awaited) -> bool:
-        return self.leaders.get(awaited.key) is awaited.leader
+        return awaited.leader in (self.leaders.get(awaited.key), self.promises.get(awaited.key))
+
+    def _have_saved(self, leader: Request, request: Request) -> bool:
+        """Have a running prefill save the state at the end of what it shares with a request, if that is worth it."""
+        assert self._states is not None, "asked for a model with states"
+        table, position = self._tables[leader.request_id], self._num_common(request, leader)
+        if position - table.saved_at < self._states.min_gap or (len(table.marks) >= MAX_MARKS and position not in table.marks):
+            return False
+        table.marks.add(position)
+        return True
+
+    def promise(self, table: BlockTable, request: Request) -> None:
+        """Let others wait for the state that a request will save where the keys it found end."""
+        if self.is_shared:
+            key = self._key_of_known(table, request)
+            if self.promises.setdefault(key, request) is request:
+                table.promise = key
+
+    def promise_no_more(self, table: BlockTable) -> None:
+        if table.promise:
+            del self.promises[table.promise]
+            table.promise = b""
+
+    def _key_of_known(self, table: BlockTable, request: Request) -> bytes:
+        start = table.num_known // self._block_size
+        return table.parent(start) + pack(token_slice(request, start * self._block_size, table.num_known))
 
     def lead(self, table: BlockTable, request: Request) -> None:
         """Record the block that a running prefill computes next, for others to wait for. The first request recorded stays."""

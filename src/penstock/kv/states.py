@@ -1,7 +1,8 @@
 """Saved recurrent states in the KV pool. Part of `KVManager`.
 
 A state takes the blocks of many tokens, so few are saved, and a prompt can only be continued where one is. A state is found by
-the hash of the whole blocks before it and the tokens after these. Taking one of its blocks from the free list loses all of it.
+the hash of the whole blocks before it and the tokens after these (its key). Taking one of its blocks from the free list loses
+all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ MIN_SAVED_BLOCKS = 4
 class SavedStates:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool, self._block_size = pool, block_size
+        self.min_gap = MIN_SAVED_BLOCKS * block_size
+        """Tokens."""
         self._saved: dict[bytes, dict[bytes, tuple[int, ...]]] = {}
         """Hash of the last whole block -> packed tokens after it -> the state's blocks."""
         self._keys: dict[int, tuple[bytes, bytes]] = {}
@@ -33,10 +36,11 @@ class SavedStates:
     def find(self, request: Request, table: BlockTable, num_tokens: int) -> tuple[int, tuple[int, ...]]:
         """Return (position, blocks) of the last state among a request's first `num_tokens` tokens, or (0, ()). The blocks
         before have been hashed."""
-        size = self._block_size
-        for idx in range(num_tokens // size, -1, -1):
-            tails = self._saved.get(table.parent(idx))
-            if tails is not None:
+        size, saved, hashes = self._block_size, self._saved, table.hashes
+        for idx in range(num_tokens // size, -1, -1) if saved else ():
+            parent = hashes[idx - 1] if idx else table.root
+            if parent in saved:
+                tails = saved[parent]
                 content = pack(token_slice(request, idx * size, min((idx + 1) * size, num_tokens)))
                 if found := [tail for tail in tails if content.startswith(tail)]:
                     longest = max(found, key=len)

@@ -104,7 +104,7 @@ class StepRunner:
         capacity = self._executor.capacity
         size = capacity.block_size
         # A row also needs a place for its next token.
-        room = min(capacity.num_blocks - 1, capacity.max_model_len // size) - 1
+        room = min(capacity.num_blocks - 1 - capacity.num_state_blocks, capacity.max_model_len // size) - 1
         num_filled = max(1, min(room, capacity.max_step_tokens // size))
         for begin in range(0, num_filled * size, capacity.max_step_tokens):
             self.run(StepShape(((min(capacity.max_step_tokens, num_filled * size - begin), begin),), 1))

@@ -111,6 +111,7 @@ class Running:
             draft.preemptions.append(Preemption(request.request_id, reason, request.num_computed_tokens, is_swap))
             if request.status is RequestStatus.RUNNING:
                 draft.take_back(request)
+                progress.plan(request, 0)
                 self.leave(request)
                 self._kv.publish_last(request)
                 self._kv.suspend(request.request_id)
@@ -212,6 +213,8 @@ class Running:
             swaps=cheaper_method(self.prefill_ns_per_token, self._kv.load_ns_per_token) is PreemptMethod.SWAP,
         )
         num_free = num_available - num_promised
+        if hit.state and self._kv.pool.ref_count(hit.state[0]) == 0:  # it is held while the request's first step reads it
+            num_free -= num_state
         if self._required_blocks(view) <= num_free:
             return True
         if num_free < view.num_prompt_blocks:

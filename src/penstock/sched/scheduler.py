@@ -487,7 +487,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
         return refused
     if most_blocks(request, num_positions, capacity) > capacity.num_blocks - 1:
-        room = (capacity.num_blocks - 1 - capacity.num_state_blocks) * capacity.block_size + 1
+        room = max(0, (capacity.num_blocks - 1 - capacity.num_state_blocks) * capacity.block_size + 1)
         detail = (
             f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
             f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "

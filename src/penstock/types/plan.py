@@ -71,7 +71,7 @@ class RowPlan:
 
 @dataclass(slots=True)
 class StateSave:
-    """A copy of a row's recurrent state as it is after `position` tokens, at most those that the step computes."""
+    """A copy of a row's recurrent state after `position` tokens. The step computes the last of them."""
 
     request_id: str
     position: int
@@ -126,6 +126,8 @@ class Capacity:
     """Names of `types.sampling.PARAMETERS` that the executor does not compute."""
 
     def __post_init__(self) -> None:
+        if self.has_state and self.num_state_blocks:
+            raise ValueError("a state is in the blocks of its position or in blocks of its own")
         if self.is_one_pass and self.max_model_len > min(self.max_step_tokens, self.block_size):
             raise ValueError(
                 f"texts of {self.max_model_len} tokens need a step and a block of as many, not of {self.max_step_tokens} and "

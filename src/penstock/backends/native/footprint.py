@@ -52,7 +52,7 @@ def num_state_blocks(state: PagedState | None, block_bytes: int) -> int:
     if block_bytes < 4 * line:
         raise ModelError(
             f"a block of {block_bytes} bytes has no room for {4 * line} bytes of a layer's recurrent state.",
-            remedy="Set a larger --block-size, or use --backend reference if no layer has keys and values.",
+            remedy="Set a larger --block-size.",
         )
     return -(-num_state_lines(state, line) // (block_bytes // (4 * line)))
 
