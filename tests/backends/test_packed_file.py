@@ -51,6 +51,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "packed" / "one.packed"
     rows = np.arange(2048, dtype=np.uint16).view(np.uint8)
     write_packed(path, IDENTITY, {"w": Packed(FORM, [rows]), "v": Packed(FORM, [rows[:100], rows[:64]])})
+    path.chmod(0o600)  # tests damage it
     with open_packed(path, IDENTITY):
         return path
 
@@ -154,7 +155,6 @@ def test_a_sound_file_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) 
         assert packed.place("w", FORM).num_bytes == 2048 * 2
     with pytest.raises(AssertionError), open_packed(file, IDENTITY, is_checked=True):
         pass
-    assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(one.name for one in file.parent.iterdir()) == [".one.packed.lock", "one.checked", "one.packed"]
 
 
@@ -182,6 +182,21 @@ def test_a_change_that_keeps_the_time_is_noticed(file: Path) -> None:
         data.write(b"\xff")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert "v is not what was written" in fault(file)
+
+
+def test_a_failed_check_is_not_forgotten(file: Path) -> None:
+    """A disk that loses bits leaves the times as they were: the next start must not map the file unread."""
+    with file.open("r+b") as data:
+        data.seek(-1, os.SEEK_END)
+        data.write(b"\xff")
+    status, record = file.stat(), file.with_suffix(".checked")
+    record.write_text(f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    with open_packed(file, IDENTITY):
+        pass  # nothing of it is read
+    with pytest.raises(PackedError, match="damaged"), open_packed(file, IDENTITY, is_checked=True):
+        pass
+    assert not record.exists()
+    assert "damaged" in fault(file)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 8, 60, 300, -64, -1])
@@ -222,13 +237,14 @@ def test_a_header_longer_than_the_file_is_refused(length: int, file: Path) -> No
 
 @pytest.mark.parametrize("name", IDENTITY)
 def test_a_file_made_of_something_else_is_refused(name: str, file: Path) -> None:
-    assert f"was made for {name} {IDENTITY[name]}, not 2" in fault(file, IDENTITY | {name: "2"})
+    words = {"version": "was made for version 1, not 2", "weights": "the model's files changed"}[name]
+    assert f"{words}. `penstock pack`" in fault(file, IDENTITY | {name: "2"})
 
 
 def test_a_matrix_of_another_form_is_refused(file: Path) -> None:
     with open_packed(file, IDENTITY) as packed:
         for name, form in (("u", FORM), *(("w", FORM._replace(**{key: 3})) for key in FORM._fields)):
-            with pytest.raises(PackedError, match=f"lacks {name}"):
+            with pytest.raises(PackedError, match="lacks: u" if name == "u" else "has in another form: w"):
                 packed.place(name, form)
 
 
@@ -258,10 +274,10 @@ def test_an_empty_file_is_not_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_what_others_can_write_is_refused(mode: int, file: Path) -> None:
     file.chmod(mode)
-    assert "can be written by other users" in fault(file)
+    assert f"{file} can be written by other users. Run `chmod go-w {file}`." in fault(file)
     file.chmod(0o600)
     file.parent.chmod(mode | 0o100)
-    assert "can be written by other users" in fault(file)
+    assert f"{file.parent} can be written by other users. Run `chmod go-w {file.parent}`." in fault(file)
 
 
 def test_what_is_no_file_is_refused(file: Path) -> None:
@@ -302,6 +318,7 @@ def test_what_a_killed_process_left_is_written_over(file: Path) -> None:
     file.with_name(".one.packed.part").write_bytes(b"x" * 10_000)
     write_packed(file, IDENTITY, {"w": Packed(FORM, [np.ones(64, np.uint8)])})
     assert file.stat().st_size < 1000
+    assert file.stat().st_mode & 0o777 == 0o400
     with open_packed(file, IDENTITY):  # another inode, so that it was checked
         assert not file.with_name(".one.packed.part").exists()
 
@@ -318,6 +335,18 @@ def test_a_second_process_waits_for_the_first(file: Path) -> None:
         thread.join(10)
     with open_packed(file, {"weights": "2"}):
         pass
+
+
+def test_what_the_first_process_wrote_is_not_written_again(file: Path) -> None:
+    waits, matrices, inode = threading.Event(), {"w": Packed(FORM, [np.zeros(2048, np.uint8)])}, file.stat().st_ino
+    with file.with_name(".one.packed.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=write_packed, args=(file, IDENTITY, matrices), kwargs={"on_wait": waits.set})
+        thread.start()
+        assert waits.wait(10)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        thread.join(10)
+    assert file.stat().st_ino == inode
 
 
 def new_engine() -> Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -26,6 +28,7 @@ from penstock.types.errors import ModelError, PenstockError
 @setting_option("cache")
 @setting_option("merge_lora")
 @setting_option("weight_dtype")
+@setting_option("task")
 @config_file_option
 def pack(is_check: bool, **values: Any) -> None:
     """Convert the weights of MODEL once, into a file that later starts on the CPU map.
@@ -34,18 +37,21 @@ def pack(is_check: bool, **values: Any) -> None:
       penstock pack qwen2.5-coder:1.5b
       penstock pack qwen2.5-coder:1.5b --check
 
-    Starts use it as long as the model's files, the adapter to merge and Penstock's version are the same; otherwise they convert
+    Starts use it as long as the model's files, the settings below and Penstock's version are the same; otherwise they convert
     the weights and say so. It takes as much room on the disk as the weights in memory. Delete it to be rid of it.
     """
     from penstock.backends.native.executor import NativeExecutor
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.resolve import packed_weights
-    from penstock.models.packed_file import PackedError, write_packed
+    from penstock.models.packed_file import PackedError, check_owner, write_packed
 
     warn_of_unknown_variables()
     config = config_from({**values, "device": Device.CPU.value, "backend": Backend.NATIVE.value})
     source = locate(config)
     packed = packed_weights(config, source.path)
+    identity = packed.identity()  # before the files are read: a change meanwhile makes another identity
+    with suppress(OSError):  # `write_packed` makes the folder
+        check_owner(packed.folder, packed.folder.stat())
     try:
         with packed.open(is_checked=True) as file:
             print(f"{file.path}: {format_size(file.num_bytes)}, as they were written")
@@ -54,11 +60,11 @@ def pack(is_check: bool, **values: Any) -> None:
         if is_check:
             message = f"There are no packed weights of {source.name} in {packed.folder}."
             raise ModelError(message, remedy="Write them with `penstock pack`.") from None
-    except PackedError:
+    except PackedError as error:
         if is_check:
-            raise  # otherwise loading the model warns of it
-    identity = packed.identity()  # before the files are read: a change meanwhile makes another identity
-    _, _, executor = open_executor(config, source)
+            raise
+        print(f"The weights are converted again: {error.message}", file=sys.stderr)
+    _, _, executor = open_executor(config, source, uses_packed=False)
     assert isinstance(executor, NativeExecutor)
     try:
         write_packed(

@@ -229,9 +229,9 @@ def _packed(config: Config, source: ModelSource) -> str:
     packed = packed_weights(config, source.path)
     try:
         with packed.open() as file:
-            return f"{format_size(file.num_bytes)} in {file.path}: a start maps them"
+            return f"{format_size(file.num_bytes)} in {file.path}"
     except FileNotFoundError:
-        return "no: `penstock pack` makes starts shorter"
+        return "no: `penstock pack` writes them"
     except PackedError as error:
         return f"not used: {error}"
 

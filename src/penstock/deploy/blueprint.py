@@ -134,7 +134,8 @@ class Blueprint:
     tier_folder: Path
     expert_folder: Path | None
     """Folder for the file with a mixture's experts. None: they are in memory."""
-    packed: PackedWeights
+    packed: PackedWeights | None
+    """None: weights are always converted."""
     open_recorder: OpenRecorder | None
     """None: nothing is recorded."""
     settings_hash: str

@@ -109,6 +109,8 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
             variant=options.kernels or chosen().variant,
             memory_nodes=nodes,
         )
+        if blueprint.packed is None:
+            return make()
         return make_with_packed(
             blueprint.packed, lambda packed: make(packed=packed), is_of_disk=blueprint.expert_folder is not None, nodes=nodes
         )

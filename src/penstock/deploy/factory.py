@@ -215,9 +215,11 @@ def _start(config: Config, source: ModelSource, resources: Resources, lasting: L
         ) from error
 
 
-def open_executor(config: Config, source: ModelSource) -> tuple[Blueprint, LoadedModel, Executor]:
+def open_executor(config: Config, source: ModelSource, *, uses_packed: bool = True) -> tuple[Blueprint, LoadedModel, Executor]:
     """Return an executor to run steps without a server. Close the executor. Raises the errors of `start_model`."""
     resources = Resources()
     blueprint, model = resolve(config, source, resources.machine(""))
+    if not uses_packed:
+        blueprint = replace(blueprint, packed=None)
     blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))
     return blueprint, model, executor

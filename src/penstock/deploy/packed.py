@@ -6,9 +6,10 @@ Only `penstock pack` writes it: a server that wrote it unasked would fill disks.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,31 +32,41 @@ class PackedWeights:
     adapter: Path | None
     """Merged into the weights."""
     weight_dtype: str | None
+    task: str
+    """Models that read texts round more weights."""
 
     @property
     def path(self) -> Path:
-        """The file. Each model, merged adapter and type of numbers has its own."""
-        parts = repr([str(self.model.resolve()), self.adapter and str(self.adapter.resolve()), self.weight_dtype])
-        name = re.sub(r"[^\w.-]", "_", self.model.stem)[:100]
+        """The file. Each model, merged adapter, type of numbers and task has its own."""
+        adapter = self.adapter and str(self.adapter.resolve())
+        parts = repr([str(self.model.resolve()), adapter, self.weight_dtype, self.task])
+        name = re.sub(r"[^\w.-]", "_", self.model.stem, flags=re.ASCII)[:100]  # as many bytes
         return self.folder / f"{name}-{blake2b(parts.encode(), digest_size=4).hexdigest()}.packed"
 
     def identity(self) -> dict[str, str]:
-        """Return what the file must be made of. Raises OSError if the model's files can't be read."""
+        """Return what the file must be made of. Raises PackedError if the model's files can't be read."""
         from penstock.models.load import fingerprint
-        from penstock.models.packed_file import LAYOUT
+        from penstock.models.packed_file import LAYOUT, PackedError
 
+        try:
+            weights = fingerprint(self.model).hex()
+            adapter = "none" if self.adapter is None else fingerprint(self.adapter).hex()
+        except OSError as error:
+            remedy = "Make all files in the model's folder readable, or move this one away."
+            raise PackedError(f"{error.filename or self.model} can't be read: {error.strerror}.", remedy=remedy) from error
         return {
             "version": f"{__version__}, layout {LAYOUT}",
-            "weights": fingerprint(self.model).hex(),
-            "adapter": "none" if self.adapter is None else fingerprint(self.adapter).hex(),
+            "weights": weights,
+            "adapter": adapter,
             "weight_dtype": self.weight_dtype or "the default",
+            "task": self.task,
         }
 
     def open(self, *, is_checked: bool = False) -> AbstractContextManager[PackedFile]:
         """Open the file, as `open_packed` does. Raises FileNotFoundError, and PackedError if it can't be used."""
         from penstock.models.packed_file import open_packed
 
-        return open_packed(self.path, self.identity(), is_checked=is_checked)
+        return open_packed(self.path, self.identity, is_checked=is_checked)
 
 
 def make_with_packed(
@@ -64,24 +75,30 @@ def make_with_packed(
     """Make an executor from the file of packed weights, or without it if it is missing or can't be used. Log the cause.
 
     - `is_of_disk`: --experts-on-disk, which has a file of its own
-    - `nodes`: memory nodes over which weights are spread, which pages of a file are not
+    - `nodes`: memory nodes over which weights are spread. A file's pages can't be spread.
     """
     from penstock.models.packed_file import PackedError
 
-    if not packed.path.exists():
-        return make(None)
     cause = "--experts-on-disk keeps experts in another" if is_of_disk else ""
     cause = cause or ("it can't be spread over this machine's memory nodes" if nodes else "")
-    if not cause:
+    if cause:
+        if os.path.exists(packed.path):  # noqa: PTH110  # Path.exists raises an error for a folder that can't be read
+            _log.info("packed weights are not used: %s is one file, and %s", packed.path, cause)
+        return make(None)
+    with ExitStack() as stack:
         try:
-            with packed.open() as file:
-                executor = make(file)
-            _log.info("weights are mapped from %s, %s", file.path, format_size(file.num_bytes))
-            return executor
+            file = stack.enter_context(packed.open())
+        except FileNotFoundError:
+            file = None
         except PackedError as error:
-            _log.warning("packed weights are not used: %s `penstock pack` writes them again.", error)
-            return make(None)
-        except FileNotFoundError:  # it was deleted just now
-            return make(None)
-    _log.info("packed weights are not used: %s is one file, and %s", packed.path, cause)
-    return make(None)
+            file = None
+            _log.warning("packed weights are not used: %s", str(error))
+        if file is not None:
+            try:
+                executor = make(file)
+            except PackedError as error:
+                _log.warning("packed weights are not used: %s", str(error))
+            else:
+                _log.info("weights are mapped from %s, %s", file.path, format_size(file.num_bytes))
+                return executor
+    return make(None)  # after the `except`, whose error would keep the memory of the first executor

@@ -149,6 +149,7 @@ def packed_weights(config: Config, model: Path) -> PackedWeights:
         model=model,
         adapter=None if adapter is None else Path(adapter),
         weight_dtype=config.backend.weight_dtype,
+        task=config.model.task,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shlex
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ _DIGEST_BYTES = 32
 
 Identity = Mapping[str, str]
 """Facts of what a file was made of, and by which version. A start uses the file only if all are the same."""
+_PACK_AGAIN = "`penstock pack` with the same settings writes it again."
+_CHANGES = {"weights": "the model's files changed", "adapter": "the adapter's files changed"}
 
 
 class PackedError(ModelError):
@@ -77,7 +80,8 @@ class PackedFile:
         """Return where a matrix lies. Raises PackedError if the file does not have it in this form."""
         place = self.places.get(name)
         if place is None or place.form != form:
-            raise PackedError(f"{self.path} was made for other matrices: it lacks {name}.")
+            fault = "lacks" if place is None else "has in another form"
+            raise PackedError(f"{self.path} was made for other matrices. It {fault}: {name}.", remedy=_PACK_AGAIN)
         return place
 
     def check(self) -> None:
@@ -90,16 +94,16 @@ class PackedFile:
                 part.release()
         for (name, place), digest in zip(self.places.items(), digests, strict=True):
             if digest != place.digest:
-                raise PackedError(f"{self.path} is damaged: {name} is not what was written.")
+                raise _damaged(self.path, f"{name} is not what was written")
 
 
 @contextmanager
-def open_packed(path: Path, identity: Identity, *, is_checked: bool = False) -> Iterator[PackedFile]:
-    """Open a file made of `identity`. Raises FileNotFoundError, and PackedError if it can't be used.
+def open_packed(path: Path, identity: Identity | Callable[[], Identity], *, is_checked: bool = False) -> Iterator[PackedFile]:
+    """Open a file made of `identity`, a function that is called only if there is a file.
 
-    Its content is checked if `is_checked`, or if it is not the file that was checked last: reading 1 GB takes longer than a
-    start may. Inode, size and times tell. Others can't write the file or its folder, and programs can't choose the time of the
-    last change (ctime), so a changed file is always checked again.
+    Raises FileNotFoundError, and PackedError if the file can't be used. Its content is checked if `is_checked`, or if it is not
+    the file that was checked last: reading 1 GB takes longer than a start may. A changed file has another inode, size or time.
+    Others can't write the file or its folder, and programs can't choose the time of the last change (ctime).
     """
     try:
         # A symbolic link may lead to where others can write. Opening a named pipe would wait for a writer.
@@ -109,28 +113,45 @@ def open_packed(path: Path, identity: Identity, *, is_checked: bool = False) -> 
     except OSError as error:
         raise PackedError(f"{path} can't be opened: {error.strerror}.") from error
     try:
-        yield _verified(path, fd, identity, is_checked=is_checked)
+        yield _verified(path, fd, identity() if callable(identity) else identity, is_checked=is_checked)
     finally:
         os.close(fd)
 
 
 def _verified(path: Path, fd: int, identity: Identity, *, is_checked: bool) -> PackedFile:
     try:
-        for status in (os.fstat(fd), path.parent.stat()):
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PackedError(f"{path} or its folder can be written by other users.")
+        check_owner(path, os.fstat(fd))
+        check_owner(path.parent, path.parent.stat())
         file = _read(path, fd)
         for name, value in identity.items():
             if (found := file.identity.get(name)) != value:
-                raise PackedError(f"{path} was made for {name} {found}, not {value}.")
+                cause = _CHANGES.get(name, f"it was made for {name} {found}, not {value}")
+                raise PackedError(f"{path} is out of date: {cause}.", remedy=_PACK_AGAIN)
         stamp, record = _stamp(fd), path.with_suffix(".checked")  # taken first: a change during the check is another stamp
         if is_checked or _read_record(record) != stamp:
-            file.check()
+            try:
+                file.check()
+            except PackedError:
+                with suppress(OSError):
+                    record.unlink(missing_ok=True)
+                raise
             with suppress(OSError):  # a folder that can't be written: each start checks
                 record.write_text(stamp, encoding="ascii")
     except (OSError, ValueError) as error:  # of ValueError: the file was emptied meanwhile
         raise PackedError(f"{path} can't be read: {error}.") from error
     return file
+
+
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """Raise PackedError if other users can write the path with this status."""
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PackedError(f"{path} belongs to another user.", remedy="Name a folder of your own with --cache.")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PackedError(f"{path} can be written by other users.", remedy=f"Run `chmod go-w {shlex.quote(str(path))}`.")
+
+
+def _damaged(path: Path, cause: str) -> PackedError:
+    return PackedError(f"{path} is damaged: {cause}.", remedy=_PACK_AGAIN)
 
 
 def _stamp(fd: int) -> str:
@@ -149,20 +170,20 @@ def _read_record(path: Path) -> str:
 def _read(path: Path, fd: int) -> PackedFile:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise PackedError(f"{path} is not a file.")
+        raise PackedError(f"{path} is not a file.", remedy="Remove it.")
     prefix = os.pread(fd, _PREFIX.size, 0)
     if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
-        raise PackedError(f"{path} is not a file of packed weights.")
+        raise PackedError(f"{path} is not a file of packed weights.", remedy=_PACK_AGAIN)
     _, num_bytes, digest = _PREFIX.unpack(prefix)
     text = os.pread(fd, min(num_bytes, MAX_HEADER_BYTES), _PREFIX.size)
     if len(text) != num_bytes or _digest([text]).digest() != digest:
-        raise PackedError(f"{path} is damaged: its header is not what was written.")
+        raise _damaged(path, "its header is not what was written")
     try:
         about, _, lines = text.decode().partition("\n\n")
         identity = {name: value for name, _, value in (line.partition("\t") for line in about.splitlines())}
         places = dict(_place(line, _aligned(_PREFIX.size + num_bytes), status.st_size) for line in lines.splitlines())
     except ValueError as error:
-        raise PackedError(f"{path} is damaged: its header makes no sense ({error}).") from error
+        raise _damaged(path, f"its header makes no sense ({error})") from error
     return PackedFile(path, fd, status.st_size, identity, places)
 
 
@@ -185,12 +206,17 @@ def write_packed(
 ) -> None:
     """Write a file, in place of an older one. Other processes see the old file or the new one. Raises OSError.
 
-    `on_wait` is called before waiting for another process that writes the same file.
+    `on_wait` is called before waiting for another process that writes the same file. If that wrote a sound one, it stays.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(path.with_name(f".{path.name}.lock"), on_wait):
-        part = path.with_name(f".{path.name}.part")  # always this name: what a killed process left is overwritten
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with _locked(path.with_name(f".{path.name}.lock"), on_wait) as has_waited:
+        if has_waited:
+            with suppress(FileNotFoundError, PackedError), open_packed(path, identity, is_checked=True):
+                return
+        part = path.with_name(f".{path.name}.part")
+        part.unlink(missing_ok=True)  # a killed process left it
+        # Read-only: a server that maps a file which is then overwritten is killed.
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
         try:
             _write(fd, _pieces(identity, matrices))
             os.fsync(fd)
@@ -204,14 +230,17 @@ def write_packed(
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
+def _locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
+    """Yield whether another process had the lock."""
     with path.open("ab") as file:  # it stays: removing it would race
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_waited = False
         except BlockingIOError:
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            has_waited = True
+        yield has_waited
 
 
 def _pieces(identity: Identity, matrices: Mapping[str, Packed]) -> Iterator[memoryview]:
