@@ -91,6 +91,10 @@ def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3", {"sliding_window": -1}, "window of attention is -1"),
+        *[
+            (name, {"sliding_window": 0}, "window of attention is 0")
+            for name in ("gemma2", "gemma3", "gemma4", "gpt_oss", "cohere2", "mistral", "mixtral", "phi3", "starcoder2")
+        ],
         ("gemma3", {"sliding_window": 1 << 31}, "window of attention is 2147483648"),
         ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "cap of"),
@@ -245,16 +249,43 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
         ("gemma4", {"num_kv_shared_layers": 3}, "no layer stores the keys and values that layer 1 reads"),
         ("gemma4", {"num_kv_shared_layers": -1}, "-1 of 4 layers"),
         ("gemma4", {"global_head_dim": 1 << 30}, "head_dim is 1073741824"),
+        ("gemma4", {"num_global_key_value_heads": 0}, "num_global_key_value_heads is 0"),
         ("gemma4", {"global_head_dim": 41}, "an even head_dim"),
         ("gemma4", {"num_hidden_layers": 1 << 40, "layer_types": None}, "num_layers is 1099511627776"),
         ("gemma4_shared", {"hidden_size_per_layer_input": 1 << 22}, "4194304 columns"),
         ("gemma4_moe", {"top_k_experts": 8}, "8 of 7 experts"),
         ("gemma4_moe", {"num_global_key_value_heads": 2}, "3 heads can't share 2"),
+        ("gemma4_moe", {"num_global_key_value_heads": 0}, "num_kv_heads is 0"),
     ],
 )
 def test_sizes_of_gemma_4_that_can_not_be_are_errors(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+@pytest.mark.parametrize("name", ["gemma4_gguf", "gpt_oss_gguf", "cohere2_gguf"])
+def test_local_layers_of_a_gguf_file_need_a_window(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "attention.sliding_window": 0})
+    with pytest.raises(ModelError, match="window of attention is 0"):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+@pytest.mark.parametrize(("period", "words"), [(None, "missing"), (0, "0")])
+def test_a_gemma_4_in_a_gguf_file_names_its_local_layers(tmp_path: Path, period: int | None, words: str) -> None:
+    case = CASES["gemma4_gguf"]
+    assert case.gguf is not None
+    key = "attention.sliding_window_pattern"
+    metadata = {name: value for name, value in {**case.gguf.metadata, key: period}.items() if value is not None}
+    with pytest.raises(ModelError, match=f"gemma4.{key} is {words}"):
+        load_gguf(write_case(replace(case, gguf=replace(case.gguf, metadata=metadata)), tmp_path))
+
+
+def test_gemma_4_reads_no_texts_for_embeddings_if_layers_share_keys(tmp_path: Path) -> None:
+    path = write_case(CASES["gemma4_shared"], tmp_path / "shared")
+    with pytest.raises(ModelError, match="keys and values of another layer, 2, is not supported for embeddings"):
+        load_hf_directory(path, task="embed")
 
 
 def test_gemma_4_as_release_5_of_transformers_saves_it_is_the_same(tmp_path: Path) -> None:

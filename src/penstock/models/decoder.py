@@ -124,6 +124,8 @@ class Decoder:
         `has_v_norm`: values are normed per head, without a weight.
         """
         spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
+        if self._spec.ending is not None:
+            _check_text_attention(spec)
 
         def projected(name: str, num_heads: int) -> str:
             bias = f"{at}.{name}_bias" if spec.has_qkv_bias else None
@@ -157,7 +159,6 @@ class Decoder:
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
         if self._spec.ending is not None:
-            _check_text_attention(spec)
             distances = "distances" if spec.num_distances else None
             self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, distances, spec.num_distances))
             return out
@@ -402,8 +403,10 @@ class Decoder:
 
 
 def _check_text_attention(spec: AttentionSpec) -> None:
-    if spec.softcap or spec.has_sinks or spec.has_gate:
-        what = "a cap of its scores" if spec.softcap else "sinks" if spec.has_sinks else "a gate"
+    what = "a cap of its scores" if spec.softcap else "sinks" if spec.has_sinks else "a gate" if spec.has_gate else ""
+    if spec.kv_layer is not None:
+        what = f"the keys and values of another layer, {spec.kv_layer},"
+    if what:
         raise ModelError(
             f"attention with {what} is not supported for embeddings and scores.",
             remedy="Serve this model with --task generate.",

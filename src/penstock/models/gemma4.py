@@ -16,7 +16,7 @@ from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_LAYER, HF_TOP
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.models.layers import GGUF_EXPERTS, local_layers_of_gguf, read_gguf_experts, with_experts
+from penstock.models.layers import GGUF_EXPERTS, check_window, local_layers_of_gguf, read_gguf_experts, with_experts
 from penstock.models.program import Program
 from penstock.models.rope import inverse_frequencies
 from penstock.types.errors import damaged
@@ -119,17 +119,21 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     is_local = [kind == _LOCAL for kind in kinds]
     head_dims = {False: config.require("global_head_dim", int), True: config.require("head_dim", int)}
     num_kv_heads, reuses_keys = config.require("num_key_value_heads", int), config.get("attention_k_eq_v", bool) or False
-    global_kv_heads = config.get("num_global_key_value_heads", int) or num_kv_heads
+    global_kv_heads = config.get("num_global_key_value_heads", int)
+    if global_kv_heads is None:
+        global_kv_heads = num_kv_heads
     if global_kv_heads != num_kv_heads and not reuses_keys:
         setting = f"num_global_key_value_heads is {global_kv_heads} without attention_k_eq_v"
         raise checks.unsupported(config.path, setting, f"{num_kv_heads}, as in all other layers, is")
     num_shared, width = config.get("num_kv_shared_layers", int) or 0, config.require("intermediate_size", int)
     factor = 2 if config.get("use_double_wide_mlp", bool) else 1
+    window = config.require("sliding_window", int) if any(is_local) else 0
+    check_window(window, is_local, config.path)
     layers = [
         _Layer(
             head_dim=head_dims[local],
             num_kv_heads=num_kv_heads if local else global_kv_heads,
-            window=config.require("sliding_window", int) if local else 0,
+            is_local=local,
             reuses_keys=reuses_keys and not local,
             width=width * (factor if number >= spec.num_layers - num_shared else 1),
         )
@@ -140,7 +144,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if size:
         config.only("vocab_size_per_layer_input", spec.vocab_size)
     spec = replace(spec, layer_input_size=size, logit_softcap=config.get("final_logit_softcapping", float) or 0.0)
-    spec = _with_layers(spec, layers, num_shared, config.path)
+    spec = _with_layers(spec, layers, window, num_shared, config.path)
     if not config.get("enable_moe_block", bool):
         return spec
     mlp = ExpertsMlp(
@@ -172,11 +176,12 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     kv_heads = _by_layer(file, f"{key}.attention.head_count_kv", number)
     widths = _by_layer(file, f"{key}.feed_forward_length", number)
     window, is_local = file.require(f"{key}.attention.sliding_window", int), local_layers_of_gguf(file, spec)
+    check_window(window, is_local, file.path)
     layers = [
         _Layer(
             head_dim=local_dim if local else head_dim,
             num_kv_heads=kv_heads[layer],
-            window=window if local else 0,
+            is_local=local,
             reuses_keys=f"blk.{layer}.attn_v.weight" not in file.tensors,
             width=widths[layer],
         )
@@ -187,7 +192,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         layer_input_size=file.get(f"{key}.embedding_length_per_layer_input", int) or 0,
         logit_softcap=file.get(f"{key}.final_logit_softcapping", float) or 0.0,
     )
-    spec = _with_layers(spec, layers, file.get(f"{key}.attention.shared_kv_layers", int) or 0, file.path)
+    spec = _with_layers(spec, layers, window, file.get(f"{key}.attention.shared_kv_layers", int) or 0, file.path)
     base = file.get(f"{key}.rope.freq_base_swa", float) or 10_000.0
     if not 1.0 < base < 1e12:
         raise file.error(f"{key}.rope.freq_base_swa is {base}")
@@ -216,12 +221,12 @@ class _Layer:
 
     head_dim: int
     num_kv_heads: int
-    window: int
+    is_local: bool
     reuses_keys: bool  # as values
     width: int  # of the MLP
 
 
-def _with_layers(spec: ModelSpec, layers: Sequence[_Layer], num_shared: int, path: Path) -> ModelSpec:
+def _with_layers(spec: ModelSpec, layers: Sequence[_Layer], window: int, num_shared: int, path: Path) -> ModelSpec:
     """Return the spec with these layers. The last `num_shared` read what the last layer before them of their kind stores."""
     if not 0 <= num_shared < spec.num_layers:
         raise damaged(path, f"{num_shared} of {spec.num_layers} layers read the keys and values of others")
@@ -233,8 +238,7 @@ def _with_layers(spec: ModelSpec, layers: Sequence[_Layer], num_shared: int, pat
         checks.check_sizes({**sizes, "intermediate_size": layer.width}, path)
 
     def source(number: int) -> int | None:
-        is_local = layers[number].window > 0
-        found = [other for other in range(first_shared) if (layers[other].window > 0) == is_local]
+        found = [other for other in range(first_shared) if layers[other].is_local == layers[number].is_local]
         if number < first_shared:
             return None
         if not found or (layers[found[-1]].head_dim, layers[found[-1]].num_kv_heads) != (
@@ -251,7 +255,7 @@ def _with_layers(spec: ModelSpec, layers: Sequence[_Layer], num_shared: int, pat
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             scale=1.0,
-            window=layer.window,
+            window=window if layer.is_local else 0,
             kv_layer=kv_layer,
             has_keys_as_values=layer.reuses_keys and kv_layer is None,
         )

@@ -95,15 +95,32 @@ def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool |
     return spec.with_layers(changed)
 
 
-def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
-    """Return the spec with an attention window in the layers that config.json's `layer_types` names, or else `usual` marks."""
+def with_windows(config: JsonFile, spec: ModelSpec, window: int | None, usual: Sequence[bool]) -> ModelSpec:
+    """Return the spec with an attention window in the layers that config.json's `layer_types` names, or else `usual` marks.
+
+    If `window` is None, no layer has one. Raises ModelError for an impossible window.
+    """
     is_local = usual
     if config.values.get("layer_types") is not None:
         kinds = read_layer_types(config, spec.num_layers)
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
         is_local = [kind == "sliding_attention" for kind in kinds]
+    return with_local_layers(spec, window, is_local, config.path)
+
+
+def with_local_layers(spec: ModelSpec, window: int | None, is_local: Sequence[bool], path: Path) -> ModelSpec:
+    """Return the spec with a window in its local layers, or in none if it is None. Raises ModelError if it is impossible."""
+    if window is None:
+        return spec
+    check_window(window, is_local, path)
     return spec.with_windows(window, is_local)
+
+
+def check_window(window: int, is_local: Sequence[bool], path: Path) -> None:
+    """Raise ModelError for an impossible window of local layers. A window of 0 would make them global."""
+    if any(is_local) and not 1 <= window <= checks.MAX_MODEL_LEN:
+        raise damaged(path, f"a window of attention is {window}, outside of 1 to {checks.MAX_MODEL_LEN}")
 
 
 def with_both_sides(spec: ModelSpec) -> ModelSpec:
@@ -116,14 +133,20 @@ def with_both_sides(spec: ModelSpec) -> ModelSpec:
 
 
 def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> list[bool]:
-    """Return for each layer whether it has an attention window. The file has a value per layer, a period, or neither."""
+    """Return for each layer whether it has an attention window. The file has a value per layer, a period, or neither.
+
+    Raises ModelError if it has neither, and the architecture has no default period.
+    """
     key = f"{file.architecture}.attention.sliding_window_pattern"
     if isinstance(file.metadata.get(key), list):
         is_local = file.get_list(key, bool)
         if len(is_local) != spec.num_layers:
             raise file.error(f"{key} has {len(is_local)} values for {spec.num_layers} layers")
         return is_local
-    return local_layers(spec, file.get(key, int), first=first)
+    period = file.get(key, int)
+    if not period and spec.architecture not in _PERIODS:
+        raise file.error(f"{key} is {'missing' if period is None else period}, so the layers with a window are unknown")
+    return local_layers(spec, period, first=first)
 
 
 def local_layers(spec: ModelSpec, period: int | None = None, *, first: int = 1) -> list[bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.models.architectures import (
@@ -29,7 +30,7 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder, QkNorms
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_windows
+from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_local_layers, with_windows
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
@@ -110,7 +111,7 @@ def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_mistral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if _is_ministral3(config.values):
         config.require("rope_parameters", dict)  # transformers' defaults are those of one size of model
-    return with_windows(config, of_hf(config, spec), config.get("sliding_window", int) or 0, [True] * spec.num_layers)
+    return with_windows(config, of_hf(config, spec), config.get("sliding_window", int), [True] * spec.num_layers)
 
 
 MISTRAL = Architecture(
@@ -286,7 +287,8 @@ def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_phi3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return of_hf(config, spec).with_windows(config.get("sliding_window", int) or 0, [True] * spec.num_layers)
+    window = config.get("sliding_window", int)
+    return with_local_layers(of_hf(config, spec), window, [True] * spec.num_layers, config.path)
 
 
 PHI3 = Architecture(
@@ -362,18 +364,18 @@ NEMOTRON = Architecture(
 # StarCoder 2 (BigCode; arXiv 2402.19173): layer norms, biases everywhere, and an MLP without a gate.
 
 
-def _with_starcoder2(spec: ModelSpec, activation: Activation, window: int) -> ModelSpec:
-    return with_gpt_layers(spec, activation).with_windows(window, [True] * spec.num_layers)
+def _with_starcoder2(spec: ModelSpec, activation: Activation, window: int | None, path: Path) -> ModelSpec:
+    return with_local_layers(with_gpt_layers(spec, activation), window, [True] * spec.num_layers, path)
 
 
 def _of_starcoder2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     activation = read_activation(config, "hidden_act", "gelu_pytorch_tanh")
-    return _with_starcoder2(spec, activation, config.get("sliding_window", int) or 0)
+    return _with_starcoder2(spec, activation, config.get("sliding_window", int), config.path)
 
 
 def _of_starcoder2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.get("starcoder2.attention.sliding_window", int, 4096)  # of all published models, whose files lack the key
-    return _with_starcoder2(spec, "gelu_tanh", window or 0)
+    return _with_starcoder2(spec, "gelu_tanh", window or None, file.path)
 
 
 def _starcoder2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:

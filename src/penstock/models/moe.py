@@ -24,6 +24,7 @@ from penstock.models.layers import (
     local_layers_of_gguf,
     read_gguf_experts,
     with_experts,
+    with_local_layers,
     with_windows,
 )
 from penstock.models.program import Program
@@ -45,15 +46,15 @@ _GGUF_LAYER: Mapping[str, str | Parts] = {**GGUF_LAYER, **GGUF_EXPERTS}
 
 def _of_mixtral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
-    spec = spec.with_windows(config.get("sliding_window", int) or 0, [True] * spec.num_layers)
+    spec = with_local_layers(spec, config.get("sliding_window", int), [True] * spec.num_layers, config.path)
     return experts_of_hf(config, spec, width="intermediate_size")
 
 
 def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Put experts into every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     config.only("hidden_act", "silu")
-    window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
-    return of_qwen(config, spec.with_windows(window, [True] * spec.num_layers))
+    window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else None
+    return of_qwen(config, with_local_layers(spec, window, [True] * spec.num_layers, config.path))
 
 
 def of_qwen(config: JsonFile, spec: ModelSpec, **others: Any) -> ModelSpec:
@@ -321,7 +322,7 @@ def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _of_gpt_oss_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.require("gpt-oss.attention.sliding_window", int)
     spec = experts_of_gguf(file, spec)
-    return _with_gpt_oss(spec.with_windows(window, local_layers_of_gguf(file, spec)))
+    return _with_gpt_oss(with_local_layers(spec, window, local_layers_of_gguf(file, spec), file.path))
 
 
 def _with_gpt_oss(spec: ModelSpec) -> ModelSpec:

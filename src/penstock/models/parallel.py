@@ -28,7 +28,14 @@ from penstock.models.architectures import (
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import local_layers, local_layers_of_gguf, with_gpt_layers, with_windows, without_global_rotations
+from penstock.models.layers import (
+    local_layers,
+    local_layers_of_gguf,
+    with_gpt_layers,
+    with_local_layers,
+    with_windows,
+    without_global_rotations,
+)
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
@@ -177,7 +184,7 @@ def _of_cohere_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _of_cohere2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.require("cohere2.attention.sliding_window", int)
-    spec = _of_cohere_gguf(file, spec).with_windows(window, local_layers_of_gguf(file, spec))
+    spec = with_local_layers(_of_cohere_gguf(file, spec), window, local_layers_of_gguf(file, spec), file.path)
     return without_global_rotations(spec)
 
 
