@@ -10,6 +10,8 @@ import pytest
 from penstock.config import Config, KvConfig, ModelConfig
 from penstock.deploy.forecast import Appraisal, appraise
 from penstock.models.catalog import resolve
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
@@ -37,6 +39,18 @@ def test_a_model_that_is_served_has_no_refusals(tmp_path: Path) -> None:
     assert formats["Q8_0"].num_values == sum(values.size for values in matrices)
     assert formats["Q8_0"].num_bytes == formats["Q8_0"].num_values * 34 // 32
     assert formats["F32"].num_tensors == 5
+
+
+def test_the_task_and_the_pooling_are_those_of_the_settings(tmp_path: Path) -> None:
+    tiny = write_gguf(tmp_path / "tiny.gguf", TinyLlama())
+    found = appraisal_of(tiny, Config(model=ModelConfig(task="embed", pooling="mean")))
+    assert found.refusals == ()
+    assert found.model is not None
+    assert found.model.spec.ending is not None
+    assert found.model.spec.ending.pooling == "mean"
+    shared = write_case(CASES["gemma4_shared"], tmp_path / "shared")
+    (refusal,) = appraisal_of(shared, Config(model=ModelConfig(task="embed"))).refusals
+    assert "the keys and values of another layer" in refusal.cause
 
 
 def test_a_directory_is_read_as_well(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from penstock.backends.native import footprint
 from penstock.config import Config, Device
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.models.facts import ModelFacts
     from penstock.models.weights import LoadedModel
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.model_spec import Pooling
     from penstock.types.vocab import GgufVocab
 
 ASSUMED_GPU_STEP_BYTES = 2 << 30
@@ -214,7 +215,9 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     facts, refusals = read_facts(source), list[Refusal]()
     model, outline, expected = None, None, None
     with _check("weights", refusals):
-        model = load_model(source, served_len=config.model.max_model_len)
+        settings = config.model
+        pooling = cast("Pooling | None", settings.pooling)
+        model = load_model(source, served_len=settings.max_model_len, task=settings.task, pooling=pooling)
     _check_text(config, source, facts, model, refusals)
     free_bytes = available_memory_bytes()
     if model is not None:
