@@ -246,6 +246,18 @@ def test_tensors_that_are_not_computed_are_refused_by_name(tmp_path: Path, tiny:
     assert len(str(caught.value)) < 1000
 
 
+def test_factors_of_keys_that_the_model_does_not_read_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["gemma4_shared"]
+    model, own = load(write_case(case, tmp_path / "base")), factors_of_case(case)
+    last = case.config["num_hidden_layers"] - 1
+    module = f"model.layers.{last}.self_attn.k_proj"
+    width = case.config["hidden_size"]
+    with caplog.at_level("INFO"):
+        found = read(write_adapter(tmp_path, {**own, module: (values(3, width), values(40, 3))}), model)
+    assert found.by_weight.keys() == read(write_adapter(tmp_path / "own", own), model).by_weight.keys()
+    assert f"{module}.weight is ignored: its layer reads the keys and values of another" in caplog.text
+
+
 def test_experts_and_routers_are_refused_by_name(tmp_path: Path) -> None:
     model = load(write_case(CASES["qwen3_moe"], tmp_path / "base"))
     for module in ("model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.gate"):

@@ -20,7 +20,7 @@ from penstock.models import architectures, checks, hf, rope
 from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
 from penstock.models.adapter_files import AdapterFiles
 from penstock.models.architectures import Parts
-from penstock.models.assembly import Piece, Sizes, find_pieces
+from penstock.models.assembly import Piece, Sizes, find_pieces, without_shared_keys
 from penstock.models.catalog import MAX_CONFIG_BYTES
 from penstock.models.formats import WeightFormat, dequantize
 from penstock.models.gguf import BLOCK, load_tensor
@@ -210,6 +210,10 @@ def _place(
             raise _refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
+    used = without_shared_keys(pieces, spec)
+    for site in pieces.keys() - used.keys():
+        _log.info("%s: %s is ignored: its layer reads the keys and values of another", path, pieces[site][0].tensor)
+    pieces = used
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
     sizes = Sizes(stored, known_sites, spec)
     placed: dict[str, _Target] = {}
