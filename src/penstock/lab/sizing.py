@@ -40,7 +40,7 @@ class ModelSize:
     kv_bytes_per_token: int
     """Bytes of one position's keys and values, with scales, over all layers."""
     kv_read_bytes: int
-    """The bytes of them that one token reads. It reads those that layers share once for each layer."""
+    """Bytes of one position that a later token's attention reads. Shared keys and values count once for each layer."""
     is_quantised: bool
     state_bytes_per_block: int = 0
     state_bytes: int = 0
@@ -486,7 +486,7 @@ def _step_lines(size: ModelSize, middle: float, context: float, rates: Speeds) -
     )
     yield Line(
         "reads of a decode step",
-        "weights + rows x positions x KV of one that attention reads",
+        "weights + rows x positions x KV that attention reads per position",
         f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_read_bytes:,} B"
         + (f" + 2 x {format_number(size.state_bytes, 'B')} of state" if size.state_bytes else ""),
         f"{format_number(num_bytes, 'B')} = {read(num_bytes)} at {format_number(rates.read_bytes_per_s, 'B/s')}",
