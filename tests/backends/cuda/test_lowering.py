@@ -369,3 +369,5 @@ def test_layers_of_several_shapes_are_refused() -> None:
     assert only_kv_shape(Program((), (), shapes[:2], 7)) == KvShape(2, 64)
     with pytest.raises(ModelError, match="2 x 64 and 1 x 128 columns"):
         only_kv_shape(Program((), (), shapes, 7))
+    with pytest.raises(ModelError, match="no layer of the model attends"):
+        only_kv_shape(Program((), (), (), 7))

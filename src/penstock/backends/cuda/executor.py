@@ -33,7 +33,7 @@ from penstock.backends.cuda.text_launcher import TextLauncher
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
 from penstock.models.adapter import AdapterFactors, AdapterPacker
-from penstock.models.program import Program
+from penstock.models.program import KvShape, Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ExecutorFailure, ModelError
@@ -82,6 +82,7 @@ class CudaExecutor:
             raise ValueError(f"depth must be at least 1, not {depth}")
         if program.is_one_pass and max_adapter_rank:
             raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
+        kv_shape = only_kv_shape(program)  # before anything is opened that an error would leave open
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         unsupported = frozenset() if program.is_one_pass else frozenset(PARAMETERS.keys() - COMPUTED)
         self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass, unsupported_parameters=unsupported)
@@ -108,6 +109,7 @@ class CudaExecutor:
                 self._make_device_parts(
                     model,
                     program,
+                    kv_shape,
                     kv_dtype=kv_dtype,
                     dtype=dtype or (torch.bfloat16 if is_gpu else torch.float32),
                     round_to_fp8=round_to_fp8,
@@ -153,6 +155,7 @@ class CudaExecutor:
         self,
         model: LoadedModel,
         program: Program,
+        kv_shape: KvShape,
         *,
         kv_dtype: KvDtype,
         dtype: torch.dtype,
@@ -163,13 +166,12 @@ class CudaExecutor:
     ) -> None:
         capacity, device = self._capacity, self._device
         max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # padding may make a decode longer than `max_step_tokens`
-        shape = only_kv_shape(program)
         self._cache = PagedKvCache(
             num_layers=0 if program.is_one_pass else len(program.kv_shapes),
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_kv_heads=kv_shape.num_kv_heads,
+            head_dim=kv_shape.head_dim,
             kv_dtype=kv_dtype,
             dtype=dtype,
             device=device,
