@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +24,18 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import AttentionSpec, ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.answer_bench import Bench, answer_of, spoil_free_blocks
 from support.native_variants import ONE_OF_EACH, VARIANTS
 
 BLOCK_SIZE = 16
 NUM_HEADS = 6
 LAYERS = ((2, 20, 0, None), (1, 36, 20, None), (1, 40, 0, None), (1, 36, 24, 1), (1, 40, 0, 2), (6, 16, 0, None))
 """Heads of keys and values, their columns, window, and the layer whose keys and values are read."""
+WINDOWED = ((2, 20, 20, None), (1, 36, 8, None), (1, 36, 44, 1), (2, 20, 12, 0))
+"""Likewise, all with a window. The third layer sees more than the layer that stores its keys and values."""
 SHAPES = tuple(KvShape(heads, dim) for heads, dim, _, shared in LAYERS if shared is None)
 TOKENS = tuple(3 + 7 * i % 250 for i in range(330))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, logprobs=5)
 Executor = NativeExecutor | ReferenceExecutor
 BACKENDS: dict[str, Callable[..., Executor]] = {
     "reference": ReferenceExecutor,
@@ -42,12 +46,12 @@ BACKENDS: dict[str, Callable[..., Executor]] = {
 }
 
 
-def make_spec() -> ModelSpec:
+def make_spec(layers: Sequence[tuple[int, int, int, int | None]] = LAYERS) -> ModelSpec:
     spec = spec_of_equal_layers(
         architecture="llama",
         vocab_size=264,
         hidden_size=72,
-        num_layers=len(LAYERS),
+        num_layers=len(layers),
         num_heads=NUM_HEADS,
         num_kv_heads=1,
         head_dim=16,
@@ -59,7 +63,7 @@ def make_spec() -> ModelSpec:
     )
 
     def own(number: int, _: AttentionSpec) -> AttentionSpec:
-        heads, dim, window, kv_layer = LAYERS[number]
+        heads, dim, window, kv_layer = layers[number]
         turn = Rotation(inv_freq=tuple(10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)))
         sizes = {"num_heads": NUM_HEADS, "num_kv_heads": heads, "head_dim": dim}
         return AttentionSpec(**sizes, rotation=turn, window=window, kv_layer=kv_layer)
@@ -69,7 +73,11 @@ def make_spec() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    spec, rng = make_spec(), np.random.default_rng(5)
+    return make_model(make_spec())
+
+
+def make_model(spec: ModelSpec) -> LoadedModel:
+    rng = np.random.default_rng(5)
     weights = {}
     for name, (rows, cols) in weight_shapes(architectures.describe(spec)).items():
         values = rng.standard_normal((rows, cols)).astype(np.float32)
@@ -154,6 +162,21 @@ def test_blocks_move_with_all_layers(model: LoadedModel, backend: str) -> None:
     assert others.answer(100, num_computed=96, first_block=20) == expected
     others.executor.copy_blocks([(20 + i, 40 + i) for i in range(count)])
     assert others.answer(100, num_computed=96, first_block=40) == expected
+
+
+@pytest.mark.parametrize("backend", ["reference", *ONE_OF_EACH])
+def test_blocks_that_no_sharing_layer_reads_any_more_are_freed(backend: str) -> None:
+    """In a pool far smaller than the text, with NaN in the free blocks."""
+    executor = open_executor(make_model(make_spec(WINDOWED)), backend)
+    assert executor.capacity.window == 44
+    bench = Bench(executor, [TOKENS[:250], TOKENS[40:300]], (GREEDY, GREEDY))
+    expected = bench.run(bench.requests((0, 1)), window=0)
+    num_needed = replace(executor.capacity, max_step_tokens=32).most_blocks(512)
+    assert num_needed * BLOCK_SIZE < 150
+    outcomes = bench.outcomes(
+        bench.requests((0, 1)), num_blocks=1 + num_needed, max_step_tokens=32, after_turn=spoil_free_blocks
+    )
+    assert [answer_of(outcome) for outcome in outcomes] == expected
 
 
 @pytest.mark.parametrize("dtype", list(KvDtype))

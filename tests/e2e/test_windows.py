@@ -13,11 +13,11 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory
-from penstock.testing import Driver, sizes_of
+from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
-from support.answer_bench import Bench, answer_of
+from support.answer_bench import Bench, answer_of, spoil_free_blocks
 from support.native_variants import VARIANTS
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES as CASES_OF_PARITY
@@ -48,17 +48,6 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     lengths = (600, 811, 700, 850) if is_native else (130, 177, 150, 160)
     prompts = [rng.integers(0, case.vocab_size, length) for length in lengths[:2]] + [common[:length] for length in lengths[2:]]
     return Bench(executor, [tuple(prompt.tolist()) for prompt in prompts], (GREEDY, SAMPLED))
-
-
-def spoil_free_blocks(driver: Driver) -> None:
-    """Blocks that no request holds become NaN."""
-    executor, pool = driver.executor, driver.core.scheduler.kv.pool
-    for block_id in pool.free_block_ids():
-        if isinstance(executor, NativeExecutor):
-            executor._engine.poison_block(block_id)
-        else:
-            assert isinstance(executor, ReferenceExecutor)
-            executor._cache.forget((block_id,), 0)
 
 
 def test_a_pool_far_smaller_than_the_text(bench: Bench) -> None:

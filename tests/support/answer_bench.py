@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.engine.ports import Executor
 from penstock.sched.policies.base import Policies
 from penstock.testing import Driver, Outcome, make_core, make_request, run_to_completion
@@ -21,6 +23,17 @@ def answer_of(outcome: Outcome) -> Answer:
     logprobs = tuple(entry for event in outcome.events for entry in event.logprobs)
     assert len(logprobs) == len(outcome.token_ids) > 0
     return tuple(outcome.token_ids), logprobs
+
+
+def spoil_free_blocks(driver: Driver) -> None:
+    """Fill the blocks that no request holds with NaN."""
+    executor, pool = driver.executor, driver.core.scheduler.kv.pool
+    for block_id in pool.free_block_ids():
+        if isinstance(executor, NativeExecutor):
+            executor._engine.poison_block(block_id)
+        else:
+            assert isinstance(executor, ReferenceExecutor)
+            executor._cache.forget((block_id,), 0)
 
 
 @dataclass(frozen=True)
