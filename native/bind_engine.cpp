@@ -294,7 +294,7 @@ void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>&
 std::vector<RowState> states_of(const Engine& self, const Arrays& a, const Matrix<int32_t>& blocks) {
     const int64_t num_blocks = self.recurrence().num_blocks();
     if (blocks.shape(0) != a.block_tables.shape(0) || static_cast<int64_t>(blocks.shape(1)) != num_blocks) {
-        throw std::invalid_argument("a state has another number of blocks than one takes");
+        throw std::invalid_argument("a state has too few or too many blocks");
     }
     for (size_t i = 0; i < blocks.size(); ++i) check_block(self, blocks.data()[i]);
     std::vector<RowState> states;

@@ -32,7 +32,7 @@ RowTable::RowTable(const RowTableShape& shape)
         require(size > 0, "every size of a row table must be at least 1");
     }
     require(shape.window >= 0, "a window is below 0");
-    require(shape.num_state_blocks >= 0, "a state has less than no block");
+    require(shape.num_state_blocks >= 0, "the number of blocks of a state is negative");
     block_stride_ = (token_stride_ + shape.block_size - 1) / shape.block_size;
     tokens_ = zeroed(shape.max_rows * token_stride_);
     blocks_ = zeroed(shape.max_rows * block_stride_);
@@ -62,7 +62,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     require(num_computed <= static_cast<int64_t>(blocks.size()) * shape_.block_size, "has more KV than its blocks hold");
     require(second_at >= 0 && second_at < num_tokens, "has a second text that begins after its last token");
     const bool has_state = shape_.num_state_blocks > 0 && !is_padding;
-    require(static_cast<int>(state.size()) == (has_state ? shape_.num_state_blocks : 0), "has another number of blocks for its state than one takes");
+    require(static_cast<int>(state.size()) == (has_state ? shape_.num_state_blocks : 0), "has too few or too many blocks for its state");
     require(source.empty() || (has_state && source.size() == state.size()), "reads a state from another number of blocks than one takes");
     require(!has_state || num_computed == 0 || !source.empty(), "goes on without a state");
     check_state_blocks(state);
@@ -168,7 +168,7 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
 void RowTable::add_save(int slot, int64_t position, const std::vector<int32_t>& blocks) {
     const Row& row = known(slot);
     require(row.last_step == num_steps_, "saves a state in a step that does not compute it");
-    require(row.num_state > 0 && static_cast<int>(blocks.size()) == row.num_state, "saves a state to another number of blocks than one takes");
+    require(row.num_state > 0 && static_cast<int>(blocks.size()) == row.num_state, "saves a state to too few or too many blocks");
     check_state_blocks(blocks);
     const auto at = static_cast<int32_t>(std::find(row_slots_.begin(), row_slots_.end(), slot) - row_slots_.begin());
     const int64_t begin = context_lens_[static_cast<size_t>(at)];

@@ -332,6 +332,13 @@ class TestKvHeadroom:
         assert refusal(door, full) is None
 
 
+def test_each_request_has_a_recurrent_state() -> None:
+    door = Admission(AdmissionLimits(), replace(CAPACITY, num_state_blocks=30))
+    place = door.decide(Ask(num_token_ids=10, max_new_tokens=6), make_load(), 0)
+    assert (place.view.num_blocks_own, place.view.num_blocks_demanded) == (31, 31)
+    door.leave(place)
+
+
 class TestAdapters:
     """Adapter k has k pages, and no adapter is loaded unless the test says so."""
 

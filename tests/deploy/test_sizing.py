@@ -109,6 +109,18 @@ def test_the_longest_request_shrinks_to_what_fits_unless_asked_for() -> None:
     assert plan(kv, max_model_len=160).capacity.max_model_len == 160
 
 
+def test_the_longest_request_has_room_for_its_state() -> None:
+    def planned(num_blocks: int) -> KvPlan:
+        kv = KvConfig(kv_cache_memory_bytes=num_blocks * BLOCK_BYTES)
+        wanted = wanted_capacity(make_spec(), kv, {"max_num_seqs": 64, "max_step_tokens": 512})
+        sizes = {"block_bytes": BLOCK_BYTES, "step_bytes": 0, "num_weight_bytes": 0, "available_bytes": 64 * GIB}
+        return plan_kv(replace(wanted, num_state_blocks=300), kv, is_exact=False, **sizes)
+
+    assert planned(400).capacity.max_model_len == 99 * 16
+    with pytest.raises(NotEnoughMemory, match="and a request's recurrent state of 300 that are the least"):
+        planned(301)
+
+
 def test_so_many_requests_of_a_length_are_in_the_cache_at_once() -> None:
     result = plan(KvConfig(kv_cache_memory_bytes=101 * BLOCK_BYTES))
     assert result.num_requests_of(512) == 3, "32 blocks each, of 100"
