@@ -63,7 +63,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     require(second_at >= 0 && second_at < num_tokens, "has a second text that begins after its last token");
     const bool has_state = shape_.num_state_blocks > 0 && !is_padding;
     require(static_cast<int>(state.size()) == (has_state ? shape_.num_state_blocks : 0), "has too few or too many blocks for its state");
-    require(source.empty() || (has_state && source.size() == state.size()), "reads a state from another number of blocks than one takes");
+    require(source.empty() || (has_state && source.size() == state.size()), "reads a state from too few or too many blocks");
     require(!has_state || num_computed == 0 || !source.empty(), "goes on without a state");
     check_state_blocks(state);
     check_state_blocks(source);

@@ -411,7 +411,10 @@ def test_variants_with_vectors_agree_in_every_bit(shape: str) -> None:
 Change = Callable[[AdmitRow, Steps], AdmitRow]
 WRONG: dict[str, tuple[Change, str]] = {
     "no blocks": (lambda row, _: replace(row, state_block_ids=()), "too few or too many blocks for its state"),
-    "too few": (lambda row, _: replace(row, state_block_ids=row.state_block_ids[1:]), "too few or too many blocks for its state"),
+    "too few": (
+        lambda row, _: replace(row, state_block_ids=row.state_block_ids[1:]),
+        "too few or too many blocks for its state",
+    ),
     "the null block": (
         lambda row, _: replace(row, state_block_ids=(0, *row.state_block_ids[1:])),
         "does not exist, or the null",
@@ -437,7 +440,7 @@ def test_rows_with_wrong_blocks_are_refused(what: str) -> None:
     [
         (10, "", 0, "at a position that the step does not compute"),
         (0, "", 0, "at a position that the step does not compute"),
-        (5, "", 1, "too few or too many blocks than one takes"),
+        (5, "", 1, "too few or too many blocks"),
         (5, "other", 0, "never admitted"),
         (2, "", 0, "another order"),
     ],
