@@ -29,7 +29,8 @@ MAX_REMEMBERED = 1024
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline)."""
 MAX_MARKS = 4
-"""Positions where a prompt saves its state for its own sake or others', or else these would decide how much memory it takes."""
+"""Most positions, beside those of intervals, where a prompt saves its state. Without a limit, the requests that wait for it
+would decide how much memory it takes."""
 MIN_AWAITED_TOKENS = 8
 """Least tokens of a prompt's partial block that are worth waiting for."""
 
