@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 namespace penstock {
@@ -33,7 +34,7 @@ Recurrence::Recurrence(const EngineShape& shape, KvCache& kv, int num_members)
     lines_of_block_ = static_cast<int>(kv.block_bytes() / (line_ * static_cast<int64_t>(sizeof(float))));
     if (lines_of_block_ == 0) throw std::invalid_argument("a block has no room for a line of state");
     const int64_t num_blocks = (num_lines_ + lines_of_block_ - 1) / lines_of_block_;
-    if (num_blocks >= shape.num_blocks) throw std::invalid_argument("a row's state needs more blocks than there are");
+    if (num_blocks > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("a row's state needs more blocks than can be counted");
     num_blocks_ = static_cast<int>(num_blocks);
 }
 
