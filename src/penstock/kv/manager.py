@@ -174,7 +174,7 @@ class KVManager:
         else:
             table.state, table.saved_at = tuple(self._take(self.num_state_blocks)), hit.num_tokens
         table.marks |= {table.num_known, request.num_prompt_tokens - MARK_TOKENS}
-        if table.num_known - table.saved_at >= self.states.min_gap:
+        if table.num_known - hit.num_tokens >= self.states.min_gap:
             self.prefix.promise(table, request)
 
     def save_states(self, request: Request, query_len: int) -> list[StateSave]:
