@@ -106,3 +106,19 @@ def test_it_says_for_which_texts_rotary_factors_are(penstock: Penstock, tmp_path
     assert "positions     rotary factors for texts of more than 64 tokens, for all of them" in long
     short = penstock("show", path, "--no-speed", "--max-model-len", 64).stdout
     assert "positions     rotary factors for texts of up to 64 tokens, for all of them" in short
+
+
+def test_dynamic_scaling_makes_a_longer_request_possible(penstock: Penstock, tmp_path: Path) -> None:
+    case = CASES["mha_tied_f32"]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    path = write_case(replace(case, config={**case.config, "rope_parameters": rope}), tmp_path / "llama")
+    trained_len = case.config["max_position_embeddings"]
+    assert (
+        f"up to {trained_len} tokens; --max-model-len of up to {2 * trained_len} takes"
+        in penstock("show", path, "--no-speed").stdout
+    )
+    longer = penstock("show", path, "--no-speed", "--max-model-len", 2 * trained_len).stdout
+    assert f"rotary frequencies for texts of {2 * trained_len} tokens, for all of them" in longer
+    assert f"longest request {2 * trained_len} tokens" in longer
+    beyond = penstock("show", path, "--no-speed", "--max-model-len", 2 * trained_len + 1).stdout
+    assert f"Set --max-model-len to {2 * trained_len} or less." in beyond

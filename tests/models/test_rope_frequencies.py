@@ -13,7 +13,7 @@ from penstock.models import rope
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Rotation
+from penstock.types.model_spec import ModelSpec, Rotation
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 
@@ -135,6 +135,27 @@ def test_the_log_says_which_of_a_texts_rotations_all_texts_get(tmp_path: Path, c
         assert "texts of more than 256 tokens, for all of them; --max-model-len 256 or less takes the others" in caplog.text
         assert rotation_of(tmp_path / "b", TinyLlama(), parameters, 256) != whole
         assert "texts of up to 256 tokens, for all of them; --max-model-len more than 256 takes the others" in caplog.text
+
+
+def test_dynamic_scaling_serves_longer_texts_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def spec_of(name: str, factor: float, served_len: int | None) -> ModelSpec:
+        extra = {"rope_parameters": {"rope_type": "dynamic", "factor": factor}, "max_position_embeddings": 1024}
+        return load_hf_directory(write_hf(tmp_path / name, TinyLlama(), extra=extra), served_len=served_len).spec
+
+    with caplog.at_level(logging.INFO, "penstock"):
+        assert spec_of("a", 2.0, None).max_model_len == 1024
+        assert "as trained, for texts of up to 1024 tokens; --max-model-len of up to 2048 takes stretched ones" in caplog.text
+        assert spec_of("b", 2.0, 1500).max_model_len == 1500
+        assert "for texts of 1500 tokens, for all of them; --max-model-len 1024 or less takes the trained ones" in caplog.text
+        assert spec_of("c", 2.0, 5000).max_model_len == 2048  # and --max-model-len 5000 is refused
+        assert spec_of("d", 1.0, 5000).max_model_len == 1024
+        assert "as trained, for texts of up to 1024 tokens: dynamic scaling by 1 never acts" in caplog.text
+
+
+def test_a_layer_without_dynamic_scaling_keeps_texts_short(tmp_path: Path):
+    ropes = {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_theta": 1e4}}
+    extra = {"rope_parameters": ropes, "layer_types": list(ropes), "max_position_embeddings": 1024}
+    assert load_hf_directory(write_hf(tmp_path, TinyLlama(), extra=extra), served_len=1500).spec.max_model_len == 1024
 
 
 def test_each_type_of_layer_may_have_a_rope_of_its_own_or_none(tmp_path: Path):

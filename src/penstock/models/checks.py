@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models import program as prog
-from penstock.models.rope import RopeParameters, choice_words, frequencies
+from penstock.models.rope import RopeParameters, choice_words, frequencies, stretched_len
 from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughMemory, damaged
 from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec, Rotation
@@ -108,12 +108,14 @@ def _check_linear_attention(spec: LinearAttentionSpec, path: Path) -> None:
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
     """Return the frequencies of a layer's rotary embedding. Raises ModelError if the parameters overflow."""
-    if words := choice_words(parameters, served_len):
-        _log.info("%s: %s", path, words)
     try:
-        return replace(frequencies(parameters, head_dim, served_len), choice=words)
+        turn, longest = frequencies(parameters, head_dim, served_len), stretched_len(parameters)
+        words = choice_words(parameters, served_len)
     except (ArithmeticError, ValueError) as error:
         raise damaged(path, f"the rotary parameters have impossible numbers: {error}") from error
+    if words:
+        _log.info("%s: %s", path, words)
+    return replace(turn, choice=words, stretched_len=longest)
 
 
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:

@@ -90,8 +90,20 @@ def choice_words(parameters: RopeParameters, served_len: int) -> str:
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
         return f"rotary factors for texts of {which} {border} tokens, for all of them; --max-model-len {other} takes the others"
     if parameters.kind == "dynamic":
-        return f"rotary frequencies for texts of {max(served_len, parameters.trained_len)} tokens, for all of them"
+        trained_len, most = parameters.trained_len, stretched_len(parameters)
+        if trained_len < served_len <= most:
+            words = f"rotary frequencies for texts of {served_len} tokens, for all of them"
+            return f"{words}; --max-model-len {trained_len} or less takes the trained ones"
+        words = f"rotary frequencies as trained, for texts of up to {trained_len} tokens"
+        if most <= trained_len:
+            return f"{words}: dynamic scaling by {parameters.factor:g} never acts"
+        return f"{words}; --max-model-len of up to {most} takes stretched ones"
     return ""
+
+
+def stretched_len(parameters: RopeParameters) -> int:
+    """Return the tokens of the longest text for which frequencies can be stretched at start, or 0 for other kinds."""
+    return int(parameters.trained_len * parameters.factor) if parameters.kind == "dynamic" else 0
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:

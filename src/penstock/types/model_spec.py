@@ -26,6 +26,8 @@ class Rotation:
     growth_len: int = 1
     choice: str = field(default="", compare=False, repr=False)
     """Which texts the frequencies are for, where that depends on the longest one to serve."""
+    stretched_len: int = field(default=0, compare=False, repr=False)
+    """Tokens of the longest text that --max-model-len can request, where that may exceed the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
