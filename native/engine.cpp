@@ -389,8 +389,12 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
         case RowOpKind::kRmsNorm: {
             const Buffer& out = buffers_[op.out];
-            return k.rms_norm(out.row(row), buffers_[op.x].row(row), weights_.vector(op.weight), static_cast<int>(out.width), op.n,
-                              op.value);
+            const int width = static_cast<int>(out.width), part = op.head_dim ? op.n : width;
+            for (int at = 0, i = 0; at < width; at += part, ++i) {
+                const float* const weight = weights_.vector(op.weight) + int64_t{i} * op.head_dim;
+                k.rms_norm(out.row(row) + at, buffers_[op.x].row(row) + at, weight, part, op.n, op.value);
+            }
+            return;
         }
         case RowOpKind::kLayerNorm: {
             const Buffer& out = buffers_[op.out];

@@ -36,7 +36,7 @@ struct RowOp {
     // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), first column of x (kColumns),
     // whether rows have a zero of their own (kRound)
     int32_t n = 0;
-    int32_t head_dim = 0;  // kRope
+    int32_t head_dim = 0;  // kRope; kRmsNorm: columns from the weight's numbers of one group to those of the next
     float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)
 };
 

@@ -16,12 +16,21 @@ import pytest
 from penstock.models import architectures, catalog
 from penstock.models.adapter import AdapterFactors, sites
 from penstock.models.load import load_model
-from penstock.models.peft import read_peft
+from penstock.models.peft import read_gguf_adapter, read_peft
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from support.parity.tiny import FloatArray, TinyCase, write_case
 from support.parity.tiny_cases import CASES
-from support.tiny_adapters import Factors, config_of, factors_of_case, factors_of_llama, merged, tensors_of, write_adapter
+from support.tiny_adapters import (
+    Factors,
+    config_of,
+    factors_of_case,
+    factors_of_llama,
+    merged,
+    tensors_of,
+    write_adapter,
+    write_gguf_adapter,
+)
 from support.tiny_models import TinyLlama, write_hf, write_safetensors
 
 TINY = TinyLlama()
@@ -72,10 +81,29 @@ NAMES = sorted(
     {
         (case.architecture, case.gguf is not None, case.wrapper is not None, bool(case.old_config)): name
         for name, case in reversed(CASES.items())
-        if not case.has_mxfp4_experts
+        if not case.has_mxfp4_experts and name != "falcon_h1_gguf"  # refused: below
     }.values()
 )
 """A case of every architecture, in each form that its files have."""
+
+
+def test_factors_that_the_converter_multiplied_into_the_matrices_part_adapters_of_files_and_directories(tmp_path: Path) -> None:
+    folder, gguf = (
+        load(write_case(CASES["falcon_h1"], tmp_path / "a")),
+        load(write_case(CASES["falcon_h1_gguf"], tmp_path / "b")),
+    )
+    module = "model.layers.0.self_attn.q_proj"
+    pair = factors_of_case(CASES["falcon_h1"])[module]
+    adapter = write_adapter(tmp_path / "adapter", {module: pair})
+    with pytest.raises(ModelError, match="multiplied by factors that the adapter's lack"):
+        read(adapter, gguf)
+    read(adapter, folder)
+    file = write_gguf_adapter(
+        tmp_path / "adapter.gguf", {module: pair}, {module: "blk.0.attn_q.weight"}, architecture="falcon-h1", dtype="F32"
+    )
+    read_gguf_adapter(file, gguf.spec, architectures.describe(gguf.spec), max_rank=64)
+    with pytest.raises(ModelError, match="the model's directory has these apart"):
+        read_gguf_adapter(file, folder.spec, architectures.describe(folder.spec), max_rank=64)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -89,6 +89,8 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         _check_linear_attention(linear, path)
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
+    for told in {layer.factors for layer in spec.layers if layer.factors is not None}:
+        factors += [told.gate, *told.conv, told.steps, told.mixed, told.attended, told.mlp_in, told.mlp_out]
     if not all(factor == 0.0 or 2.0**-64 <= factor <= 2.0**64 for factor in factors):
         raise damaged(path, "a factor or cap of embeddings, scores, layers or logits is negative, too large or not a number")
     rotations = {turn for attention in attentions if (turn := attention.rotation) is not None}
@@ -104,6 +106,8 @@ def _check_linear_attention(spec: LinearAttentionSpec, path: Path) -> None:
         raise damaged(path, f"linear attention is not possible with {heads}")
     if not 2 <= spec.kernel <= MAX_KERNEL:
         raise unsupported(path, f"the convolution's kernel has {spec.kernel} positions", f"2 to {MAX_KERNEL} are")
+    if spec.num_norm_groups and spec.value_width % spec.num_norm_groups:
+        raise damaged(path, f"{spec.value_width} columns can't be normed in {spec.num_norm_groups} equal groups")
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
@@ -160,7 +164,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
             case prog.TextAttention():
                 add(op.num_heads, 2 * op.num_distances + 1, op.distances)
             case prog.RMSNorm():
-                add(1, op.group or width[op.x], op.weight)
+                add(1, width[op.x] if op.is_by_column else op.group or width[op.x], op.weight)
             case prog.LayerNorm():
                 add(1, width[op.x], op.weight, op.bias)
             case prog.Attention():

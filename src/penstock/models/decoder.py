@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 from penstock.models import program as prog
@@ -33,12 +34,14 @@ class Decoder:
         self._ops: list[prog.Op] = []
         self._widths: dict[str, int] = {}
         self._prefix = ""
-        mixers = [layer.mixer for layer in spec.layers]
-        shared = [mixer.kv_layer if isinstance(mixer, AttentionSpec) else None for mixer in mixers]
-        kinds = [type(mixer) if of is None else None for mixer, of in zip(mixers, shared, strict=True)]
-        owners = [layer if of is None else of for layer, of in enumerate(shared)]
-        self._indices = [kinds[:owner].count(kinds[owner]) for owner in owners]
-        """For each layer, where its keys and values or its recurrent state are among those of the same kind."""
+        self._indices: dict[tuple[int, type], int] = {}
+        """For each layer and kind of mixer, where its keys and values or its recurrent state are among those of that kind."""
+        counts: Counter[type] = Counter()
+        for layer, found in enumerate(spec.layers):
+            for mixer in found.mixers:
+                kind, owner = type(mixer), mixer.kv_layer if isinstance(mixer, AttentionSpec) else None
+                self._indices[layer, kind] = counts[kind] if owner is None else self._indices[owner, kind]
+                counts[kind] += owner is None
 
     def _buffer(self, name: str, width: int) -> str:
         """Return the name of a buffer. If the name is taken by a buffer of another width, append the width."""
@@ -85,14 +88,15 @@ class Decoder:
         self._ops.append(prog.RMSNorm(x, x, weight, eps, group))
         return x
 
-    def _rms_norm(self, x: str, weight: str | None, out: str, *, group: int = 0) -> str:
+    def _rms_norm(self, x: str, weight: str | None, out: str, *, group: int = 0, is_by_column: bool = False) -> str:
         normed = self._buffer(out, self._widths[x])
-        self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group))
+        self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group, is_by_column))
         return normed
 
     def scale(self, x: str, factor: float = 1.0, weight: str | None = None) -> str:
         """x *= factor (* weight)"""
-        self._ops.append(prog.Scale(x, x, factor, weight))
+        if factor != 1.0 or weight is not None:
+            self._ops.append(prog.Scale(x, x, factor, weight))
         return x
 
     def columns(self, x: str, first: int, out: str, width: int) -> str:
@@ -106,10 +110,10 @@ class Decoder:
         self._ops.append(prog.Linear(result, x, weight, bias))
         return result
 
-    def add_linear(self, to: str, x: str, weight: str, *, bias: str | None = None) -> str:
-        """to += residual_scale * (x @ weight.T + bias)"""
-        if self._spec.residual_scale != 1.0:
-            return self.add(to, self.linear(x, weight, "branch", self._widths[to], bias=bias))
+    def add_linear(self, to: str, x: str, weight: str, *, bias: str | None = None, factor: float = 1.0) -> str:
+        """to += residual_scale * factor * (x @ weight.T + bias)"""
+        if (factor := self._spec.residual_scale * factor) != 1.0:
+            return self.add(to, self.linear(x, weight, "branch", self._widths[to], bias=bias), factor)
         self._ops.append(prog.Linear(to, x, weight, bias, residual=to))
         return to
 
@@ -123,7 +127,7 @@ class Decoder:
 
         `has_v_norm`: values are normed per head, without a weight.
         """
-        spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
+        spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer, AttentionSpec]
         if self._spec.ending is not None:
             _check_text_attention(spec)
 
@@ -176,7 +180,8 @@ class Decoder:
 
     def linear_attention(self, layer: int, x: str) -> str:
         """Return a layer's linear attention before its output projection. [num_tokens, num_heads * value_dim]"""
-        spec, at, index = self._spec.layers[layer].mixer, f"layers.{layer}.mix_", 2 * self._indices[layer]
+        found, at, index = self._spec.layers[layer], f"layers.{layer}.mix_", 2 * self._indices[layer, LinearAttentionSpec]
+        spec, factors = found.mixer if found.beside is None else found.beside, found.factors
         assert isinstance(spec, LinearAttentionSpec)
 
         def projected(name: str, width: int) -> str:
@@ -185,6 +190,9 @@ class Decoder:
         joint, gate = projected("in", spec.conv_width), projected("gate", spec.value_width)
         steps = projected("steps", spec.num_heads)
         rates = projected("rates", spec.num_heads) if spec.has_delta_rule else None
+        if factors is not None:
+            self.scale(gate, factors.gate)
+            self.scale(steps, factors.steps)
         mixed = self._buffer("mix_conv", spec.conv_width)
         bias = f"{at}conv_bias" if spec.has_conv_bias else None
         self._ops.append(prog.CausalConv(mixed, joint, index, f"{at}conv", spec.kernel, bias))
@@ -217,8 +225,15 @@ class Decoder:
         )
         if spec.has_delta_rule:
             self._rms_norm(out, f"{at}scale", out, group=spec.value_dim)
+        elif spec.has_norm_before_gate:
+            self._norm_mixed(f"{at}scale", out, spec)
         self._ops.append(prog.GatedActivation(out, gate, out, "silu"))
-        return out if spec.has_delta_rule else self._rms_norm(out, f"{at}scale", out)
+        return out if spec.has_delta_rule or spec.has_norm_before_gate else self._norm_mixed(f"{at}scale", out, spec)
+
+    def _norm_mixed(self, weight: str, x: str, spec: LinearAttentionSpec) -> str:
+        if spec.num_norm_groups <= 1:
+            return self._rms_norm(x, weight, x) if spec.num_norm_groups else x
+        return self._rms_norm(x, weight, x, group=spec.value_width // spec.num_norm_groups, is_by_column=True)
 
     def short_conv(self, layer: int, x: str) -> str:
         """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]"""
@@ -227,7 +242,7 @@ class Decoder:
         in_bias, bias = (f"{at}.conv_in_bias", f"{at}.conv_bias") if spec.has_bias else (None, None)
         inputs = self.linear(x, f"{at}.conv_in", "conv_in", 3 * width, bias=in_bias)
         out = self._buffer("mixed", width)
-        self._ops.append(prog.ShortConv(out, inputs, self._indices[layer], f"{at}.conv", spec.kernel, bias))
+        self._ops.append(prog.ShortConv(out, inputs, self._indices[layer, ShortConvSpec], f"{at}.conv", spec.kernel, bias))
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: QkNorms = None) -> str:
@@ -330,10 +345,10 @@ class Decoder:
         )
         return out
 
-    def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False, dense: str = "") -> str:
+    def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False, dense: str = "", factor: float = 1.0) -> str:
         """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none.
 
-        `dense` begins the names of the matrices of an MLP without experts.
+        `dense` begins the names of the matrices of an MLP without experts, whose sum has the `factor`.
         """
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
@@ -341,7 +356,7 @@ class Decoder:
             return self._add_shared(layer, to, x, mlp) if mlp.shared_size else to
         at = f"layers.{layer}.{dense}"
         bias = f"{at}down_bias" if mlp.has_bias or has_down_bias else None
-        return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias)
+        return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias, factor=factor)
 
     def _add_shared(self, layer: int, to: str, x: str, mlp: ExpertsMlp) -> str:
         """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""

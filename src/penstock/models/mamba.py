@@ -1,7 +1,7 @@
-"""Hybrids of attention and Mamba-2 (arXiv 2405.21060): Granite 4 and Bamba (IBM).
+"""Hybrids of attention and Mamba-2 (arXiv 2405.21060): Granite 4 and Bamba (IBM), Falcon H1 (TII).
 
-Sources: modeling_granitemoehybrid.py and modeling_bamba.py of transformers; conversion/granite.py and granite-hybrid.cpp of
-llama.cpp.
+Sources: modeling_granitemoehybrid.py, modeling_bamba.py and modeling_falcon_h1.py of transformers; conversion/granite.py,
+conversion/falcon_h1.py, granite-hybrid.cpp and falcon-h1.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, HF_TOP, Architecture, Parts, with_biases, with_defaults
 from penstock.models.decoder import Decoder
@@ -22,7 +25,7 @@ from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
 from penstock.models.moe import GRANITE_MOE
 from penstock.models.program import Program
-from penstock.types.model_spec import GatedMlp, LayerSpec, LinearAttentionSpec, ModelSpec
+from penstock.types.model_spec import GatedMlp, LayerFactors, LayerSpec, LinearAttentionSpec, ModelSpec
 
 _DEFAULTS = {
     "mamba_n_heads": 128,
@@ -49,14 +52,15 @@ def describe(spec: ModelSpec, *, dense: str = "") -> Program:
     return build.finish(build.norm(x, "norm"))
 
 
-def _read_mamba(config: JsonFile, spec: ModelSpec) -> LinearAttentionSpec:
+def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAttentionSpec:
     num_heads, expand = config.require("mamba_n_heads", int), config.require("mamba_expand", int)
-    if config.values["mamba_d_head"] == "auto":
-        value_dim = expand * spec.hidden_size // max(1, num_heads)
-    else:
-        value_dim = config.require("mamba_d_head", int)
-    if num_heads * value_dim != expand * spec.hidden_size:
-        raise config.error(f"{num_heads} heads of {value_dim} columns are not mamba_expand {expand} times {spec.hidden_size}")
+    width, words = config.get("mamba_d_ssm", int), "mamba_d_ssm"
+    if width is None:
+        width, words = expand * spec.hidden_size, f"mamba_expand {expand} times {spec.hidden_size}"
+    is_auto = config.values["mamba_d_head"] == "auto"
+    value_dim = width // max(1, num_heads) if is_auto else config.require("mamba_d_head", int)
+    if num_heads * value_dim != width:
+        raise config.error(f"{num_heads} heads of {value_dim} columns are not {words}")
     least, most = _read_limits(config)
     return LinearAttentionSpec(
         num_heads=num_heads,
@@ -69,6 +73,22 @@ def _read_mamba(config: JsonFile, spec: ModelSpec) -> LinearAttentionSpec:
         has_conv_bias=config.require("mamba_conv_bias", bool),
         min_step=least,
         max_step=None if math.isinf(most) else most,
+        **others,
+    )
+
+
+def _read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
+    key = file.architecture
+    num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
+    return LinearAttentionSpec(
+        num_heads=num_heads,
+        num_key_heads=file.require(f"{key}.ssm.group_count", int),
+        key_dim=file.require(f"{key}.ssm.state_size", int),
+        value_dim=inner // max(1, num_heads),
+        kernel=file.require(f"{key}.ssm.conv_kernel", int),
+        has_delta_rule=False,
+        has_conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+        **others,
     )
 
 
@@ -132,17 +152,7 @@ def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     counts = file.get_list(f"{key}.attention.head_count_kv", int)
     if len(counts) != spec.num_layers:
         raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
-    num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
-    net = LinearAttentionSpec(
-        num_heads=num_heads,
-        num_key_heads=file.require(f"{key}.ssm.group_count", int),
-        key_dim=file.require(f"{key}.ssm.state_size", int),
-        value_dim=inner // max(1, num_heads),
-        kernel=file.require(f"{key}.ssm.conv_kernel", int),
-        has_delta_rule=False,
-        has_conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
-    )
-    return _with_mamba(file.path, spec, net, [count > 0 for count in counts])
+    return _with_mamba(file.path, spec, _read_gguf_mamba(file), [count > 0 for count in counts])
 
 
 _IN, _IN_BIAS = (Parts(tuple(f"mix_{name}{end}" for name in ("gate", "in", "steps"))) for end in ("", "_bias"))
@@ -206,3 +216,101 @@ BAMBA = Architecture(
     hf_changed={"mix_decay": negative_exp},
 )
 """GGUF files of Bamba call themselves `granitehybrid`, and are refused: their heads rotate in part."""
+
+
+# Falcon H1: each layer has Mamba-2 beside attention, and factors between all parts.
+
+
+def _describe_beside(spec: ModelSpec) -> Program:
+    build = Decoder(spec)
+    x = build.embed()
+    for layer, found in enumerate(spec.layers):
+        at, factors = f"layers.{layer}", found.factors
+        assert factors is not None
+        normed = build.norm(x, f"{at}.attn_norm")
+        both = build.attention(layer, normed), build.linear_attention(layer, normed)
+        x, attended, mixed = build.gather_after_last(layer, x, *both)
+        build.add_linear(x, attended, f"{at}.o", factor=factors.attended)
+        build.add_linear(x, mixed, f"{at}.mix_out", factor=factors.mixed)
+        normed = build.scale(build.norm(x, f"{at}.mlp_norm"), factors.mlp_in)
+        build.add_mlp(layer, x, normed, factor=factors.mlp_out)
+    return build.finish(build.norm(x, "norm"))
+
+
+def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the multipliers. Without biases, those before a projection come after it as well."""
+    config.only("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
+        config.only(name, False)
+    has_norm = config.get("mamba_rms_norm", bool) or False
+    net = _read_mamba(
+        config,
+        spec,
+        num_norm_groups=config.require("mamba_n_groups", int) if has_norm else 0,
+        has_norm_before_gate=has_norm and config.require("mamba_norm_before_gate", bool),
+    )
+
+    def factor(name: str) -> float:
+        return config.positive(f"{name}_multiplier")
+
+    gate, *conv, steps = (factor("ssm_in") * each for each in _read_factors(config, "ssm_multipliers", 5))
+    mlp_in, mlp_down = _read_factors(config, "mlp_multipliers", 2)
+    attention_in = factor("attention_in")
+    factors = LayerFactors(
+        gate=gate,
+        conv=(conv[0], conv[1], conv[2]),
+        steps=steps,
+        mixed=factor("ssm_out"),
+        attended=attention_in * factor("attention_out"),
+        mlp_in=mlp_in,
+        mlp_out=mlp_down / mlp_in,
+    )
+    scale = attention_in**2 * factor("key") * spec.attentions[0].head_dim ** -0.5
+    spec = spec.with_attention(lambda _, attention: replace(attention, scale=scale))
+    spec = replace(spec, embed_scale=factor("embedding"), logit_scale=factor("lm_head"))
+    return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=factors))
+
+
+def _read_factors(config: JsonFile, key: str, number: int) -> list[float]:
+    found = config.get(key, list)
+    factors = [1.0] * number if found is None else found
+    if len(factors) != number or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors):
+        raise config.error(f"{key} is {found!r}, not {number} positive numbers")
+    return [float(factor) for factor in factors]
+
+
+def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the keys of Mamba-2. The converter has multiplied the matrices by all factors."""
+    if any(name.endswith(".ssm_norm.weight") for name in file.tensors):
+        raise checks.unsupported(file.path, "the output of its Mamba layers is normed", "Falcon H1 without such norms is")
+    net = _read_gguf_mamba(file, num_norm_groups=0)
+    return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=LayerFactors()))
+
+
+def _multiply_conv(spec: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Multiply the convolution's weights by the factors of its inputs."""
+    net, factors = spec.linear_attentions[0], spec.layers[0].factors
+    assert factors is not None
+    by_column = np.repeat(np.array(factors.conv, np.float32), [net.value_width, net.key_width, net.key_width])
+    return values * by_column[:, None]
+
+
+_FALCON_FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+_FALCON_DEFAULTS = {
+    **_DEFAULTS,
+    **{f"{name}_multiplier": 1.0 for name in _FALCON_FACTORS},
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "mamba_d_ssm": 1024,
+    "mamba_norm_before_gate": True,
+}
+FALCON_H1 = replace(
+    BAMBA,
+    describe=_describe_beside,
+    of_hf=_of_falcon,
+    of_gguf=_of_falcon_gguf,
+    hf_values=lambda values: {**_FALCON_DEFAULTS, **values},
+    gguf_layer={**GGUF_LAYER, **_GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter leaves the name without an end
+    has_partial_rope=False,
+    hf_changed={"mix_decay": negative_exp, "mix_conv": _multiply_conv},
+)

@@ -32,7 +32,7 @@ from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_ent
 from penstock.models.weights import WeightTensor, row_slices
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE
 from penstock.types.errors import ModelError, damaged
-from penstock.types.model_spec import LinearAttentionSpec, ModelSpec
+from penstock.types.model_spec import LayerFactors, LinearAttentionSpec, ModelSpec
 
 F32 = NDArray[np.float32]
 
@@ -132,6 +132,9 @@ def read_peft(
     files.check(folder)
     config = _read_config(folder, files)
     settings = _Settings(config)
+    if spec.layers[0].factors == LayerFactors():
+        cause = f"the matrices of a {spec.architecture}'s GGUF file are multiplied by factors that the adapter's lack"
+        raise _refused(folder, cause, "Convert the adapter with llama.cpp's convert_lora_to_gguf.py.")
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         is_pickle = (folder / "adapter_model.bin").is_file()
@@ -459,6 +462,9 @@ def read_gguf_adapter(
     nets = spec.linear_attentions if key in ("qwen35", "qwen35moe") else ()
     if any(net.num_heads != net.num_key_heads and not net.has_tiled_heads for net in nets):
         cause = f"its value heads have the order of GGUF files of a {key}, and the model is a directory"
+        raise _refused(path, cause, "Use PEFT's folder of the adapter, or a GGUF file of the model.")
+    if spec.layers[0].factors not in (None, LayerFactors()):
+        cause = f"its matrices are multiplied by the factors of a {key}, and the model's directory has these apart"
         raise _refused(path, cause, "Use PEFT's folder of the adapter, or a GGUF file of the model.")
     alpha = file.require("adapter.lora.alpha", float)
     if not math.isfinite(alpha):

@@ -60,6 +60,7 @@ class RMSNorm(Map):
     weight: str | None
     eps: float
     group: int = 0
+    is_by_column: bool = False  # the weight has numbers for the columns of the whole row, and not for those of each group
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,9 @@ class LinearAttentionSpec:
     min_step: float = 0.0
     max_step: float | None = None
     has_tiled_heads: bool = False  # value head h reads key head h % num_key_heads, and not h // (num_heads // num_key_heads)
+    num_norm_groups: int = 1
+    """Parts of Mamba-2's output that are normed each by itself, with a weight for each column; 0: its output is not normed."""
+    has_norm_before_gate: bool = False
 
     @property
     def key_width(self) -> int:
@@ -130,9 +133,24 @@ class ExpertsMlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFactors:
+    """Factors between the parts of a layer of Falcon-H1, which has Mamba-2 beside attention."""
+
+    gate: float = 1.0
+    conv: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of x, B and C; the loader multiplies the convolution's weights
+    steps: float = 1.0
+    mixed: float = 1.0  # of what Mamba-2 adds to the residual stream
+    attended: float = 1.0  # likewise attention
+    mlp_in: float = 1.0
+    mlp_out: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     mixer: AttentionSpec | ShortConvSpec | LinearAttentionSpec
     mlp: GatedMlp | PlainMlp | ExpertsMlp
+    beside: LinearAttentionSpec | None = None  # a second mixer, which reads what the first one reads
+    factors: LayerFactors | None = None
     has_attn_norm: bool = True
     """False: attention reads the output of the MLP's norm, and both run side by side."""
 
@@ -140,6 +158,10 @@ class LayerSpec:
     def attention(self) -> AttentionSpec:
         assert isinstance(self.mixer, AttentionSpec)
         return self.mixer
+
+    @property
+    def mixers(self) -> tuple[AttentionSpec | ShortConvSpec | LinearAttentionSpec, ...]:
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +231,7 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec))
 
     @property
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
@@ -218,7 +240,7 @@ class ModelSpec:
 
     @property
     def linear_attentions(self) -> tuple[LinearAttentionSpec, ...]:
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LinearAttentionSpec))
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers if isinstance(mixer, LinearAttentionSpec))
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """Return a copy with `change(index, layer)` in place of each layer."""

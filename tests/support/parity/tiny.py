@@ -252,6 +252,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     is_interleaved = case.architecture == "gpt_oss"
     weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, is_interleaved)}
     weights = {new: part for name, values in weights.items() for new, part in nets_in_gguf(name, values, config, gguf)}
+    if key == "falcon-h1":
+        weights = {name: _multiplied(name, values, config) for name, values in weights.items()}
     for name, values in weights.items():
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + np.float32(gguf.norm_offset)
@@ -313,6 +315,29 @@ def nets_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf:
         elif part != "norm.weight":
             values = values[rows if part == "in_proj_z.weight" else order]
     yield name.replace("dt_bias", "dt_proj.bias"), np.ascontiguousarray(values)
+
+
+def _multiplied(name: str, values: FloatArray, config: Mapping[str, Any]) -> FloatArray:
+    """A tensor of Falcon H1 with the factors of its inputs and outputs."""
+    gate, down = config["mlp_multipliers"]
+    within = config["attention_in_multiplier"]
+    factors = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": within,
+        "k_proj": within * config["key_multiplier"],
+        "v_proj": within,
+        "o_proj": config["attention_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "out_proj": config["ssm_out_multiplier"],
+    }
+    part = name.split(".")[-2]
+    if part == "in_proj":
+        inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        by_row = np.repeat(config["ssm_multipliers"], [inner, inner, keys, keys, config["mamba_n_heads"]])
+        return values * np.float32(config["ssm_in_multiplier"] * by_row[:, None])
+    return values * np.float32(factors.get(part, 1.0))
 
 
 def _mamba_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> tuple[str, FloatArray]:

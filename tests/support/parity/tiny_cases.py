@@ -1697,7 +1697,8 @@ _BAMBA = settings(
 
 def _with_mamba(config: Mapping[str, Any], found: Shapes, *layers: int) -> Shapes:
     """The tensors of a hybrid with Mamba-2 in these layers."""
-    hidden, heads, inner = config["hidden_size"], config["mamba_n_heads"], 2 * config["hidden_size"]
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    inner = config.get("mamba_d_ssm", 2 * hidden)
     joint = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     mamba: Shapes = {
         "in_proj.weight": (inner + joint + heads, hidden),
@@ -1712,9 +1713,22 @@ def _with_mamba(config: Mapping[str, Any], found: Shapes, *layers: int) -> Shape
         mamba |= {"in_proj.bias": (inner + joint + heads,), "out_proj.bias": (hidden,)}
     if config.get("mamba_conv_bias", True):
         mamba["conv1d.bias"] = (joint,)
+    if not config.get("mamba_rms_norm", True):
+        del mamba["norm.weight"]
     at = {f"model.layers.{layer}" for layer in layers}
-    ours = {name: shape for name, shape in found.items() if name.split(".self_attn.")[0] not in at}
+    is_beside = config["model_type"] == "falcon_h1"
+    ours = {name: shape for name, shape in found.items() if is_beside or name.split(".self_attn.")[0] not in at}
     return ours | {f"{prefix}.mamba.{name}": shape for prefix in sorted(at) for name, shape in mamba.items()}
+
+
+def _as_bamba(found: Shapes) -> Shapes:
+    """Norms and MLPs by the names that Bamba and Falcon H1 have for them."""
+    return {
+        {"model.norm.weight": "model.final_layernorm.weight"}.get(name, name)
+        .replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
+        .replace(".mlp.", ".feed_forward."): shape
+        for name, shape in found.items()
+    }
 
 
 _SHARED_MLP = {"shared_mlp__input_linear__weight": (112, 72), "shared_mlp__output_linear__weight": (72, 56)}
@@ -1741,14 +1755,64 @@ _GRANITE_DENSE_GGUF_CASE = replace(
 _BAMBA_CASE = TinyCase(
     architecture="bamba",
     config=_BAMBA,
-    shapes={
-        {"model.norm.weight": "model.final_layernorm.weight"}.get(name, name)
-        .replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
-        .replace(".mlp.", ".feed_forward."): shape
-        for name, shape in _with_mamba(_BAMBA, shapes(_BAMBA), 0, 1).items()
-    },
+    shapes=_as_bamba(_with_mamba(_BAMBA, shapes(_BAMBA), 0, 1)),
     seed=131,
     num_tokens=100,
+)
+_FALCON_H1 = settings(
+    "falcon_h1",
+    "FalconH1ForCausalLM",
+    rms_norm_eps=0.05,
+    **{**_MAMBA, "mamba_d_head": 14, "mamba_n_groups": 2},
+    mamba_d_ssm=84,
+    mamba_rms_norm=False,
+    embedding_multiplier=4.0,
+    lm_head_multiplier=0.5,
+    key_multiplier=0.5,
+    attention_in_multiplier=2.0,
+    attention_out_multiplier=0.5,
+    ssm_in_multiplier=2.0,
+    ssm_out_multiplier=0.5,
+    ssm_multipliers=[0.5, 0.25, 2.0, 0.5, 0.25],
+    mlp_multipliers=[2.0, 0.5],
+)
+"""Factors are powers of two: the GGUF file's matrices, multiplied by them, have the same bits; so have keys and values, which
+transformers multiplies before they are rounded.
+"""
+_NORMED_FALCON_H1 = {
+    **_FALCON_H1,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_conv_bias": False,
+    "time_step_limit": [0.3, 0.9],
+    "embedding_multiplier": 3.7,
+    "ssm_in_multiplier": 1.4,
+    "ssm_multipliers": [0.35, 1.25, 1.7, 0.5, 1.8],
+    "mlp_multipliers": [0.9, 0.6],
+}
+_FALCON_H1_CASE = TinyCase(
+    architecture="falcon_h1",
+    config=_FALCON_H1,
+    shapes=_as_bamba(_with_mamba(_FALCON_H1, shapes(_FALCON_H1), 0, 1)),
+    seed=162,
+    num_tokens=100,
+)
+_NORMED_FALCON_H1_CASE = replace(
+    _FALCON_H1_CASE,
+    config=_NORMED_FALCON_H1,
+    shapes=_as_bamba(_with_mamba(_NORMED_FALCON_H1, shapes(_NORMED_FALCON_H1), 0, 1)),
+    seed=165,
+)
+_FALCON_H1_GGUF = Gguf(
+    architecture="falcon-h1",
+    metadata={
+        "ssm.conv_kernel": 3,
+        "ssm.state_size": 10,
+        "ssm.group_count": 2,
+        "ssm.inner_size": 84,
+        "ssm.time_step_rank": 6,
+        "rope.dimension_count": None,
+    },
 )
 _MAMBA_IN_GGUF = {
     **_GGUF_GRANITE,
@@ -1772,6 +1836,13 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             _GRANITE_DENSE_GGUF_CASE, gguf=replace(_GRANITE_HYBRID_GGUF, metadata={**_MAMBA_IN_GGUF, "feed_forward_length": 56})
         ),
         "bamba": _BAMBA_CASE,
+        "falcon_h1": _FALCON_H1_CASE,
+        "falcon_h1_gguf": replace(_FALCON_H1_CASE, gguf=_FALCON_H1_GGUF, golden="falcon_h1"),
+        "falcon_h1_normed": _NORMED_FALCON_H1_CASE,
+        "falcon_h1_normed_first": replace(
+            _NORMED_FALCON_H1_CASE,
+            config={**_NORMED_FALCON_H1, "mamba_norm_before_gate": True, "ssm_out_multiplier": 1.5},
+        ),
         "qwen3_5": _QWEN3_5_CASE,
         "qwen3_5_vl": replace(_QWEN3_5_CASE, wrapper=_QWEN3_5_WRAPPER, golden="qwen3_5"),
         "qwen3_5_gguf": replace(_QWEN3_5_CASE, gguf=_QWEN3_5_GGUF, golden="qwen3_5"),

@@ -14,7 +14,7 @@ from support.parity.tiny_runs import MAX_RELATIVE_RMS
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
 
 KEPT = frozenset({"architecture", "choice", "max_model_len", "tie_word_embeddings", "layers", "ending", "kv_layer"})
-KEPT |= {"stretched_len"}
+KEPT |= {"stretched_len", "conv"}
 """Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
 in `test_encoders.py`."""
 
@@ -32,6 +32,7 @@ SIZES = frozenset(
         "num_key_heads",
         "key_dim",
         "value_dim",
+        "num_norm_groups",
         "layer_input_size",
     }
     | {"shared_size"}
@@ -43,6 +44,9 @@ MEANT_FOR: Mapping[bool, frozenset[str]] = {
     False: frozenset({"softcap", "logit_softcap", "logit_scale"}),
 }
 """Fields that matter to encoders alone, and to others alone."""
+
+IF_THERE = frozenset({"beside", "factors"})
+"""Parts of a layer that few architectures have."""
 
 IF_ABSENT: Mapping[str, Any] = {
     "scale": 0.3,
@@ -66,6 +70,8 @@ def settings(value: Any) -> Iterator[tuple[str, Any]]:
     for field in fields(value):
         found = getattr(value, field.name)
         if field.name in KEPT | SIZES or field.name.startswith("has_"):
+            continue
+        if field.name in IF_THERE and found is None:
             continue
         if field.name in NOTHING_WITHOUT and not getattr(value, NOTHING_WITHOUT[field.name]):
             continue

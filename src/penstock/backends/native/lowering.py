@@ -46,7 +46,7 @@ COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
         *("Linear", "Linear.bias", "Linear.residual"),
-        *("RMSNorm", "RMSNorm.group", "RMSNorm without weight", "LayerNorm", "LayerNorm without bias"),
+        *("RMSNorm", "RMSNorm.group", "RMSNorm.is_by_column", "RMSNorm without weight", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("ShortConv", "ShortConv.bias", "CausalConv", "CausalConv.bias"),
@@ -315,8 +315,9 @@ class _Emitter:
             case prog.Embed():
                 self._emit_embed(group)
             case prog.RMSNorm():
-                n = group.group or self._widths[group.x]
-                self._map(RowOpKind.RMS_NORM, group, weight=self._weights.of_norm(group.weight, n), n=n, value=group.eps)
+                n, step = group.group or self._widths[group.x], group.group if group.is_by_column else 0
+                weight = self._weights.of_norm(group.weight, n)
+                self._map(RowOpKind.RMS_NORM, group, weight=weight, n=n, head_dim=step, value=group.eps)
             case prog.LayerNorm():
                 vector, bias = self._weights.vector(group.weight), self._weights.vector(group.bias)
                 self._map(RowOpKind.LAYER_NORM, group, y=bias, weight=vector, value=group.eps)
