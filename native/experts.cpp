@@ -275,7 +275,11 @@ void Experts::activate(const Layer& layer, const Stage& stage, int task, Scratch
         float* const rows = scratch.activated.data() - first * width;  // that of pair 0, were it there
         for (int pair = first; pair < end; ++pair) {
             const float* const gate = floats_of(work->inner) + pair * ld;
-            kernels_.gated_row(rows + pair * width, gate, gate + ld / 2, shape.width, shape.activation);
+            if (ld == int64_t{ceil_div(shape.width, kPanel)} * kPanel) {  // there are no gates: these are the up projections
+                kernels_.activate_row(rows + pair * width, gate, shape.width, shape.activation);
+            } else {
+                kernels_.gated_row(rows + pair * width, gate, gate + ld / 2, shape.width, shape.activation);
+            }
         }
         if (!to.bf16) {
             kernels_.quantize_rows(to, first, end, rows, nullptr, 0.0f);

@@ -7,8 +7,8 @@
 //     score      some (row, 16 experts)        the router's scores, in float32
 //     choose     rows (kChooseExperts)         the experts with the largest scores, by rank, and their shares
 //     gather     pairs, by row and rank        the input of each pair, where the pair is sorted to
-//     inner      panels of experts             gate and up projection
-//     activate   pairs, sorted                 activation(gate) * up, in the form that the down projection wants
+//     inner      panels of experts             gate, if there are gates, and up projection
+//     activate   pairs, sorted                 activation(gate) * up or activation(up), in the form that the down projection wants
 //     outer      panels of experts             down projection
 //     sum        rows (kSumExperts)            its experts' results times their shares, by rank
 //

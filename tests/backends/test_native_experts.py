@@ -41,6 +41,7 @@ KINDS = {
     "sigmoid as it is": {"scoring": "sigmoid", "is_renormalised": False, "router_bias": "rb"},
     "softmax with a bias": {"selection_bias": "s", "router_bias": "rb"},
     "biases": BIASES,
+    "no gates": {"gate": None, "activation": "relu2", "up_bias": "ub"},
 }
 
 

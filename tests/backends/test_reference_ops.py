@@ -421,6 +421,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid, chosen by a bias": {"scoring": "sigmoid", "selection_bias": "s", "share_factor": 1.5},
     "router with a bias": {"router_bias": "rb"},
     "biases": {"gate_bias": "gb", "up_bias": "ub", "down_bias": "db"},
+    "no gates": {"gate": None, "up_bias": "ub"},
 }
 
 
@@ -431,7 +432,7 @@ def test_experts_are_the_few_that_the_router_scores_highest(per_token: int, rout
     x, w = values(NUM_TOKENS, 6), {"r": values(num_experts, 6), "rb": values(num_experts), "s": values(num_experts) * 3}
     w |= {name: values(num_experts, inner, 6) for name in "gu"} | {"d": values(num_experts, 4, inner)}
     w |= {"gb": values(num_experts, inner), "ub": values(num_experts, inner), "db": values(num_experts, 4)}
-    op = Experts("y", "x", "r", "g", "u", "d", num_experts, per_token, inner, "silu", **fields)
+    op = replace(Experts("y", "x", "r", "g", "u", "d", num_experts, per_token, inner, "silu"), **fields)
     row = run(make_row(x=x), op, **{name: v.reshape(-1, v.shape[-1]) if v.ndim == 3 else v for name, v in w.items()})
     w = {name: v.astype(float) if name in "rgud" or name in fields.values() else v * 0.0 for name, v in w.items()}
     expected = np.zeros((NUM_TOKENS, 4))
@@ -441,7 +442,9 @@ def test_experts_are_the_few_that_the_router_scores_highest(per_token: int, rout
         chosen = sorted(range(num_experts), key=lambda e: -(scores + w["s"])[e])[:per_token]
         total = sum(scores[chosen]) if fields.get("is_renormalised", True) else 1.0
         for e in chosen:
-            hidden = np.array([SILU(v) for v in w["g"][e] @ token + w["gb"][e]]) * (w["u"][e] @ token + w["ub"][e])
+            ups = w["u"][e] @ token + w["ub"][e]
+            gates = [SILU(v) for v in w["g"][e] @ token + w["gb"][e]]
+            hidden = [SILU(v) for v in ups] if op.gate is None else np.array(gates) * ups
             expected[t] += fields.get("share_factor", 1.0) * scores[e] / total * (w["d"][e] @ hidden + w["db"][e])
     assert_close(row.buffers["y"], expected)
 

@@ -60,6 +60,17 @@ from support.tiny_models import write_hf_files
         ("falcon_h1", {"mamba_d_ssm": 90}, "are not mamba_d_ssm"),
         ("falcon_h1", {"mamba_rms_norm": True}, "missing"),
         ("falcon_h1_normed", {"mamba_n_groups": 5}, "linear attention is not possible"),
+        ("nemotron_h", {"use_bias": True}, "use_bias is True"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
+        ("nemotron_h", {"attention_head_dim": 32}, "attention_head_dim is 32"),
+        ("nemotron_h", {"n_groups": 5}, "linear attention is not possible"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-MX"}, "a layer is 'X'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-M"}, "not part of this architecture"),
+        ("nemotron_h", {"hybrid_override_pattern": "MM-M-"}, "no layer attends"),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "layer"),
+        ("nemotron_h_moe", {"n_group": 7}, "n_group is 7"),
+        ("nemotron_h_moe", {"moe_latent_size": 36}, "moe_latent_size is 36"),
+        ("nemotron_h_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0"),
         ("bamba", {"mamba_n_groups": 0}, "0 groups"),
     ],
 )
@@ -68,6 +79,24 @@ def test_settings_that_are_not_possible_are_refused(tmp_path: Path, name: str, c
     write_hf_files(tmp_path, {**case.config, **changes}, case.weights(), case.vocab_size)
     with pytest.raises(ModelError, match=words):
         load_hf_directory(tmp_path)
+
+
+def test_names_and_kinds_of_layers_of_both_forms_of_nemotron_h_are_read(tmp_path: Path) -> None:
+    """As published, with a matrix for each expert, and as release 5 of transformers saves it."""
+    case = CASES["nemotron_h_moe"]
+    kinds = ["moe", "linear_attention", "full_attention", "moe", "mlp"]
+    new = {**case.config, "hybrid_override_pattern": None, "layers_block_type": kinds}
+    old = {"mtp.layers.0.norm.weight": np.ones(3, np.float32)}
+    for name, values in case.weights().items():
+        at, found, part = name.replace("model.", "backbone.", 1).partition("experts.")
+        is_cube = found and values.ndim == 3
+        old |= {f"{at}experts.{i}.{part}.weight": values[i] for i in range(7)} if is_cube else {at + found + part: values}
+    write_hf_files(tmp_path / "new", new, case.weights(), case.vocab_size)
+    write_hf_files(tmp_path / "old", case.config, old, case.vocab_size)
+    first, second = (load_hf_directory(tmp_path / name) for name in ("new", "old"))
+    assert first.spec == second.spec
+    for name, tensor in first.weights.items():
+        assert np.array_equal(tensor.dequantize(), second.weights[name].dequantize()), name
 
 
 def test_layers_for_further_tokens_and_pictures_are_left_out(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def size_of(
     num_expert_weights, share = 0, 1.0
     for op in program.ops:
         if isinstance(op, Experts):
-            share, num_experts = op.num_experts_per_token / op.num_experts, sizes[op.gate] + sizes[op.up] + sizes[op.down]
+            share = op.num_experts_per_token / op.num_experts
+            num_experts = sum(sizes[name] for name in (op.gate, op.up, op.down) if name is not None)
             num_expert_weights += num_experts
             num_read += sizes[op.router] + num_experts
             token_products += sizes[op.router] + round(share * num_experts)

@@ -90,8 +90,8 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    spec = with_gpt_layers(spec, activation)
-    return _with_biased_attention(spec.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, has_bias=True))))
+    spec = with_gpt_layers(with_gated_mlps(spec, activation, has_bias=True), activation)
+    return _with_biased_attention(spec)
 
 
 def _with_biased_attention(spec: ModelSpec) -> ModelSpec:

@@ -254,6 +254,8 @@ class Decoder:
                 return self.linear_attention(layer, x)
             case AttentionSpec():
                 return self.attention(layer, x, qk_norms=qk_norms)
+            case None:
+                raise AssertionError(f"layer {layer} has no mixer")
 
     def add_output(self, layer: int, to: str, mixed: str) -> str:
         """to += the output projection of `mixed`, which `mix` returned."""
@@ -261,7 +263,7 @@ class Decoder:
         if isinstance(mixer, LinearAttentionSpec):
             bias = f"layers.{layer}.mix_out_bias" if mixer.has_bias else None
             return self.add_linear(to, mixed, f"layers.{layer}.mix_out", bias=bias)
-        has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
+        has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else self._spec.layers[layer].attention.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
@@ -287,6 +289,7 @@ class Decoder:
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             mlp = GatedMlp(intermediate_size=mlp.shared_size, activation=mlp.activation)
+        assert mlp is not None
         return self._activated(f"layers.{layer}.", mlp, x)
 
     def _activated(self, at: str, mlp: GatedMlp | PlainMlp, x: str) -> str:
@@ -324,7 +327,7 @@ class Decoder:
                 out=out,
                 x=x,
                 router=f"{at}router",
-                gate=f"{at}{kind}gate",
+                gate=f"{at}{kind}gate" if mlp.has_gate else None,
                 up=f"{at}{kind}up",
                 down=f"{at}{kind}down",
                 num_experts=mlp.num_experts,
@@ -354,6 +357,7 @@ class Decoder:
         if isinstance(mlp, ExpertsMlp):
             self.add(to, self.experts(layer, x))
             return self._add_shared(layer, to, x, mlp) if mlp.shared_size else to
+        assert mlp is not None
         at = f"layers.{layer}.{dense}"
         bias = f"{at}down_bias" if mlp.has_bias or has_down_bias else None
         return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias, factor=factor)
@@ -362,7 +366,8 @@ class Decoder:
         """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""
         at = f"layers.{layer}.shared_"
         if not mlp.has_shared_gate:
-            shared = GatedMlp(intermediate_size=mlp.shared_size, activation=mlp.activation)
+            kind = GatedMlp if mlp.has_gate else PlainMlp
+            shared = kind(intermediate_size=mlp.shared_size, activation=mlp.activation)
             return self.add_linear(to, self._activated(at, shared, x), f"{at}down")
         gated = ExpertsMlp(
             num_experts=1,

@@ -61,7 +61,7 @@ def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAtten
     value_dim = width // max(1, num_heads) if is_auto else config.require("mamba_d_head", int)
     if num_heads * value_dim != width:
         raise config.error(f"{num_heads} heads of {value_dim} columns are not {words}")
-    least, most = _read_limits(config)
+    least, most = read_limits(config)
     return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=config.require("mamba_n_groups", int),
@@ -77,7 +77,7 @@ def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAtten
     )
 
 
-def _read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
+def read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
     key = file.architecture
     num_heads, inner = (file.require(f"{key}.ssm.{name}", int) for name in ("time_step_rank", "inner_size"))
     return LinearAttentionSpec(
@@ -92,7 +92,7 @@ def _read_gguf_mamba(file: GgufFile, **others: Any) -> LinearAttentionSpec:
     )
 
 
-def _read_limits(config: JsonFile) -> tuple[float, float]:
+def read_limits(config: JsonFile) -> tuple[float, float]:
     limits = config.get("time_step_limit", list)
     if limits is None:
         return 0.0, math.inf
@@ -152,20 +152,22 @@ def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     counts = file.get_list(f"{key}.attention.head_count_kv", int)
     if len(counts) != spec.num_layers:
         raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
-    return _with_mamba(file.path, spec, _read_gguf_mamba(file), [count > 0 for count in counts])
+    return _with_mamba(file.path, spec, read_gguf_mamba(file), [count > 0 for count in counts])
 
 
 _IN, _IN_BIAS = (Parts(tuple(f"mix_{name}{end}" for name in ("gate", "in", "steps"))) for end in ("", "_bias"))
-_HF_MAMBA: Mapping[str, str | Parts] = {
-    "mamba.in_proj.weight": _IN,
-    "mamba.in_proj.bias": _IN_BIAS,
-    **with_biases({"mamba.conv1d": "mix_conv", "mamba.out_proj": "mix_out"}),
-    "mamba.dt_bias": "mix_step_bias",
-    "mamba.A_log": "mix_decay",
-    "mamba.D": "mix_skip",
-    "mamba.norm.weight": "mix_scale",
+HF_MIXER: Mapping[str, str | Parts] = {
+    "in_proj.weight": _IN,
+    "in_proj.bias": _IN_BIAS,
+    **with_biases({"conv1d": "mix_conv", "out_proj": "mix_out"}),
+    "dt_bias": "mix_step_bias",
+    "A_log": "mix_decay",
+    "D": "mix_skip",
+    "norm.weight": "mix_scale",
 }
-_GGUF_MAMBA: Mapping[str, str | Parts] = {
+"""Names of the tensors of Mamba-2 after the mixer's -> our names."""
+_HF_MAMBA = {f"mamba.{name}": ours for name, ours in HF_MIXER.items()}
+GGUF_MAMBA: Mapping[str, str | Parts] = {
     "ssm_in.weight": _IN,
     **with_biases({"ssm_conv1d": "mix_conv"}),
     "ssm_dt.bias": "mix_step_bias",
@@ -187,7 +189,7 @@ GRANITE_HYBRID = replace(
         "shared_mlp.input_linear.weight": Parts(("shared_gate", "shared_up")),
         "shared_mlp.output_linear.weight": "shared_down",
     },
-    gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS, **_SHARED_OF_DENSE, **_GGUF_MAMBA},
+    gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS, **_SHARED_OF_DENSE, **GGUF_MAMBA},
     hf_changed={"mix_decay": negative_exp},
 )
 
@@ -283,7 +285,7 @@ def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of Mamba-2. The converter has multiplied the matrices by all factors."""
     if any(name.endswith(".ssm_norm.weight") for name in file.tensors):
         raise checks.unsupported(file.path, "the output of its Mamba layers is normed", "Falcon H1 without such norms is")
-    net = _read_gguf_mamba(file, num_norm_groups=0)
+    net = read_gguf_mamba(file, num_norm_groups=0)
     return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=LayerFactors()))
 
 
@@ -310,7 +312,7 @@ FALCON_H1 = replace(
     of_hf=_of_falcon,
     of_gguf=_of_falcon_gguf,
     hf_values=lambda values: {**_FALCON_DEFAULTS, **values},
-    gguf_layer={**GGUF_LAYER, **_GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter leaves the name without an end
+    gguf_layer={**GGUF_LAYER, **GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter leaves the name without an end
     has_partial_rope=False,
     hf_changed={"mix_decay": negative_exp, "mix_conv": _multiply_conv},
 )

@@ -234,13 +234,13 @@ class GatedActivation(Op):
 class Experts(Map):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
-    A score is the softmax or sigmoid of r @ router.T (+ router_bias); r is x, or the buffer `router_x`. The largest
-    (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if `is_renormalised`,
-    times `share_factor` (* share_scale of e). Experts' matrices are stacked.
+    Without gates, each is down_e(activation(up_e(x))). A score is the softmax or sigmoid of r @ router.T (+ router_bias); r is
+    x, or the buffer `router_x`. The largest (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the
+    chosen ones' sum if `is_renormalised`, times `share_factor` (* share_scale of e). Experts' matrices are stacked.
     """
 
     router: str
-    gate: str
+    gate: str | None
     up: str
     down: str
     num_experts: int

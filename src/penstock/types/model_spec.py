@@ -115,7 +115,7 @@ class PlainMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsMlp:
-    """A mixture of experts: a router picks a few gated MLPs for each token. A shared one may serve all tokens beside them."""
+    """A mixture of experts: a router picks a few MLPs for each token. A shared one may serve all tokens beside them."""
 
     num_experts: int
     num_experts_per_token: int
@@ -128,6 +128,7 @@ class ExpertsMlp:
     has_selection_bias: bool = False  # biases that affect only the choice of experts
     has_share_scale: bool = False  # each expert's share is multiplied by a number of its own, last
     has_bias: bool = False
+    has_gate: bool = True  # the MLPs are gated, the shared one too
     shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     has_shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x @ shared_router.T)
 
@@ -147,8 +148,8 @@ class LayerFactors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    mixer: AttentionSpec | ShortConvSpec | LinearAttentionSpec
-    mlp: GatedMlp | PlainMlp | ExpertsMlp
+    mixer: AttentionSpec | ShortConvSpec | LinearAttentionSpec | None
+    mlp: GatedMlp | PlainMlp | ExpertsMlp | None
     beside: LinearAttentionSpec | None = None  # a second mixer, which reads what the first one reads
     factors: LayerFactors | None = None
     has_attn_norm: bool = True
@@ -161,7 +162,7 @@ class LayerSpec:
 
     @property
     def mixers(self) -> tuple[AttentionSpec | ShortConvSpec | LinearAttentionSpec, ...]:
-        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,6 +266,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
             values = _queries_first(values, config.get("num_key_value_heads", num_heads), head_dim)
         if values.shape[:1] == (1,) and ".mamba." not in name:  # the converter leaves out dimensions of one
             values = values.reshape(-1)
+        if key.startswith("nemotron_h") and ".mlp.experts." not in name:
+            name = name.replace("model.", "backbone.", 1)
         ends = (".weight", ".bias", ".scale")
         found = "cls.output.weight" if name == "score.weight" else ggufs.get_name(name, try_suffixes=ends)
         assert found is not None, f"llama.cpp has no name for {name}"
@@ -282,7 +284,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
 
 def nets_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf: Gguf) -> Iterator[tuple[str, FloatArray]]:
     """A tensor as the converter writes those of a delta net. Qwen 3.5 has the first value heads of all key heads first."""
-    if ".mamba." in name:
+    if ".mamba." in name or ".mixer." in name:
         yield _mamba_in_gguf(name, values, config)
         return
     if ".shared_mlp." in name:
@@ -346,8 +348,9 @@ def _mamba_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> 
     if name.endswith(("A_log", ".D")):
         values = values[:, None]
     elif name.endswith("norm.weight"):
-        values = values.reshape(config["mamba_n_groups"], -1)
-    return name.replace("dt_bias", "dt_proj.bias"), values
+        values = values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    name = re.sub(r"mixer\.experts\.(\w+)(\.weight)?", r"mlp.experts.\1.weight", name)
+    return name.replace("correction_bias", "correction.bias").replace("dt_bias", "dt_proj.bias"), values
 
 
 def _shared_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> Iterator[tuple[str, FloatArray]]:

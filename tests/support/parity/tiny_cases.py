@@ -1827,8 +1827,119 @@ _MAMBA_IN_GGUF = {
 }
 _GRANITE_HYBRID_GGUF = Gguf(architecture="granitehybrid", is_interleaved=True, metadata={**_MAMBA_IN_GGUF, **_GGUF_EXPERTS})
 
+_NEMOTRON_H = settings(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    num_hidden_layers=None,
+    rms_norm_eps=None,
+    hidden_act=None,
+    rope_parameters=None,
+    layer_norm_epsilon=0.05,
+    hybrid_override_pattern="M*-M-",
+    mamba_num_heads=6,
+    mamba_head_dim=14,
+    n_groups=2,
+    ssm_state_size=10,
+    conv_kernel=3,
+    chunk_size=8,
+    mlp_hidden_act="relu2",
+)
+_NEMOTRON_H_MOE = {
+    **_NEMOTRON_H,
+    "hybrid_override_pattern": "EM*E-",
+    "use_conv_bias": False,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.7,
+}
+_NEMOTRON_H_MOE_OF_GGUF = {**_NEMOTRON_H_MOE, "hybrid_override_pattern": "EM*E", "norm_topk_prob": False}
+
+
+def _nemotron_h_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, heads, inner, width = config["hidden_size"], config["mamba_num_heads"], 84, config["intermediate_size"]
+    joint = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    kinds: dict[str, Shapes] = {
+        "M": {
+            "in_proj.weight": (inner + joint + heads, hidden),
+            "conv1d.weight": (joint, 1, config["conv_kernel"]),
+            **({"conv1d.bias": (joint,)} if config.get("use_conv_bias", True) else {}),
+            "dt_bias": (heads,),
+            "A_log": (heads,),
+            "D": (heads,),
+            "norm.weight": (inner,),
+            "out_proj.weight": (hidden, inner),
+        },
+        "*": {
+            "q_proj.weight": (72, hidden),
+            **{f"{name}_proj.weight": (24, hidden) for name in "kv"},
+            "o_proj.weight": (hidden, 72),
+        },
+        "-": {"up_proj.weight": (width, hidden), "down_proj.weight": (hidden, width)},
+        "E": {
+            "gate.weight": (7, hidden),
+            "gate.e_score_correction_bias": (7,),
+            "experts.up_proj": (7, 40, hidden),
+            "experts.down_proj": (7, hidden, 40),
+            "shared_experts.up_proj.weight": (56, hidden),
+            "shared_experts.down_proj.weight": (hidden, 56),
+        },
+    }
+    found: Shapes = {"model.embeddings.weight": (config["vocab_size"], hidden)}
+    for layer, kind in enumerate(config["hybrid_override_pattern"]):
+        found[f"model.layers.{layer}.norm.weight"] = (hidden,)
+        found |= {f"model.layers.{layer}.mixer.{name}": shape for name, shape in kinds[kind].items()}
+    return {**found, "model.norm_f.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
+
+
+_NEMOTRON_H_CASE = TinyCase(
+    architecture="nemotron_h", config=_NEMOTRON_H, shapes=_nemotron_h_shapes(_NEMOTRON_H), seed=180, num_tokens=100
+)
+_NEMOTRON_H_MOE_CASE = replace(_NEMOTRON_H_CASE, config=_NEMOTRON_H_MOE, shapes=_nemotron_h_shapes(_NEMOTRON_H_MOE), seed=181)
+_NEMOTRON_H_GGUF = Gguf(
+    architecture="nemotron_h",
+    is_interleaved=True,
+    metadata={
+        "attention.head_count_kv": [0, 1, 0, 0, 0],
+        "feed_forward_length": [0, 0, 100, 0, 100],
+        "ssm.conv_kernel": 3,
+        "ssm.state_size": 10,
+        "ssm.group_count": 2,
+        "ssm.inner_size": 84,
+        "ssm.time_step_rank": 6,
+        "rope.scaling.finetuned": False,
+    },
+)
+_NEMOTRON_H_MOE_GGUF = replace(
+    _NEMOTRON_H_GGUF,
+    architecture="nemotron_h_moe",
+    metadata={
+        **_NEMOTRON_H_GGUF.metadata,
+        **_GGUF_EXPERTS,
+        "attention.head_count_kv": [0, 0, 1, 0],
+        "feed_forward_length": [40, 0, 0, 40],
+        "expert_feed_forward_length": 40,
+        "expert_shared_feed_forward_length": 56,
+        "expert_weights_norm": False,
+        "expert_weights_scale": 1.7,
+        "expert_group_count": 1,
+    },
+)
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
+        "nemotron_h": _NEMOTRON_H_CASE,
+        "nemotron_h_gguf": replace(_NEMOTRON_H_CASE, gguf=_NEMOTRON_H_GGUF, golden="nemotron_h"),
+        "nemotron_h_moe": _NEMOTRON_H_MOE_CASE,
+        "nemotron_h_moe_gguf": replace(
+            _NEMOTRON_H_MOE_CASE,
+            architecture="nemotron_h_moe",
+            config=_NEMOTRON_H_MOE_OF_GGUF,
+            shapes=_nemotron_h_shapes(_NEMOTRON_H_MOE_OF_GGUF),
+            seed=183,
+            gguf=_NEMOTRON_H_MOE_GGUF,
+        ),
         "granite_hybrid": _GRANITE_HYBRID_CASE,
         "granite_hybrid_gguf": replace(_GRANITE_HYBRID_CASE, gguf=_GRANITE_HYBRID_GGUF, golden="granite_hybrid"),
         "granite_hybrid_dense": _GRANITE_DENSE_CASE,

@@ -45,8 +45,8 @@ MEANT_FOR: Mapping[bool, frozenset[str]] = {
 }
 """Fields that matter to encoders alone, and to others alone."""
 
-IF_THERE = frozenset({"beside", "factors"})
-"""Parts of a layer that few architectures have."""
+IF_THERE = frozenset({"mixer", "beside", "mlp", "factors"})
+"""Parts of a layer that some lack."""
 
 IF_ABSENT: Mapping[str, Any] = {
     "scale": 0.3,
@@ -80,7 +80,8 @@ def settings(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{field.name}.{name}", replace(value, **{field.name: changed})
         else:
             for changed in other_values(field.name, found, kinds[field.name]):
-                if not (isinstance(value, PlainMlp) and changed == "swiglu_clamped"):  # which is of a gate
+                has_gate = not isinstance(value, PlainMlp) and getattr(value, "has_gate", True)
+                if has_gate or changed != "swiglu_clamped":  # which is of a gate
                     yield field.name, replace(value, **{field.name: changed})
 
 

@@ -72,6 +72,7 @@ class Mixture:
             (found,) = load_matrices([find(name)], dtype, device, round_to_fp8=round_to_fp8)
             return found
 
+        assert op.gate is not None, "lowering refuses experts without gates"
         self._op, self._scratch, self._deterministic = op, scratch, deterministic
         self._router = load_vector(find(op.router), torch.float32, device).view(op.num_experts, -1)
         self._router_bias, self._selection_bias = (vector(name, torch.float32) for name in (op.router_bias, op.selection_bias))

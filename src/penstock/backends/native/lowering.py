@@ -60,7 +60,7 @@ COMPUTED = frozenset(
         *("Logits", "Logits.scale", "Logits.bias", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
-        *("Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
+        *("Experts", "Experts without gate", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
         *("Experts.router_bias", "Experts.selection_bias", "Experts.router_x", "Experts.share_scale"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
     }
@@ -534,7 +534,8 @@ class _Emitter:
 
     def _emit_experts(self, op: prog.Experts) -> None:
         weights, num_experts = self._weights, op.num_experts
-        x, activation = self._buffer(op.router_x or op.x), self._activation(op.x, op.gate)
+        x, activation = self._buffer(op.router_x or op.x), self._activation(op.x, op.up)
+        inner, biases = ((op.up,), (op.up_bias,)) if op.gate is None else ((op.gate, op.up), (op.gate_bias, op.up_bias))
         self.flush()
         layer = self._engine.add_experts(
             num_experts=num_experts,
@@ -545,9 +546,9 @@ class _Emitter:
             router=weights.vector(op.router),
             router_bias=weights.vector(op.router_bias),
             selection_bias=weights.vector(op.selection_bias),
-            inner=weights.experts((op.gate, op.up), num_experts),
+            inner=weights.experts(inner, num_experts),
             outer=weights.experts((op.down,), num_experts),
-            inner_bias=weights.expert_biases((op.gate_bias, op.up_bias), num_experts),
+            inner_bias=weights.expert_biases(biases, num_experts),
             outer_bias=weights.expert_biases((op.down_bias,), num_experts),
             activation=ACTIVATION_KINDS[op.activation],
             is_sigmoid=op.scoring == "sigmoid",

@@ -276,7 +276,8 @@ class Interpreter:
         if op.router_bias is not None:
             raw = raw + self._vector(op.router_bias)
         gate, up, down = (
-            self._matrix(name).reshape(op.num_experts, -1, self._matrix(name).shape[1]) for name in (op.gate, op.up, op.down)
+            self._matrix(name).reshape(op.num_experts, -1, self._matrix(name).shape[1])
+            for name in (op.gate or op.up, op.up, op.down)
         )
         biases = [np.float32(0)] * op.num_experts
         gate_bias, up_bias, down_bias = (
@@ -285,8 +286,12 @@ class Interpreter:
         out = np.zeros((len(x), down.shape[1]), np.float32)
         for i in range(len(x)):
             for expert, share in zip(*self._choose(op, raw[i]), strict=True):
-                gate_row, up_row = gate[expert] @ x[i] + gate_bias[expert], up[expert] @ x[i] + up_bias[expert]
-                out[i] += share * (down[expert] @ gated(gate_row, up_row, op.activation) + down_bias[expert])
+                inner = up[expert] @ x[i] + up_bias[expert]
+                if op.gate is None:
+                    inner = activate(inner, op.activation)
+                else:
+                    inner = gated(gate[expert] @ x[i] + gate_bias[expert], inner, op.activation)
+                out[i] += share * (down[expert] @ inner + down_bias[expert])
         return out
 
     def _choose(self, op: prog.Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
