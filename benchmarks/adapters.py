@@ -66,7 +66,7 @@ def throughput(args, running, workload, _folder):
 def merged(args, running, workload, folder):
     answers, times = {}, {"start_s": [], "switch_s": []}
     for idx in range(3):
-        for name, lora in (("start_s", {}), ("switch_s", {"merge_lora": str(folder / f"a{idx}")})):
+        for name, lora in (("start_s", {}), ("switch_s", {"merge_lora": (str(folder / f"a{idx}"),)})):
             began_s = time.perf_counter()
             start(args, **lora).close()
             times[name].append(round(time.perf_counter() - began_s, 2))

@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_models import TinyLlama
+
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -23,6 +26,28 @@ def test_a_packed_model_is_shown_and_checked(penstock: Penstock, tiny_model: Pat
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout.endswith("as they were written\n")
     assert f" in {path}\n" in penstock("show", tiny_model, "--no-speed").stdout
+
+
+def test_merged_adapters_are_packed_and_shown(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, factors_of_llama(TinyLlama(), seed=seed))
+    merge = ("--merge-lora", "one:0.7", "--merge-lora", "two:0.3")
+    result = penstock("pack", tiny_model, *merge)
+    assert (result.returncode, result.stderr) == (0, "")
+    [path] = (tmp_path / "cache" / "packed").glob("*.packed")
+    assert f" in {path}\n" in penstock("show", tiny_model, "--no-speed", *merge).stdout
+    for words in ((), ("--merge-lora", "one"), (*merge, "--weight-dtype", "bf16")):
+        assert "packed        no: " in penstock("show", tiny_model, "--no-speed", *words).stdout
+    assert "merge_lora: the weight of one:0 is 0." in penstock("pack", tiny_model, "--merge-lora", "one:0").stderr
+    assert "weights: " in penstock("show", tiny_model, "--no-speed", "--merge-lora", "three").stdout
+
+
+def test_experts_that_starts_keep_on_disk_are_not_packed(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("experts_on_disk = true")
+    result = penstock("pack", tiny_model, "--config", "config.toml")
+    assert result.returncode == 1
+    assert "experts_on_disk is set, and a start with it does not use packed weights" in result.stderr
+    assert "packed        not used: --experts-on-disk" in penstock("show", tiny_model, "--no-speed", "--experts-on-disk").stdout
 
 
 def test_damage_is_told_and_mended(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
+from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ConfigError, ModelError
 from support.tiny_adapters import factors_of_llama, write_adapter
 from support.tiny_models import TinyLlama, write_gguf
@@ -45,7 +46,7 @@ def opened(folder: Path, **lora: object) -> tuple[np.ndarray, bytes, str]:
     """Logits of a text, and the fingerprints of its keys and of its answers."""
     blueprint, model, executor = open_executor(config_of(folder, **lora), resolve(str(folder / "tiny.gguf"), folder))
     with closing(executor):
-        compute, merged = blueprint.compute, blueprint.loading.merged_adapter
+        compute, merged = blueprint.compute, blueprint.loading.merged
         prints = (
             kv_fingerprint(compute, model, executor, merged),
             system_fingerprint(compute, model, executor, None, merged=merged),
@@ -54,7 +55,7 @@ def opened(folder: Path, **lora: object) -> tuple[np.ndarray, bytes, str]:
 
 
 def test_answers_are_the_adapter_s_and_fingerprints_its_own(folder: Path) -> None:
-    base, one, two = (opened(folder, **lora) for lora in ({}, *({"merge_lora": str(folder / name)} for name in ("one", "two"))))
+    base, one, two = (opened(folder, merge_lora=paths) for paths in ((), (str(folder / "one"),), (str(folder / "two"),)))
     for index in (1, 2):
         assert len({base[index], one[index], two[index]}) == 3
     blueprint, model, executor = open_executor(
@@ -68,15 +69,32 @@ def test_answers_are_the_adapter_s_and_fingerprints_its_own(folder: Path) -> Non
         beside = executor.forward_logits(IDS, adapter=1)  # type: ignore[attr-defined]
     assert float(np.sqrt(((one[0] - beside) ** 2).mean())) < 0.05 * beside.std()
     assert float(np.sqrt(((one[0] - base[0]) ** 2).mean())) > 0.3 * beside.std()
-    assert blueprint.loading.merged_adapter is None
+    assert not blueprint.loading.merged
+
+
+def test_weights_and_order_are_part_of_the_fingerprints(folder: Path) -> None:
+    one, two = str(folder / "one"), str(folder / "two")
+    found = [opened(folder, merge_lora=paths) for paths in ((one, two), (two, one), (f"{one}:0.5", two), (one,), (f"{one}:1",))]
+    for index in (1, 2):
+        assert len({prints[index] for prints in found}) == 4
+    assert np.array_equal(found[3][0], found[4][0])
+    assert not np.array_equal(found[0][0], found[2][0])
+
+
+def test_a_merged_weight_is_a_number_that_changes_something() -> None:
+    found = LoraConfig(merge_lora=("C:/a:-1e-1", "b:c", "d:2")).merged
+    assert found == (MergedAdapter("C:/a", -0.1), MergedAdapter("b:c"), MergedAdapter("d", 2.0))
+    for text, words in (("a:0", "is 0"), ("a:1e999", "is inf")):
+        with pytest.raises(ConfigError, match=f"the weight of {text} {words}"):
+            _ = LoraConfig(merge_lora=(text,)).merged
 
 
 def test_what_can_t_be_merged_is_refused_with_its_cause(folder: Path, tmp_path: Path) -> None:
     source = resolve(str(folder / "tiny.gguf"), folder)
     with pytest.raises(ConfigError, match="merge_lora is set, and so is lora_modules"):
-        open_executor(config_of(folder, merge_lora=str(folder / "one"), lora_dir=str(folder)), source)
+        open_executor(config_of(folder, merge_lora=(str(folder / "one"),), lora_dir=str(folder)), source)
     with pytest.raises(ModelError, match=r"no adapter_config\.json"):
-        open_executor(config_of(folder, merge_lora=str(tmp_path)), source)
-    config = config_of(folder, merge_lora=str(folder / "one"))
+        open_executor(config_of(folder, merge_lora=(str(tmp_path),)), source)
+    config = config_of(folder, merge_lora=(str(folder / "one"),))
     with pytest.raises(ModelError, match="models that write text"):
         open_executor(replace(config, model=replace(config.model, task="embed")), source)

@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(
-    model: Path, *, weight_dtype: str | None = None, merge_lora: str | None = None, on_disk: bool = False, task: str = "auto"
+    model: Path, *, weight_dtype: str | None = None, merge_lora: tuple[str, ...] = (), on_disk: bool = False, task: str = "auto"
 ) -> Config:
     return Config(
         model=ModelConfig(model=str(model), cache_dir=str(model.parent / "cache"), experts_on_disk=on_disk, task=task),
@@ -114,7 +114,7 @@ def test_damage_is_converted_away(model: Path, caplog: pytest.LogCaptureFixture)
 def test_a_merged_adapter_has_a_file_of_its_own(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter = model.parent / "one"
     write_adapter(adapter, factors_of_llama(TINY, seed=1))
-    base, merged = config_of(model), config_of(model, merge_lora=str(adapter))
+    base, merged = config_of(model), config_of(model, merge_lora=(str(adapter),))
     pack(base)
     assert how(merged, caplog) == ""
     expected = logits(merged)

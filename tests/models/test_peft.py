@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -19,13 +18,16 @@ from penstock.models.load import load_model
 from penstock.models.peft import read_gguf_adapter, read_peft
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
-from support.parity.tiny import FloatArray, TinyCase, write_case
+from support.parity.tiny import FloatArray, write_case
 from support.parity.tiny_cases import CASES
 from support.tiny_adapters import (
+    EACH_ARCHITECTURE,
     Factors,
+    case_with,
     config_of,
     factors_of_case,
     factors_of_llama,
+    in_float32,
     merged,
     tensors_of,
     write_adapter,
@@ -60,33 +62,6 @@ def changes(factors: AdapterFactors) -> dict[str, FloatArray]:
     return {site: product.T if site in ("embed", "layer_embed") else product for site, product in products.items()}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MergedCase(TinyCase):
-    """A case with the changes of an adapter in its weights."""
-
-    base: TinyCase
-    change: Factors
-    scale: float
-
-    def weights(self) -> dict[str, FloatArray]:
-        return merged(self.base, self.change, self.scale)
-
-
-def in_float32(case: TinyCase) -> TinyCase:
-    gguf = case.gguf and dataclasses.replace(case.gguf, matrix_type="F32")
-    return dataclasses.replace(case, dtype="f32", gguf=gguf, has_mxfp4_experts=False)
-
-
-NAMES = sorted(
-    {
-        (case.architecture, case.gguf is not None, case.wrapper is not None, bool(case.old_config)): name
-        for name, case in reversed(CASES.items())
-        if not case.has_mxfp4_experts and name != "falcon_h1_gguf"  # refused: below
-    }.values()
-)
-"""A case of every architecture, in each form that its files have."""
-
-
 def test_factors_that_the_converter_multiplied_into_the_matrices_part_adapters_of_files_and_directories(tmp_path: Path) -> None:
     folder, gguf = (
         load(write_case(CASES["falcon_h1"], tmp_path / "a")),
@@ -106,7 +81,7 @@ def test_factors_that_the_converter_multiplied_into_the_matrices_part_adapters_o
         read_gguf_adapter(file, folder.spec, architectures.describe(folder.spec), max_rank=64)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH_ARCHITECTURE)
 def test_an_adapter_changes_what_merging_it_into_the_file_changes(tmp_path: Path, name: str) -> None:
     """Files have fused or transposed matrices, rows in another order, or other names, and may be GGUF.
 
@@ -114,9 +89,8 @@ def test_an_adapter_changes_what_merging_it_into_the_file_changes(tmp_path: Path
     """
     case = in_float32(CASES[name])
     factors = factors_of_case(case)
-    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
     base = load(write_case(case, tmp_path / "base"))
-    after = load(write_case(MergedCase(**fields, base=case, change=factors, scale=2.0), tmp_path / "merged"))
+    after = load(write_case(case_with(case, merged(case, factors, 2.0)), tmp_path / "merged"))
     prefix = "language_model." if case.wrapper is not None else ""
     found = read(write_adapter(tmp_path / "adapter", {f"{prefix}{module}": pair for module, pair in factors.items()}), base)
     wanted = {weight: after.weights[weight].dequantize() - base.weights[weight].dequantize() for weight in base.weights}
@@ -194,7 +168,7 @@ CONFIGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "no type": ({"peft_type": None}, "peft_type is missing"),
     "no rank": ({"r": None}, "r is missing"),
     "biases": ({"lora_bias": True}, "lora_bias"),
-    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts are not computed yet"),
+    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts are not computed beside"),
     "activated": ({"alora_invocation_tokens": [1, 2]}, "middle of a prompt"),
     "layers twice": ({"layer_replication": [[0, 2], [1, 2]]}, "layers twice"),
     "single rows": ({"trainable_token_indices": [3]}, "rows of the embedding"),
@@ -290,7 +264,7 @@ def test_experts_and_routers_are_refused_by_name(tmp_path: Path) -> None:
     model = load(write_case(CASES["qwen3_moe"], tmp_path / "base"))
     for module in ("model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.gate"):
         folder = write_adapter(tmp_path, {module: (values(1, 4), values(4, 1))})
-        with pytest.raises(ModelError, match="adapters of experts are not computed yet"):
+        with pytest.raises(ModelError, match="adapters of experts are not computed beside"):
             read(folder, model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.parity.tiny import TinyCase, is_cube
+from support.parity.tiny_cases import CASES
 from support.tiny_models import TinyLlama, interleave, write_safetensors
 
 FloatArray = NDArray[np.float32]
@@ -88,6 +90,35 @@ def merged(case: TinyCase, factors: Factors, scale: float) -> dict[str, FloatArr
         is_turned = f"{module}.weight".endswith(case.transposed) or module.endswith(EMBEDDINGS)
         weights[f"{module}.weight"] = weights[f"{module}.weight"] + (change.T if is_turned else change)
     return weights
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _ChangedCase(TinyCase):
+    changed: Mapping[str, FloatArray]
+
+    def weights(self) -> dict[str, FloatArray]:
+        return dict(self.changed)
+
+
+def case_with(case: TinyCase, weights: Mapping[str, FloatArray]) -> TinyCase:
+    """The case with other weights in its file."""
+    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+    return _ChangedCase(**fields, changed=weights)
+
+
+def in_float32(case: TinyCase) -> TinyCase:
+    gguf = case.gguf and dataclasses.replace(case.gguf, matrix_type="F32")
+    return dataclasses.replace(case, dtype="f32", gguf=gguf, has_mxfp4_experts=False)
+
+
+EACH_ARCHITECTURE = sorted(
+    {
+        (case.architecture, case.gguf is not None, case.wrapper is not None, bool(case.old_config)): name
+        for name, case in reversed(CASES.items())
+        if not case.has_mxfp4_experts and name != "falcon_h1_gguf"  # refused
+    }.values()
+)
+"""A case of every architecture, in each form that its files have."""
 
 
 def tensors_of(factors: Factors, *, prefix: str = "base_model.model.", middle: str = "") -> dict[str, FloatArray]:

@@ -19,7 +19,7 @@ from penstock.cli.options import (
 from penstock.config import Backend, Device
 from penstock.config.components import config_from
 from penstock.config.units import format_size
-from penstock.types.errors import ModelError, PenstockError
+from penstock.types.errors import ConfigError, ModelError, PenstockError
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -29,6 +29,7 @@ from penstock.types.errors import ModelError, PenstockError
 @setting_option("merge_lora")
 @setting_option("weight_dtype")
 @setting_option("task")
+@setting_option("experts_on_disk")
 @config_file_option
 def pack(is_check: bool, **values: Any) -> None:
     """Convert the weights of MODEL once, into a file that later starts on the CPU map.
@@ -47,6 +48,11 @@ def pack(is_check: bool, **values: Any) -> None:
 
     warn_of_unknown_variables()
     config = config_from({**values, "device": Device.CPU.value, "backend": Backend.NATIVE.value})
+    if config.model.experts_on_disk:
+        raise ConfigError(
+            "experts_on_disk is set, and a start with it does not use packed weights: it keeps experts in a file of its own.",
+            remedy="Leave it out to pack all weights, for starts without it.",
+        )
     source = locate(config)
     packed = packed_weights(config, source.path)
     identity = packed.identity()  # before the files are read: a change meanwhile makes another identity

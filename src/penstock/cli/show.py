@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import find_machines, size_of_outline
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, printable, warn_of_unknown_variables
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    config_options,
+    model_argument,
+    printable,
+    setting_option,
+    warn_of_unknown_variables,
+)
 from penstock.config.components import config_from
 from penstock.config.units import format_size
 from penstock.types.errors import ModelError, counted
@@ -47,6 +55,8 @@ _WITHOUT = (
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @click.option("--speed/--no-speed", default=True, show_default=True, help="Probe this machine's peaks, for seconds.")
 @config_options("model", "kv", without=_WITHOUT)
+@setting_option("merge_lora")
+@setting_option("weight_dtype")
 def show(is_json: bool, speed: bool, **values: Any) -> None:
     """Describe MODEL: architecture, parameters, bits, context, template, refusals, memory and speed here.
 
@@ -226,6 +236,8 @@ def _packed(config: Config, source: ModelSource) -> str:
     from penstock.deploy.resolve import packed_weights
     from penstock.models.packed_file import PackedError
 
+    if config.model.experts_on_disk:
+        return "not used: --experts-on-disk keeps experts in another file"
     packed = packed_weights(config, source.path)
     try:
         with packed.open() as file:

@@ -5,6 +5,8 @@ A field's one-line doc is what `--help` and docs/configuration.md show.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -25,6 +27,8 @@ from penstock.config.setting import (
     size,
     table,
 )
+from penstock.types.adapter import MergedAdapter
+from penstock.types.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2:135m"
 
@@ -177,8 +181,10 @@ class LoraConfig(Component):
     lora_dir: str | None = path(
         None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for."
     )
-    merge_lora: str | None = path(
-        None, "Adapter that becomes part of the model when it is loaded, in place of adapters beside it."
+    merge_lora: tuple[str, ...] = path(
+        (),
+        "PATH or PATH:WEIGHT of an adapter that becomes part of the model when it is loaded; may be repeated.",
+        is_multiple=True,
     )
     max_loras: int = count(32, "Different adapters among the requests that run at once.", minimum=1, maximum=4096)
     max_lora_rank: int = count(64, "Greatest rank of an adapter.", minimum=1, maximum=256)
@@ -189,6 +195,18 @@ class LoraConfig(Component):
     @property
     def is_on(self) -> bool:
         return bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def merged(self) -> tuple[MergedAdapter, ...]:
+        """The adapters of `merge_lora`. Raises ConfigError for a weight that changes nothing or everything."""
+        found = []
+        for text in self.merge_lora:
+            match = re.fullmatch(r"(.+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)", text)
+            weight = float(match[2]) if match else 1.0
+            if not weight or not math.isfinite(weight):
+                raise ConfigError(f"merge_lora: the weight of {text} is {weight:g}.", remedy="Give another, or leave it out.")
+            found.append(MergedAdapter(match[1] if match else text, weight))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

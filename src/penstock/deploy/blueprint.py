@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.config import Backend, BackendConfig, KvConfig, LoraConfig, ModelConfig
 from penstock.deploy.sizing import AdapterRoom, KvPlan, wanted_len
+from penstock.types.adapter import MergedAdapter
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
@@ -77,8 +78,7 @@ class Loading:
     source: ModelSource
     settings: ModelConfig
     floats: Floats
-    merged_adapter: Path | None
-    """An adapter that becomes part of the weights."""
+    merged: tuple[MergedAdapter, ...]
 
     def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
         """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
@@ -95,11 +95,11 @@ class Loading:
             task=self.settings.task,
             pooling=cast("Pooling | None", self.settings.pooling),
         )
-        if self.merged_adapter is None:
+        if not self.merged:
             return model
-        from penstock.models.merging import with_adapter
+        from penstock.models.merging import with_adapters
 
-        return with_adapter(model, self.merged_adapter)
+        return with_adapters(model, self.merged)
 
 
 def _check_vocab(vocab: GgufVocab) -> None:

@@ -335,7 +335,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
         return store
     if not cache.kv_disk_size_bytes:
         return None
-    fingerprint = kv_fingerprint(blueprint.compute, model, executor, blueprint.loading.merged_adapter)
+    fingerprint = kv_fingerprint(blueprint.compute, model, executor, blueprint.loading.merged)
     return open_store(blueprint.tier_folder, cache.kv_disk_size_bytes, executor, fingerprint)
 
 
@@ -374,7 +374,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
             model,
             executor,
             template,
-            merged=blueprint.loading.merged_adapter,
+            merged=blueprint.loading.merged,
             parsers=(settings.tool_call_parser, settings.reasoning_parser),
         ),
         created_unix_s=int(newest.stat().st_mtime),

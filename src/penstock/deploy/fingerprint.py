@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.deploy.blueprint import Compute
+from penstock.types.adapter import MergedAdapter
 
 if TYPE_CHECKING:
     from penstock.engine.ports import Executor
     from penstock.models.weights import LoadedModel
 
 
-def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Path | None = None) -> bytes:
+def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Sequence[MergedAdapter] = ()) -> bytes:
     """Return a hash that changes with anything that the bytes of a KV block depend on, so that old files are not misread.
 
-    `merged`: the adapter that is merged into the weights. Raises OSError if the model's files can't be read.
+    `merged`: the adapters that are merged into the weights. Raises OSError if the model's files can't be read.
     """
     from penstock.models.load import fingerprint
 
@@ -31,7 +32,7 @@ def system_fingerprint(
     executor: Executor,
     chat_template: str | None,
     *,
-    merged: Path | None = None,
+    merged: Sequence[MergedAdapter] = (),
     parsers: tuple[str, str] = ("auto", "auto"),
 ) -> str:
     """Return `fp_` and 16 hex digits, for clients: a hash of everything that answers depend on, besides the request.
@@ -48,10 +49,10 @@ def system_fingerprint(
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
 
 
-def _merged(path: Path | None, *, has_times: bool) -> list[object]:
+def _merged(adapters: Sequence[MergedAdapter], *, has_times: bool) -> list[object]:
     from penstock.models.load import fingerprint
 
-    return [] if path is None else [fingerprint(path, has_times=has_times)]
+    return [(fingerprint(Path(adapter.path), has_times=has_times), adapter.weight) for adapter in adapters]
 
 
 def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[object]:

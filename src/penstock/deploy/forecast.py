@@ -218,6 +218,10 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
         settings = config.model
         pooling = cast("Pooling | None", settings.pooling)
         model = load_model(source, served_len=settings.max_model_len, task=settings.task, pooling=pooling)
+        if config.lora.merge_lora:
+            from penstock.models.merging import with_adapters
+
+            model = with_adapters(model, config.lora.merged)
     _check_text(config, source, facts, model, refusals)
     free_bytes = available_memory_bytes()
     if model is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock import __version__
 from penstock.config.units import format_size
+from penstock.types.adapter import MergedAdapter
 
 if TYPE_CHECKING:
     from penstock.models.packed_file import PackedFile
@@ -29,7 +30,7 @@ _Executor = TypeVar("_Executor")
 class PackedWeights:
     folder: Path
     model: Path
-    adapter: Path | None
+    adapters: tuple[MergedAdapter, ...]
     """Merged into the weights."""
     weight_dtype: str | None
     task: str
@@ -37,9 +38,9 @@ class PackedWeights:
 
     @property
     def path(self) -> Path:
-        """The file. Each model, merged adapter, type of numbers and task has its own."""
-        adapter = self.adapter and str(self.adapter.resolve())
-        parts = repr([str(self.model.resolve()), adapter, self.weight_dtype, self.task])
+        """The file. Each model, merged adapters, type of numbers and task has its own."""
+        adapters = [(str(Path(adapter.path).resolve()), adapter.weight) for adapter in self.adapters]
+        parts = repr([str(self.model.resolve()), adapters, self.weight_dtype, self.task])
         name = re.sub(r"[^\w.-]", "_", self.model.stem, flags=re.ASCII)[:100]  # as many bytes
         return self.folder / f"{name}-{blake2b(parts.encode(), digest_size=4).hexdigest()}.packed"
 
@@ -50,14 +51,14 @@ class PackedWeights:
 
         try:
             weights = fingerprint(self.model).hex()
-            adapter = "none" if self.adapter is None else fingerprint(self.adapter).hex()
+            adapters = [f"{fingerprint(Path(adapter.path)).hex()} x {adapter.weight!r}" for adapter in self.adapters]
         except OSError as error:
             remedy = "Make all files in the model's folder readable, or move this one away."
             raise PackedError(f"{error.filename or self.model} can't be read: {error.strerror}.", remedy=remedy) from error
         return {
             "version": f"{__version__}, layout {LAYOUT}",
             "weights": weights,
-            "adapter": adapter,
+            "adapter": ", ".join(adapters) or "none",
             "weight_dtype": self.weight_dtype or "the default",
             "task": self.task,
         }

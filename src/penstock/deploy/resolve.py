@@ -143,11 +143,10 @@ def expert_folder(config: Config) -> Path:
 
 def packed_weights(config: Config, model: Path) -> PackedWeights:
     """Return the place of the model's packed weights in the cache. `model`: its file or directory."""
-    adapter = config.lora.merge_lora
     return PackedWeights(
         folder=_cache_dir(config) / "packed",
         model=model,
-        adapter=None if adapter is None else Path(adapter),
+        adapters=config.lora.merged,
         weight_dtype=config.backend.weight_dtype,
         task=config.model.task,
     )
@@ -377,15 +376,12 @@ def _check_address_space(config: Config, compute: Compute, loading: Loading) -> 
 
 
 def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
-    merged = config.lora.merge_lora
-    if merged is not None and config.lora.is_on:
+    if config.lora.merge_lora and config.lora.is_on:
         raise ConfigError(
             "merge_lora is set, and so is lora_modules or lora_dir: their adapters were trained beside another model.",
             remedy="Leave --merge-lora out, and ask for its adapter by name.",
         )
-    return Loading(
-        source=source, settings=config.model, floats=compute.floats, merged_adapter=None if merged is None else Path(merged)
-    )
+    return Loading(source=source, settings=config.model, floats=compute.floats, merged=config.lora.merged)
 
 
 # --- memory ---

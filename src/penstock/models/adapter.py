@@ -7,12 +7,13 @@ becomes W[token] + A[:, token] @ B.T, before scaling. Source: LoRA, arXiv 2106.0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.program import Embed, Linear, Logits, Program
+from penstock.models.program import Embed, Experts, Linear, Logits, Program
+from penstock.models.weights import WeightTensor
 from penstock.types.adapter import PackedAdapter
 from penstock.types.errors import ModelError
 
@@ -26,7 +27,14 @@ class AdapterFactors:
     """The finite factors A and B of a LoRA adapter, by site. The adapter's scale is already multiplied into B."""
 
     by_weight: Mapping[str, tuple[F32, F32]]
-    """Site -> (A [r, in], B [out, r]), r >= 1. For `Embed`: A [r, vocabulary], B [width, r]."""
+    """Site -> (A [r, in], B [out, r]), r >= 1. For `Embed`: A [r, vocabulary], B [width, r].
+
+    Merging also changes routers, and single experts: the site `layers.0.expert_up.3` is the fourth of `layers.0.expert_up`.
+    """
+    magnitudes: Mapping[str, F32] = field(default_factory=dict)
+    """Site -> the lengths that the rows of W + B A get (DoRA, arXiv 2402.09353), for merging alone. [out]"""
+    whole: Mapping[str, WeightTensor] = field(default_factory=dict)
+    """Embedding and output matrices that replace the model's, for merging alone."""
 
     @property
     def max_rank(self) -> int:
@@ -75,3 +83,26 @@ def sites(program: Program) -> Mapping[str, tuple[int, int]]:
         elif isinstance(op, Logits):
             found[site_of(op)] = program.vocab_size, widths[op.x]
     return found
+
+
+def merge_sites(program: Program) -> Mapping[str, tuple[int, int]]:
+    """Return `sites` and the further matrices that merging can change: routers and shared experts."""
+    widths, found = dict(program.buffers), dict(sites(program))
+    for op in program.ops:
+        if isinstance(op, Experts):
+            found[op.router] = op.num_experts, widths[op.x]
+            found |= {site: (out, wide) for site, (num, out, wide) in _matrices(op, widths) if num == 1}
+    return found
+
+
+def expert_sites(program: Program) -> Mapping[str, tuple[int, int, int]]:
+    """Return weight -> shape (experts, out, in) of every stack of experts' matrices, each of which merging can change."""
+    widths = dict(program.buffers)
+    experts = [op for op in program.ops if isinstance(op, Experts) and op.num_experts > 1]
+    return {site: shape for op in experts for site, shape in _matrices(op, widths)}
+
+
+def _matrices(op: Experts, widths: Mapping[str, int]) -> list[tuple[str, tuple[int, int, int]]]:
+    num, inner, width, out = op.num_experts, op.intermediate_size, widths[op.x], widths[op.out]
+    before = [(name, (num, inner, width)) for name in (op.gate, op.up) if name is not None]
+    return [*before, (op.down, (num, out, inner))]

@@ -54,14 +54,23 @@ def load_model(
 
 
 def load_adapter(
-    path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+    path: Path,
+    spec: ModelSpec,
+    program: Program,
+    *,
+    max_rank: int,
+    files: AdapterFiles | None = None,
+    is_merged: bool = False,
 ) -> AdapterFactors:
-    """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. `files` limits the reading. Raises ModelError."""
+    """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. Raises ModelError.
+
+    `files` limits the reading. `is_merged`: the factors are for `merging`, which can do more than an adapter beside its model.
+    """
     from penstock.models.peft import read_gguf_adapter, read_peft
 
     if path.suffix == ".gguf":
         return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files)
-    return read_peft(path, spec, program, max_rank=max_rank, files=files)
+    return read_peft(path, spec, program, max_rank=max_rank, files=files, is_merged=is_merged)
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:

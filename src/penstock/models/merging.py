@@ -1,25 +1,25 @@
-"""Merges an adapter into a model's weights (--merge-lora): W + B A, a few rows at a time when a backend reads them.
+"""Merges adapters into a model's weights (--merge-lora): W + B A, a few rows at a time when a backend reads them.
 
-Quantised matrices become Q8_0: rounding to four bits again would lose most of the adapter.
+DoRA then gives each row of the sum its length. Quantised matrices become Q8_0: rounding to four bits again would lose most of
+the adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import architectures
-from penstock.models.adapter import OUTPUT_SITE, AdapterFactors
+from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, expert_sites
 from penstock.models.formats import WeightFormat
 from penstock.models.load import load_adapter
 from penstock.models.packed import GROUP
-from penstock.models.peft import read_peft
-from penstock.models.weights import LoadedModel, Stacked, WeightTensor, convert_rows
+from penstock.models.weights import Cut, LoadedModel, Stacked, WeightTensor, convert_rows, stacked
+from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]
@@ -34,46 +34,82 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
 """Format of a matrix -> format once merged. Others become Q8_0, or BF16 unless 32 divides the columns."""
 
 
-def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
-    """Return the model with the adapter at `path` added to its weights. Raises ModelError.
+def with_adapters(model: LoadedModel, adapters: Iterable[MergedAdapter]) -> LoadedModel:
+    """Return the model with these adapters added to its weights, one after the other. Raises ModelError.
 
-    The model's path stays the same, so keys of caches must add the adapter's fingerprint.
+    The model's path stays the same, so keys of caches must add the adapters' fingerprints.
     """
     program = architectures.describe(model.spec)
-    if path.suffix == ".gguf":
-        return merged(model, load_adapter(path, model.spec, program, max_rank=1024))
-    whole: dict[str, WeightTensor] = {}
-    return merged(model, read_peft(path, model.spec, program, max_rank=1024, whole=whole), whole)
+    found = []
+    for adapter in adapters:
+        factors = load_adapter(Path(adapter.path), model.spec, program, max_rank=1024, is_merged=True)
+        if adapter.weight != 1 and (factors.magnitudes or factors.whole):
+            raise ModelError(
+                f"{adapter.path} sets the lengths of rows (DoRA) or has whole matrices, which a weight of {adapter.weight:g} "
+                "can't scale.",
+                remedy="Merge it with its weight left out.",
+            )
+        scaled = {site: (a, b * np.float32(adapter.weight)) for site, (a, b) in factors.by_weight.items()}
+        found.append(replace(factors, by_weight=scaled))
+    return merged(model, *found)
 
 
-def merged(
-    model: LoadedModel, factors: AdapterFactors, whole: Mapping[str, WeightTensor] = MappingProxyType({})
-) -> LoadedModel:
-    """Return the model with these factors added to its weights. `whole` has matrices that replace the model's.
+def merged(model: LoadedModel, *adapters: AdapterFactors) -> LoadedModel:
+    """Return the model with these adapters' factors added to its weights, in this order.
 
-    If output and embedding are one matrix and the adapter changes either, the output becomes a matrix of its own.
+    If output and embedding are one matrix and an adapter changes either, the output becomes a matrix of its own.
     """
-    weights, spec = dict(model.weights), model.spec
-    if spec.tie_word_embeddings and (factors.by_weight.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
-        weights[OUTPUT_SITE] = replace(weights["embed"], name=OUTPUT_SITE)
+    whole: dict[str, WeightTensor] = {}
+    changes: dict[str, list[_Change]] = {}
+    for factors in adapters:
+        if twice := sorted(factors.whole.keys() & whole.keys()):
+            raise ModelError(f"Two adapters replace the whole {twice[0]}.", remedy="Leave one of them out.")
+        whole |= factors.whole
+        for site, (a, b) in factors.by_weight.items():
+            left, right = (np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)) if site in ("embed", "layer_embed") else (b, a)
+            changes.setdefault(site, []).append(_Change(left, right, factors.magnitudes.get(site)))
+    weights, spec = {**model.weights, **whole}, model.spec
+    if spec.tie_word_embeddings and (changes.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
+        weights.setdefault(OUTPUT_SITE, replace(model.weights["embed"], name=OUTPUT_SITE))
         spec = replace(spec, tie_word_embeddings=False)
-    weights |= whole
-    for site, (a, b) in factors.by_weight.items():
-        left, right = (np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)) if site in ("embed", "layer_embed") else (b, a)
-        weights[site] = _merged(weights[site], left, right)
+    for name, (num, *_) in expert_sites(architectures.describe(model.spec)).items():
+        of_experts = [changes.pop(f"{name}.{expert}", []) for expert in range(num)]
+        if any(of_experts):
+            weights[name] = _merged_experts(weights[name], of_experts)
+    weights |= {site: _merged(weights[site], found) for site, found in changes.items()}
     return replace(model, spec=spec, weights=weights)
 
 
-def _merged(base: WeightTensor, left: F32, right: F32) -> WeightTensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    left: F32  # [rows, r]
+    right: F32  # [r, columns]
+    magnitude: F32 | None  # [rows]
+
+    def apply(self, values: F32, rows: slice) -> F32:
+        """Return rows of a matrix with their change. `values` are the rows before, and are overwritten."""
+        values += self.left[rows] @ self.right
+        if self.magnitude is not None:
+            values *= self.magnitude[rows, None] / np.linalg.norm(values, axis=1, keepdims=True)
+        return values
+
+
+def _merged(base: WeightTensor, changes: Sequence[_Change]) -> WeightTensor:
     fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % GROUP == 0 else WeightFormat.BF16)
-    return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, left, right, fmt))
+    return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, tuple(changes), fmt))
+
+
+def _merged_experts(base: WeightTensor, changes: Sequence[Sequence[_Change]]) -> WeightTensor:
+    """Return a stack of matrices, each with its own changes. Those without take the format of the others."""
+    num_rows = base.num_rows // len(changes)
+    one = [stacked(base.name, [Cut(base, num_rows * expert, num_rows)]) for expert in range(len(changes))]
+    return stacked(base.name, [Cut(_merged(*pair), 0, num_rows) for pair in zip(one, changes, strict=True)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedRows:
     base: WeightTensor
-    left: F32
-    right: F32
+    changes: tuple[_Change, ...]
     format: WeightFormat
 
     @property
@@ -90,7 +126,9 @@ class MergedRows:
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
         begin, end, step = rows.indices(self.base.num_rows)
         values = self.base.dequantize(begin, max(begin, end))[::step]
-        values += self.left[begin:end:step] @ self.right
+        with np.errstate(all="ignore"):  # checked below
+            for change in self.changes:
+                values = change.apply(values, slice(begin, end, step))
         if not np.isfinite(values).all():
             raise ModelError(f"{self.base.name} has numbers that are not finite.", remedy="Use the model without this adapter.")
         if self.format is WeightFormat.F32:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, hf, rope
-from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
+from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, expert_sites, merge_sites, sites
 from penstock.models.adapter_files import AdapterFiles
-from penstock.models.architectures import Parts
+from penstock.models.architectures import Architecture, Parts
 from penstock.models.assembly import Piece, Sizes, find_pieces, without_shared_keys
 from penstock.models.catalog import MAX_CONFIG_BYTES
 from penstock.models.formats import WeightFormat, dequantize
@@ -41,6 +42,7 @@ _MAX_HEADER_BYTES = 1 << 22
 _MAX_NAME = 300
 _FLOATS = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
+_MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_to_save(?:\.default)?)?\.weight")
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
 """Accepted patterns for names of modules: matching them is fast."""
@@ -48,7 +50,6 @@ _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` for which PEFT changes the model's matrices before training."""
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA scales the rows of the whole matrix, which is not computed",
     "lora_bias": "biases of factors are not computed",
     "use_qalora": "QA-LoRA pools its inputs, which is not computed",
     "use_bdlora": "block-diagonal factors are not computed",
@@ -59,10 +60,15 @@ _REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt, which is not computed",
     "trainable_token_indices": "rows of the embedding that were trained by themselves are not computed",
     "layer_replication": "its model has layers twice, and the served model does not",
-    "target_parameters": "adapters of experts are not computed yet",
 }
 """Settings of PEFT that change the computation -> why they are refused."""
+_MERGED_ALONE: Mapping[str, str] = {
+    "use_dora": "DoRA scales the rows of the whole matrix",
+    "target_parameters": "adapters of experts are not computed beside their model",
+}
+"""Settings that only merging computes -> why."""
 _MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
+_MERGE_HERE = "Serve the model with --merge-lora PATH, which makes the adapter part of its weights."
 _RETRAIN = "Use an adapter that was trained on the model that is served."
 _SAVE = "Save the adapter again with PEFT's save_pretrained, as safetensors."
 _TWICE = "Leave one of them out of the file."
@@ -121,16 +127,16 @@ def read_peft(
     *,
     max_rank: int,
     files: AdapterFiles | None = None,
-    whole: dict[str, WeightTensor] | None = None,
+    is_merged: bool = False,
 ) -> AdapterFactors:
     """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
 
-    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. If the adapter contains a complete
-    embedding or output matrix, it is put into `whole`, by site, or refused if `whole` is None.
+    Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. Without `is_merged`, adapters that
+    only merging can compute are refused, too: DoRA, changes of experts, and complete embedding or output matrices.
     """
     files = files or AdapterFiles()
     files.check(folder)
-    config = _read_config(folder, files)
+    config = _read_config(folder, files, is_merged=is_merged)
     settings = _Settings(config)
     if spec.layers[0].factors == LayerFactors():
         cause = f"the matrices of a {spec.architecture}'s GGUF file are multiplied by factors that the adapter's lack"
@@ -143,39 +149,134 @@ def read_peft(
     try:
         with files.open(path) as file:
             entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
-            pairs = _pairs(entries, path)
-            wholes = _wholes(entries, spec, program, path, may_have=whole is not None)
-            architecture = architectures.find(spec.architecture)
-            names = {hf.name_in_tables(architecture, f"{module}.weight"): pair for module, pair in pairs.items()}
-            if len(names) < len(pairs):
-                raise _refused(path, "two of its modules name one matrix", _TWICE)
+            is_mixtral = spec.architecture == "llama" and spec.num_experts > 1  # so its GGUF files call it
+            architecture = architectures.find("mixtral" if is_mixtral else spec.architecture)
+            read = _pairs(entries, path)
+            lengths = _magnitudes(entries, read, path) if is_merged and config.get("use_dora", bool) else {}
+            wholes = _wholes(entries, spec, program, path, may_have=is_merged, used=lengths.values())
+            pairs = _by_name(read, entries, architecture, program, path, is_merged=is_merged)
             placed = _place(
-                {name: (entries[a].shape, entries[b].shape) for name, (a, b) in names.items()},
-                hf.pieces_of(architecture, names, architecture.hf_top),
+                {name: pair.shapes for name, pair in pairs.items()},
+                hf.pieces_of(architecture, pairs, architecture.hf_top),
                 spec,
                 program,
                 path,
                 max_rank=max_rank,
                 is_interleaved=architecture.is_interleaved_in_hf,
                 is_in_order=True,
+                is_merged=is_merged,
                 known=_module_names(architecture, program),
             )
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
                 cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
                 raise _refused(folder, f"{cause}, which is not computed")
-            files.take(sum(math.prod(entries[half].shape) for halves in pairs.values() for half in halves))
-            scales = {module: settings.scale(module, entries[a].shape[0]) for module, (a, _) in pairs.items()}
+            files.take(sum(math.prod(entries[half].shape) for halves in read.values() for half in halves))
+            scales = {name: settings.scale(pair.parameter, pair.rank) for name, pair in pairs.items()}
             factors: dict[str, tuple[F32, F32]] = {}
-            for name, (module, halves) in zip(names, pairs.items(), strict=True):
-                a, b = (_values(read_tensor(file, entries[half], path)) for half in halves)
-                factors[name] = _scaled(a, b, scales[module], path, module)
-            if whole is not None:
-                whole |= {site: _matrix(site, read_tensor(file, entries[name], path)) for site, name in wholes.items()}
+            for name, pair in pairs.items():
+                a, b = (_values(read_tensor(file, entries[half], path)) for half in read[pair.module])
+                factors[name] = _scaled(*pair.of_experts(a, b), scales[name], path, pair.module)
+            magnitudes: dict[str, F32] = {}
+            for name, pair in pairs.items() if lengths else ():
+                magnitudes[name] = _values(read_tensor(file, entries[lengths[pair.module]], path)).reshape(-1)
+                if not np.isfinite(magnitudes[name]).all():
+                    cause = f"{lengths[pair.module]} has numbers that are not finite"
+                    raise _refused(path, cause, "Use another adapter: its training failed.")
+            whole = {site: _matrix(site, read_tensor(file, entries[name], path)) for site, name in wholes.items()}
     except OSError as error:
         raise _refused(path, f"can't be read: {error}", "Check the file and its permissions.") from error
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
         _log.info("%s: the adapter's tokenizer and chat template are ignored: the model's are used", folder)
-    return _put(factors, placed)
+    return _put(factors, placed, magnitudes, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two factors in a file, and the matrix that they change, or a stack of a matrix for each expert."""
+
+    module: str
+    parameter: str  # PEFT's name of the changed tensor, for patterns
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # A [rank, inputs] and B [outputs, rank]; experts come first
+    is_swapped: bool = False  # the file's A is for outputs, its B for inputs
+
+    @property
+    def rank(self) -> int:
+        return self.shapes[0][-2]
+
+    def of_experts(self, a: F32, b: F32) -> tuple[F32, F32]:
+        """Return the file's factors with these shapes. PEFT lays A out by expert and then rank, B by rank and then expert."""
+        if len(self.shapes[0]) == 2:
+            return a, b
+        num = self.shapes[0][0]
+        a, b = a.reshape(num, -1, a.shape[1]), b.reshape(len(b), -1, num).transpose(2, 0, 1)
+        return (b.swapaxes(1, 2), a.swapaxes(1, 2)) if self.is_swapped else (a, b)
+
+
+def _by_name(
+    read: Mapping[str, tuple[str, str]],
+    entries: Mapping[str, TensorEntry],
+    architecture: Architecture,
+    program: Program,
+    path: Path,
+    *,
+    is_merged: bool,
+) -> dict[str, _Pair]:
+    """Return the pairs of factors by the name in the architecture's tables of the tensor that they change."""
+    experts = expert_sites(program) if is_merged else {}
+    found: dict[str, _Pair] = {}
+    for module, (a, b) in read.items():
+        shapes = entries[a].shape, entries[b].shape
+        name, pair = hf.name_in_tables(architecture, f"{module}.weight"), _Pair(module, module, shapes)
+        if (stack := _stack_of(module, shapes, architecture, experts, path)) is not None:
+            name, pair = stack
+        if name in found:
+            raise _refused(path, "two of its modules name one matrix", _TWICE)
+        found[name] = pair
+    return found
+
+
+def _stack_of(
+    module: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    architecture: Architecture,
+    experts: Mapping[str, tuple[int, int, int]],
+    path: Path,
+) -> tuple[str, _Pair] | None:
+    """Return the tensor of all experts that these factors change, by its name in the tables; None if there is none.
+
+    Files name the module alone (`mlp.experts`), once for each of its tensors, with `.base_layer` behind it for further ones. So
+    sizes decide which it is. PEFT before 0.19 takes a tensor's second dimension for the inputs, whatever it is.
+    """
+    owner = re.sub(r"(\.base_layer)+$", "", module)
+    name = hf.name_in_tables(architecture, f"{owner}.weight").removesuffix(".weight")
+    match = re.fullmatch(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)", name)
+    if match is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
+        return None
+    (rows, a_width), (b_width, cols) = shapes
+    stacks: dict[str, tuple[int, int, int]] = {}
+    for end, parts in architecture.hf_layer.items():
+        of_module, _, parameter = end.rpartition(".")
+        weights = [f"layers.{int(match[1])}.{part}" for part in parts.names] if isinstance(parts, Parts) else []
+        if of_module == match[2] and not end.endswith("_blocks") and weights and experts.keys() >= set(weights):
+            num, _, inputs = experts[weights[0]]
+            stacks[f"{owner}.{parameter}"] = num, sum(experts[weight][1] for weight in weights), inputs
+    fitting = [
+        (parameter, num, outputs, inputs)
+        for parameter, (num, outputs, inputs) in stacks.items()
+        if rows == cols and rows % num == 0 and sorted((a_width, b_width)) == sorted((inputs, outputs))
+    ]
+    if not stacks:
+        return None
+    if not fitting:
+        cause = f"the factors of {module} are {list(shapes[0])} and {list(shapes[1])}, which fit none of the model's experts"
+        raise _refused(path, cause, _RETRAIN)
+    parameter, num, outputs, inputs = fitting[0]
+    # gpt-oss has inputs as rows in all releases of transformers.
+    if len(fitting) > 1 or (inputs == outputs and architecture is not architectures.find("gpt_oss")):
+        told = "which matrix the factors are for" if len(fitting) > 1 else "which factor is for the inputs"
+        raise _refused(path, f"the sizes of {module} do not say {told}: releases of PEFT differ")
+    shapes = (num, rows // num, inputs), (num, outputs, rows // num)
+    return hf.name_in_tables(architecture, parameter), _Pair(module, parameter, shapes, a_width != inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +284,7 @@ class _Target:
     name: str  # of the pair in the file
     rows: NDArray[np.intp] | None  # rows of B for this matrix; None: all, in order
     columns: NDArray[np.intp] | None = None  # those of A, likewise
+    expert: int | None = None  # the one of the pair's experts
 
 
 def _place(
@@ -195,6 +297,7 @@ def _place(
     max_rank: int,
     is_interleaved: bool,
     is_in_order: bool,
+    is_merged: bool = False,
     known: Iterable[str],
 ) -> dict[str, _Target]:
     """Return the pair of factors for each site. Raises ModelError if one does not fit the model.
@@ -206,27 +309,31 @@ def _place(
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
     if not shapes:
         raise _refused(path, "it has no factors of LoRA", "Check that it is an adapter, and save it again.")
-    known_sites, weights = sites(program), checks.weight_shapes(program)
+    known_sites, weights = merge_sites(program) if is_merged else sites(program), checks.weight_shapes(program)
+    experts = expert_sites(program) if is_merged else {}
     for name, (a, b) in shapes.items():
-        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        if len(a) not in (2, 3) or len(b) != len(a) or a[-2] != b[-1]:
             cause = f"the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank]"
             raise _refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
-        if not 1 <= a[0] <= max_rank:
-            raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
+        if not 1 <= a[-2] <= max_rank:
+            raise _outside_of_ranks(f"{path}: the factors of {name} have", a[-2], max_rank)
     used = without_shared_keys(pieces, spec)
     for site in pieces.keys() - used.keys():
         _log.info("%s: %s is ignored: its layer reads the keys and values of another", path, pieces[site][0].tensor)
     pieces = used
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
-    sizes = Sizes(stored, known_sites, spec)
+    sizes = Sizes(stored, weights, spec)
     placed: dict[str, _Target] = {}
-    for site, found in pieces.items():
-        piece = found[0]
-        if site not in known_sites:
+    for site, piece in [(site, piece) for site, found in pieces.items() for piece in found]:
+        num_experts, *wanted = experts.get(site, (0, *known_sites.get(site, ())))
+        if not wanted:
             raise _unknown(site, piece.tensor, weights, spec, path, known)
-        (a, b), (outputs, inputs) = shapes[piece.tensor], known_sites[site]
+        (a, b), (outputs, inputs) = shapes[piece.tensor], wanted
         runs = piece.cut(site, sizes)[2]
-        if (sum(num for _, num, _ in runs), a[1]) != (outputs, inputs) or len(found) > 1:
+        of_experts = range(num_experts) if len(a) == 3 else [piece.expert] if num_experts else [None]
+        keys = [site if expert is None else f"{site}.{expert}" for expert in of_experts]
+        is_there = piece.expert < max(1, num_experts) and all(key not in placed for key in keys)
+        if (sum(num for _, num, _ in runs), a[-1]) != (outputs, inputs) or not is_there:
             cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants [rank, {inputs}] and"
             of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
             raise _refused(path, f"{cause} [{outputs}, rank]{of_it}", _RETRAIN)
@@ -238,17 +345,26 @@ def _place(
         columns: NDArray[np.intp] | None = None
         if is_in_order and (order := _tiled_order(site, spec)) is not None:
             rows, columns = (None, order) if site.endswith(".mix_out") else (order if rows is None else rows[order], None)
-        placed[site] = _Target(piece.tensor, rows, columns)
+        placed |= {key: _Target(piece.tensor, rows, columns, expert) for key, expert in zip(keys, of_experts, strict=True)}
     return placed
 
 
-def _put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, _Target]) -> AdapterFactors:
-    by_site = {}
+def _put(
+    factors: Mapping[str, tuple[F32, F32]],
+    placed: Mapping[str, _Target],
+    magnitudes: Mapping[str, F32] = MappingProxyType({}),
+    whole: Mapping[str, WeightTensor] = MappingProxyType({}),
+) -> AdapterFactors:
+    by_site, lengths = {}, {}
     for site, target in placed.items():
         a, b = factors[target.name]
+        if a.ndim == 3:
+            a, b = a[target.expert], b[target.expert]
         a = a if target.columns is None else np.ascontiguousarray(a[:, target.columns])
         by_site[site] = (a, b if target.rows is None else b[target.rows])
-    return AdapterFactors(by_site)
+        if target.name in magnitudes:
+            lengths[site] = magnitudes[target.name][slice(None) if target.rows is None else target.rows]
+    return AdapterFactors(by_site, lengths, whole)
 
 
 def _tiled_order(site: str, spec: ModelSpec) -> NDArray[np.intp] | None:
@@ -274,7 +390,7 @@ def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F
     """
     with np.errstate(over="ignore", invalid="ignore"):
         b = b * np.float32(scale)
-        outputs = np.abs(b) @ np.abs(a).sum(axis=1)
+        outputs = np.abs(b) @ np.abs(a).sum(axis=-1)[..., None]
         is_usable = np.isfinite(outputs * outputs).all()
     if not is_usable:
         cause = f"the factors of {name} have numbers that are not finite or too large, with a scale of {scale:g}"
@@ -282,17 +398,17 @@ def _scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F
     return np.ascontiguousarray(a), b
 
 
-def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
-    inputs, outputs = pair[0][1], pair[1][0]
+def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
+    (*experts, _, inputs), outputs = pair[0], pair[1][-2]
     is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
-    return (inputs, outputs) if is_transposed else (outputs, inputs)
+    return (*experts, inputs, outputs) if is_transposed else (*experts, outputs, inputs)
 
 
 def _unknown(
     site: str, name: str, weights: Mapping[str, object], spec: ModelSpec, path: Path, known: Iterable[str]
 ) -> ModelError:
     if "expert" in name or ".expert" in site or site.endswith(".router"):
-        return _refused(path, f"it changes {name}, and adapters of experts are not computed yet")
+        return _refused(path, f"it changes {name}, and adapters of experts are not computed beside their model", _MERGE_HERE)
     if site in weights:
         return _refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
     cause = f"it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers"
@@ -308,7 +424,7 @@ def _module_names(architecture: architectures.Architecture, program: Program) ->
     ]
 
 
-def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
+def _read_config(folder: Path, files: AdapterFiles, *, is_merged: bool = False) -> JsonFile:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise _refused(folder, f"there is no {CONFIG_FILE}", "Name a folder that PEFT's save_pretrained made.")
@@ -319,6 +435,9 @@ def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
     for key, why in _REFUSED.items():
         if config.values.get(key):
             raise _refused(path, f"it has {key}: {why}")
+    for key, why in _MERGED_ALONE.items():
+        if config.values.get(key) and not is_merged:
+            raise _refused(path, f"it has {key}: {why}", _MERGE_HERE)
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         cause = f"init_lora_weights is {init!r}, so it was trained on matrices that differ from the model's"
@@ -350,10 +469,37 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
     return {module_name: (half["A"], half["B"]) for module_name, half in halves.items()}
 
 
+def _magnitudes(entries: Mapping[str, TensorEntry], pairs: Mapping[str, tuple[str, str]], path: Path) -> dict[str, str]:
+    """Return the names of the vectors with DoRA's lengths of rows, by module. Raises ModelError unless all modules have one."""
+    found: dict[str, str] = {}
+    for name in entries:
+        match = _MAGNITUDE.fullmatch(name)
+        if match is not None and found.setdefault(match[1], name) != name:
+            raise _refused(path, f"{found[match[1]]} and {name} are the same vector", _TWICE)
+    if odd := sorted(found.keys() ^ pairs.keys()):
+        raise damaged(path, f"{odd[0]} has {'factors' if odd[0] in pairs else 'lengths of rows'} alone, and DoRA needs both")
+    for module, (_, b) in pairs.items():
+        entry = entries[found[module]]
+        if "lora_embedding" in b:
+            raise _refused(path, f"{module} is an embedding, of which DoRA is not computed")
+        if math.prod(entry.shape) != entries[b].shape[0] or entry.dtype not in _FLOATS:
+            cause = f"{found[module]} is {list(entry.shape)} of {entry.dtype}, and the matrix has {entries[b].shape[0]} rows"
+            raise _refused(path, cause, _SAVE)
+    return found
+
+
 def _wholes(
-    entries: Mapping[str, TensorEntry], spec: ModelSpec, program: Program, path: Path, *, may_have: bool
+    entries: Mapping[str, TensorEntry],
+    spec: ModelSpec,
+    program: Program,
+    path: Path,
+    *,
+    may_have: bool,
+    used: Container[str] = (),
 ) -> dict[str, str]:
     """Return the names of complete embedding and output matrices, by site. Without `may_have` they are refused.
+
+    `used` tensors are passed over.
 
     Copies of the model's own embedding, which PEFT saves beside an adapter of it, are skipped.
     """
@@ -361,7 +507,7 @@ def _wholes(
     architecture = architectures.find(spec.architecture)
     found: dict[str, str] = {}
     for name, entry in entries.items():
-        if _FACTOR.fullmatch(name):
+        if _FACTOR.fullmatch(name) or name in used:
             continue
         if "lora_" in name:
             raise _refused(path, f"{name} belongs to a kind of LoRA that is not computed")

@@ -13,6 +13,14 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"  # file names in an adapter's folder, as in PEFT
 
 
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """An adapter that becomes part of a model's weights."""
+
+    path: str
+    weight: float = 1.0  # factor of its change
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AdapterRef:
     """An adapter that requests name, one object per adapter. Adapters without references are evicted from memory first."""
