@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.models.hf import load_hf_directory
+from penstock.backends.native import footprint
+from penstock.models import architectures
+from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.types.errors import ModelError
+from penstock.types.kv_dtype import KvDtype
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
 from support.tiny_models import write_hf_files
@@ -24,7 +27,7 @@ from support.tiny_models import write_hf_files
         ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate is False"),
         ("qwen3_5", {"use_sliding_window": True}, "use_sliding_window is True"),
-        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "no layer attends"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "missing"),
         ("qwen3_5", {"layer_types": ["linear_attention", "full_attention", "conv", "conv"]}, "layer_types has conv"),
         ("qwen3_5", {"linear_num_key_heads": 4}, "linear attention is not possible with 6 value heads"),
         ("qwen3_5", {"linear_num_key_heads": 0}, "linear attention is not possible"),
@@ -40,7 +43,7 @@ from support.tiny_models import write_hf_files
         ("qwen3_next", {"linear_key_head_dim": 11}, "asks for"),
         ("granite_hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
-        ("granite_hybrid", {"layer_types": ["mamba"] * 3}, "no layer attends"),
+        ("granite_hybrid", {"layer_types": ["mamba"] * 3}, "missing"),
         ("granite_hybrid", {"layer_types": ["mamba", "attention", "conv"]}, "layer_types has conv"),
         ("granite_hybrid", {"mamba_n_groups": 2}, "2 groups, which is not supported"),
         ("granite_hybrid", {"mamba_n_heads": 0}, "0 heads"),
@@ -50,7 +53,7 @@ from support.tiny_models import write_hf_files
         ("granite_hybrid", {"time_step_limit": [0.5, 0.1]}, "not a least and a largest step"),
         ("granite_hybrid", {"time_step_limit": [0.5]}, "not a least and a largest step"),
         ("granite_hybrid_dense", {"shared_intermediate_size": 0}, "shared_intermediate_size is 0"),
-        ("bamba", {"attn_layer_indices": []}, "no layer attends"),
+        ("bamba", {"attn_layer_indices": []}, "missing"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias is True"),
         ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "not 5 positive numbers"),
@@ -66,8 +69,11 @@ from support.tiny_models import write_hf_files
         ("nemotron_h", {"n_groups": 5}, "linear attention is not possible"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-MX"}, "a layer is 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "M*-M"}, "not part of this architecture"),
-        ("nemotron_h", {"hybrid_override_pattern": "MM-M-"}, "no layer attends"),
+        ("nemotron_h", {"hybrid_override_pattern": "-----"}, "no layer attends"),
         ("nemotron_h", {"hybrid_override_pattern": None}, "layer"),
+        ("mamba2", {"expand": 3}, "are not expand times 72"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mamba2", {"use_bias": False}, "not part of this architecture"),
         ("nemotron_h_moe", {"n_group": 7}, "n_group is 7"),
         ("nemotron_h_moe", {"moe_latent_size": 36}, "moe_latent_size is 36"),
         ("nemotron_h_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0"),
@@ -106,3 +112,16 @@ def test_layers_for_further_tokens_and_pictures_are_left_out(tmp_path: Path) -> 
     prefixed = {name.replace("model.", "model.language_model.", 1): values for name, values in case.weights().items()}
     write_hf_files(tmp_path, case.config, {**prefixed, **more}, case.vocab_size)
     assert load_hf_directory(tmp_path).weights.keys() == load_hf_directory(write_case(case, tmp_path / "plain")).weights.keys()
+
+
+@pytest.mark.parametrize("dtype", [KvDtype.BF16, KvDtype.INT8])
+def test_a_position_without_keys_and_values_takes_a_small_part_of_a_state(tmp_path: Path, dtype: KvDtype) -> None:
+    """The blocks of a state are few enough to list, and those of a text cost little."""
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1}
+    write_hf_files(tmp_path, {**CASES["mamba2"].config, "use_bias": False, **sizes}, {}, 263)
+    spec = read_hf_spec(tmp_path)
+    block_bytes = footprint.block_bytes(spec, dtype, 16)
+    state_bytes = sum(4 * net.num_state_floats for net in spec.linear_attentions)
+    num_blocks = footprint.num_state_blocks(architectures.describe(spec).paged_state, block_bytes)
+    assert state_bytes < num_blocks * block_bytes < 1.02 * state_bytes
+    assert 900 < num_blocks < 2200

@@ -20,7 +20,7 @@ FloatArray = NDArray[np.float32]
 Factors = dict[str, tuple[FloatArray, FloatArray]]
 """A [rank, inputs] and B [outputs, rank] by the name of a module in transformers, without a scale."""
 
-EMBEDDINGS = ("embed_in", "embed_tokens", "embed_tokens_per_layer", "model.embeddings", "wte", "word_embeddings")
+EMBEDDINGS = ("embed_in", "embed_tokens", "embed_tokens_per_layer", "embeddings", "wte", "word_embeddings")
 """Ends of the names of modules that look rows up."""
 _NO_PRODUCTS = (
     *("wpe", "embed_positions", "conv.conv", "mlp.gate", "feed_forward.gate", "mixer.gate", "router"),

@@ -315,7 +315,7 @@ def check_block_size(compute: Compute) -> None:
 
 def check_head_dim(compute: Compute, model: LoadedModel) -> None:
     """Raise ConfigError for attention heads that are too wide: the native kernels keep them on the stack."""
-    head_dim = max(attention.head_dim for attention in model.spec.attentions)
+    head_dim = max((attention.head_dim for attention in model.spec.attentions), default=0)
     if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
         raise ConfigError(
             f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {native.LARGEST_HEAD_DIM}.",

@@ -79,8 +79,8 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Raise ModelError for an impossible window, or for factors so large or small that float32 would overflow or underflow."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise damaged(path, f"the epsilon of the norms is {spec.norm_eps}, outside of [0, 1)")
-    if not spec.attentions:
-        raise unsupported(path, "no layer attends", "the KV cache needs one layer that does")
+    if not spec.attentions and not spec.linear_attentions:
+        raise unsupported(path, "no layer attends", "the KV cache needs one layer that does, or that has a large state")
     attentions = set(spec.attentions)
     for attention in attentions:
         if not 0 <= attention.window <= MAX_MODEL_LEN:

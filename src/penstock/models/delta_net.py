@@ -130,8 +130,9 @@ def _with_nets(spec: ModelSpec, net: LinearAttentionSpec, is_linear: Sequence[bo
 
 
 def _query_and_gate(spec: ModelSpec) -> Sequence[Sequence[Run]]:
-    attention = spec.attentions[0]
-    return _by_head(attention.num_heads, attention.head_dim, attention.head_dim)
+    for attention in spec.attentions[:1]:
+        return _by_head(attention.num_heads, attention.head_dim, attention.head_dim)
+    return [[], []]
 
 
 def _joint_and_gate(spec: ModelSpec) -> Sequence[Sequence[Run]]:

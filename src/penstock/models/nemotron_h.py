@@ -1,6 +1,8 @@
-"""Nemotron-H (NVIDIA; Nemotron Nano 2 and 3): each layer has Mamba-2, attention without rotation, an MLP or experts alone.
+"""Layers with one part alone: Mamba-2, attention without rotation, an MLP or experts in each layer of Nemotron-H (NVIDIA;
+Nemotron Nano 2 and 3), Mamba-2 in all of Mamba-2 itself and Mamba Codestral.
 
-Sources: arXiv 2504.03624; modeling_nemotron_h.py of transformers; conversion/nemotron.py and nemotron-h.cpp of llama.cpp.
+Sources: arXiv 2504.03624 and 2405.21060; modeling_nemotron_h.py and modeling_mamba2.py of transformers; conversion/nemotron.py
+and nemotron-h.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -89,20 +91,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         config.only(name, value)
     config.only("attention_head_dim", spec.attentions[0].head_dim)
     kinds = read_layer_types(config, spec.num_layers)
-    least, most = read_limits(config)  # transformers has `time_step_min` as the least in prompts; the authors have it not
-    num_groups = config.require("n_groups", int)
-    net = LinearAttentionSpec(
-        num_heads=config.require("mamba_num_heads", int),
-        num_key_heads=num_groups,
-        key_dim=config.require("ssm_state_size", int),
-        value_dim=config.require("mamba_head_dim", int),
-        kernel=config.require("conv_kernel", int),
-        has_delta_rule=False,
-        has_conv_bias=config.require("use_conv_bias", bool),
-        min_step=least,
-        max_step=None if math.isinf(most) else most,
-        num_norm_groups=num_groups,
-    )
+    net = _read_net(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
     activation = read_activation(config, "mlp_hidden_act", "relu2")
     if "moe" in kinds:
         for name in ("n_group", "topk_group", "n_shared_experts"):
@@ -118,6 +107,28 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         )
         spec = with_experts(spec, mlp, config.path, dense=[layer for layer, kind in enumerate(kinds) if kind != "moe"])
     return _with_kinds(spec, kinds, net, activation, config.path)
+
+
+def _read_net(config: JsonFile, *keys: str, has_bias: bool = False) -> LinearAttentionSpec:
+    """Return Mamba-2; `keys` are those of its heads, and of their columns and states.
+
+    transformers takes `time_step_min` for the least step of Nemotron-H's prompts, unlike its authors.
+    """
+    num_heads, value_dim, key_dim, num_groups, kernel = (config.require(key, int) for key in (*keys, "n_groups", "conv_kernel"))
+    least, most = read_limits(config)
+    return LinearAttentionSpec(
+        num_heads=num_heads,
+        num_key_heads=num_groups,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        kernel=kernel,
+        has_delta_rule=False,
+        has_bias=has_bias,
+        has_conv_bias=config.require("use_conv_bias", bool),
+        min_step=least,
+        max_step=None if math.isinf(most) else most,
+        num_norm_groups=num_groups,
+    )
 
 
 def _experts(activation: Activation) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _text_name(name: str) -> str | None:
     """Leave out layers that predict further tokens."""
-    return None if name.startswith("mtp.") else re.sub(r"^backbone\.", "model.", name)
+    return None if name.startswith("mtp.") else re.sub(r"^(model\.)?backbone\.", "model.", name)
 
 
 _HF_LAYER: Mapping[str, str | Parts] = {
@@ -210,3 +221,39 @@ NEMOTRON_H = Architecture(
 )
 NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf_layer={**NEMOTRON_H.gguf_layer, **GGUF_EXPERTS})
 """The name of GGUF files with experts. Directories have one class for both."""
+
+
+# Mamba-2 itself.
+
+_MAMBA2_DEFAULTS = {
+    "num_heads": 128,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "state_size": 128,
+    "layer_norm_epsilon": 1e-5,
+    "expand": 2,
+    "conv_kernel": 4,
+    "n_groups": 8,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "max_position_embeddings": 1 << 20,  # as in llama.cpp: nothing bounds a text
+}
+
+
+def _mamba2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with transformers' defaults, and with sizes of an attention and an MLP that no layer has."""
+    found = {**_MAMBA2_DEFAULTS, **values}
+    renamed = {"mamba_head_dim": found["head_dim"], "mixer_bias": found["use_bias"], "use_bias": None}
+    sizes = {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1}
+    return {**found, **renamed, **sizes, "rms_norm_eps": found["layer_norm_epsilon"]}
+
+
+def _of_mamba2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    net = _read_net(config, "num_heads", "mamba_head_dim", "state_size", has_bias=config.require("mixer_bias", bool))
+    if net.value_width != config.require("expand", int) * spec.hidden_size:
+        raise config.error(f"{net.num_heads} heads of {net.value_dim} columns are not expand times {spec.hidden_size}")
+    return spec.with_layers(lambda _, layer: replace(layer, mixer=net, mlp=None))
+
+
+MAMBA2 = replace(NEMOTRON_H, of_hf=_of_mamba2, hf_values=_mamba2_values)

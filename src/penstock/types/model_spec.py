@@ -94,6 +94,10 @@ class LinearAttentionSpec:
     def conv_width(self) -> int:
         return 2 * self.key_width + self.value_width
 
+    @property
+    def num_state_floats(self) -> int:
+        return self.num_heads * self.key_dim * self.value_dim + (self.kernel - 1) * self.conv_width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
@@ -236,7 +240,13 @@ class ModelSpec:
 
     @property
     def kv_attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attentions with keys and values of their own."""
+        """The attentions with keys and values of their own.
+
+        A model without attention has one that nothing computes: blocks hold its states, and a position takes a 16,384th of one.
+        """
+        if not self.attentions:
+            num_heads = max(1, sum(linear.num_state_floats for linear in self.linear_attentions) >> 18)
+            return (AttentionSpec(num_heads=num_heads, num_kv_heads=num_heads, head_dim=16, rotation=None),)
         return tuple(attention for attention in self.attentions if attention.kv_layer is None)
 
     @property

@@ -1893,6 +1893,48 @@ def _nemotron_h_shapes(config: Mapping[str, Any]) -> Shapes:
     return {**found, "model.norm_f.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
 
 
+_MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "vocab_size": 263,
+    "hidden_size": 72,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 24,
+    "state_size": 10,
+    "n_groups": 2,
+    "conv_kernel": 3,
+    "chunk_size": 8,
+    "layer_norm_epsilon": 0.05,
+    "use_bias": True,
+    "time_step_limit": [0.3, 0.9],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MAMBA2_MIXER = {
+    "norm.weight": (72,),
+    "mixer.in_proj.weight": (334, 72),
+    "mixer.in_proj.bias": (334,),
+    "mixer.conv1d.weight": (184, 1, 3),
+    "mixer.conv1d.bias": (184,),
+    **{f"mixer.{name}": (6,) for name in ("dt_bias", "A_log", "D")},
+    "mixer.norm.weight": (144,),
+    "mixer.out_proj.weight": (72, 144),
+    "mixer.out_proj.bias": (72,),
+}
+_MAMBA2_CASE = TinyCase(
+    architecture="mamba2",
+    config=_MAMBA2,
+    shapes={
+        "backbone.embeddings.weight": (263, 72),
+        **{f"backbone.layers.{layer}.{name}": shape for layer in range(3) for name, shape in _MAMBA2_MIXER.items()},
+        "backbone.norm_f.weight": (72,),
+        "lm_head.weight": (263, 72),
+    },
+    seed=190,
+    num_tokens=100,
+)
 _NEMOTRON_H_CASE = TinyCase(
     architecture="nemotron_h", config=_NEMOTRON_H, shapes=_nemotron_h_shapes(_NEMOTRON_H), seed=180, num_tokens=100
 )
@@ -1929,6 +1971,7 @@ _NEMOTRON_H_MOE_GGUF = replace(
 
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
+        "mamba2": _MAMBA2_CASE,
         "nemotron_h": _NEMOTRON_H_CASE,
         "nemotron_h_gguf": replace(_NEMOTRON_H_CASE, gguf=_NEMOTRON_H_GGUF, golden="nemotron_h"),
         "nemotron_h_moe": _NEMOTRON_H_MOE_CASE,
