@@ -110,6 +110,15 @@ void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, i
     self.add_instruction(std::move(instruction));
 }
 
+void add_heads(Engine& self, int weight, int activation, int out, int num_heads, int x_columns, int out_columns, bool samples) {
+    if (num_heads < 1) throw std::invalid_argument("a product of heads has at least one");
+    Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
+    LinearOp op{weight, activation, out};
+    op.num_heads = num_heads, op.x_columns = x_columns, op.out_columns = out_columns;
+    instruction.linears.push_back(op);
+    self.add_instruction(std::move(instruction));
+}
+
 void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples, int gate_site, int up_site) {
     Instruction instruction{InstructionKind::kGated, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     if (kind > static_cast<int>(ActivationKind::kGeluTanh)) throw std::invalid_argument("products with a gate lack this activation");
@@ -146,11 +155,11 @@ int define_linear_attention(Engine& self, int x, int steps, int gates, int out, 
 
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
                 int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
-                float share_factor, int share_scale, bool samples) {
+                float share_factor, int share_scale, bool samples, int num_groups, int num_chosen_groups, int num_group_scores) {
     const ExpertsLayer layer{num_experts, num_chosen, width,      x,          input,
                              router,      router_bias, selection_bias, inner, outer,
                              inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor,
-                             share_scale};
+                             share_scale, num_groups,  num_chosen_groups, num_group_scores};
     return self.add_experts(layer, samples ? Domain::kSamples : Domain::kTokens);
 }
 
@@ -470,7 +479,8 @@ void bind_engine(nb::module_& m) {
         .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding)
         .value("SCALE", RowOpKind::kScale)
         .value("PREPARE_STATE", RowOpKind::kPrepareState)
-        .value("COLUMNS", RowOpKind::kColumns);
+        .value("COLUMNS", RowOpKind::kColumns)
+        .value("PLACE_HEADS", RowOpKind::kPlaceHeads);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -511,20 +521,23 @@ void bind_engine(nb::module_& m) {
 
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
-             [](Engine* self, const std::vector<std::tuple<int, int>>& kv_shapes, int vocab_size, int num_blocks, int block_size,
+             [](Engine* self, const std::vector<std::vector<int>>& kv_shapes, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
                 int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored,
                 const std::vector<int>& memory_nodes, int64_t num_state_lines, int state_line) {
                  EngineShape shape{{},        vocab_size, num_blocks,    block_size,  max_rows,   max_step_tokens,
                                    kv_format, num_states, state_columns, state_width, max_scored, mask_of(memory_nodes),
                                    num_state_lines, state_line};
-                 for (const auto& [num_kv_heads, head_dim] : kv_shapes) shape.kv_shapes.push_back({num_kv_heads, head_dim});
+                 for (const std::vector<int>& kv : kv_shapes) {
+                     if (kv.size() != 2 && kv.size() != 3) throw std::invalid_argument("a layer's keys and values have two or three sizes");
+                     shape.kv_shapes.push_back({kv[0], kv[1], kv.size() == 3 ? kv[2] : 0});
+                 }
                  new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
              nb::kw_only(), "kv_shapes"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
              "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
              "memory_nodes"_a = std::vector<int>{}, "num_state_lines"_a = 0, "state_line"_a = 0,
-             "`kv_shapes`: (num_kv_heads, head_dim) of each layer with keys and values.\n"
+             "`kv_shapes`: (num_kv_heads, head_dim) of each layer with keys and values, or (1, head_dim, num_latent) of one with latents.\n"
              "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
@@ -561,6 +574,8 @@ void bind_engine(nb::module_& m) {
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1, "sites"_a = std::vector<int>{},
              "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.\n"
              "`sites`: one for each, where adapters change them, after SHRINK of it.")
+        .def("add_heads", &add_heads, nb::kw_only(), "weight"_a, "activation"_a, "out"_a, "num_heads"_a, "x_columns"_a, "out_columns"_a, "samples"_a,
+             "A product for each head, whose matrices are parts of one: see LinearOp in instructions.h.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a, "gate_site"_a = -1, "up_site"_a = -1)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
@@ -569,7 +584,8 @@ void bind_engine(nb::module_& m) {
              "Attention within each text, which a step computes whole. The fields are those of instructions.h.")
         .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
-             "is_renormalised"_a, "share_factor"_a, "share_scale"_a, "samples"_a,
+             "is_renormalised"_a, "share_factor"_a, "share_scale"_a, "samples"_a, "num_groups"_a = 0, "num_chosen_groups"_a = 0,
+             "num_group_scores"_a = 1,
              "A mixture of experts but for the sum, SUM_EXPERTS of the id that it returns. The fields are those of instructions.h.")
         .def("add_causal_conv", &add_causal_conv, nb::kw_only(), "x"_a, "out"_a, "weight"_a, "bias"_a, "taps"_a, "width"_a, "first_line"_a,
              "A convolution with a state in blocks of its own. The fields are those of instructions.h.")

@@ -40,7 +40,10 @@ const EngineShape& checked(const EngineShape& s) {
     for (const KvShape& kv : s.kv_shapes) {
         if (kv.num_kv_heads < 1) throw std::invalid_argument("a layer has at least one head of keys and values");
         if (kv.head_dim < 1 || kv.head_dim % kPanel != 0 || kv.head_dim > kLargestHeadDim) {
-            throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
+            throw std::invalid_argument("head_dim must be a multiple of 16 and at most 576");
+        }
+        if (kv.num_latent != 0 && (kv.num_kv_heads != 1 || kv.num_latent < 0 || kv.num_latent % kGroup != 0 || kv.num_latent > kv.head_dim)) {
+            throw std::invalid_argument("latents are whole groups of 32 columns of one head");
         }
     }
     if (!s.kv_shapes.empty() && s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
@@ -82,7 +85,8 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
       member_times_(team_->size()),
       attention_scratch_(team_->size()),
       gate_scratch_(team_->size()) {
-    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.widest_head()));
+    const KvShape widest = shape.widest();
+    for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(widest.head_dim, widest.num_latent));
 }
 
 int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len) {
@@ -112,8 +116,18 @@ void Engine::check_form(int weight, int activation) const {
     if (!fits || x.cols != w.cols) throw std::invalid_argument("an activation is in another form than its matrix multiplies, or has other columns");
 }
 
+// std::invalid_argument unless each head's matrix has whole panels, and fits its columns.
+void Engine::check_heads(const LinearOp& op) const {
+    const PackedMatrix& w = weights_.packed(op.weight).matrix;
+    const Activation& x = activations_.at(op.activation).view;
+    const int64_t channels = op.out_columns;
+    const bool fits = x.bf16 && w.kind == WeightKind::kBf16 && w.rows % (op.num_heads * kPanel) == 0 && w.rows / op.num_heads <= channels &&
+                      w.cols <= op.x_columns && op.num_heads * op.x_columns == x.cols && op.num_heads * channels == buffers_.at(op.out).width;
+    if (!fits) throw std::invalid_argument("the matrices of heads do not fit the columns of what they multiply or make");
+}
+
 void Engine::add_instruction(Instruction instruction) {
-    for (const LinearOp& op : instruction.linears) check_form(op.weight, op.activation);
+    for (const LinearOp& op : instruction.linears) op.num_heads > 0 ? check_heads(op) : check_form(op.weight, op.activation);
     if (instruction.kind == InstructionKind::kGated) {
         const GatedOp& op = instruction.gated;
         check_form(op.gate, op.activation);
@@ -465,6 +479,15 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             }
             return;
         }
+        case RowOpKind::kPlaceHeads: {
+            const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+            const int64_t from = x.width / op.n, to = out.width / op.n;
+            for (int64_t head = 0; head < op.n; ++head) {
+                float* const end = std::copy_n(x.row(row) + head * from, from, out.row(row) + head * to + op.head_dim);
+                std::fill(end, out.row(row) + (head + 1) * to, 0.0f);
+            }
+            return;
+        }
         case RowOpKind::kChooseExperts: return experts_.choose(op.weight, row);
         case RowOpKind::kSumExperts: {
             const Buffer& out = buffers_[op.out];
@@ -521,9 +544,26 @@ void Engine::run_linear(const Instruction& instruction, int index, int task) {
         const int row0 = stage.first_row(task), row1 = stage.end_row(task);
         const PanelRange range = stage.panels(task, w.panels);
         const Epilogue epilogue = epilogue_of(op);
+        if (op.num_heads > 0) return run_heads(op, row0, row1, range, upcoming);
         kernels_.gemm(w, activations_[op.activation].view, row0, row1, range, epilogue, upcoming);
         if (op.site >= 0) adapters_->expand(op.site, row0, row1, range.begin, range.end, epilogue.out, epilogue.ld);
         return;
+    }
+}
+
+void Engine::run_heads(const LinearOp& op, int row0, int row1, PanelRange range, UpcomingKv upcoming) {
+    const PackedMatrix& w = weights_.matrix(op.weight);
+    const Buffer& out = buffers_[op.out];
+    const int panels = w.panels / op.num_heads;
+    for (int panel = range.begin; panel < range.end;) {
+        const int head = panel / panels, stop = std::min(range.end, (head + 1) * panels);
+        Activation x = activations_[op.activation].view;
+        x.bf16 += int64_t{head} * op.x_columns;
+        x.cols = w.cols;
+        const Epilogue epilogue{out.data() + int64_t{head} * (op.out_columns - panels * kPanel), out.width, nullptr, nullptr, nullptr};
+        kernels_.gemm(w, x, row0, row1, {panel, stop, stop < range.end ? stop : range.next}, epilogue, upcoming);
+        upcoming = {};
+        panel = stop;
     }
 }
 

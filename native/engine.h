@@ -145,6 +145,7 @@ class Engine final : private Work {
 
     // The computation of a task.
     void check_form(int weight, int activation) const;
+    void check_heads(const LinearOp& op) const;
     void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);
     void run_row_op(const RowOp& op, int64_t row);
@@ -152,6 +153,7 @@ class Engine final : private Work {
     Epilogue epilogue_of(const LinearOp& op) const;
     UpcomingKv upcoming_of(int index, int task) const;
     void run_linear(const Instruction& instruction, int index, int task);
+    void run_heads(const LinearOp& op, int row0, int row1, PanelRange range, UpcomingKv upcoming);
     void run_gated(const GatedOp& op, int index, int task, int member);
     void run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange range, const UpcomingKv& upcoming, float* scratch);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);

@@ -6,6 +6,8 @@
 #include <compare>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
+#include <utility>
 
 namespace penstock {
 
@@ -31,6 +33,26 @@ void choose_largest(const float* scores, const float* bias, int num_experts, int
         for (; rank > 0 && is_before(wanted(expert), wanted(chosen[rank - 1])); --rank) chosen[rank] = chosen[rank - 1];
         chosen[rank] = expert;
     }
+}
+
+// Scores of groups that are not chosen become the smallest.
+void choose_groups(float* scores, const float* bias, const ExpertsLayer& layer) {
+    const int size = layer.num_experts / layer.num_groups;
+    float sums[kMostGroups];
+    int32_t best[kMostGroups];
+    for (int group = 0; group < layer.num_groups; ++group) {
+        float largest[kMostGroupScores];
+        std::fill_n(largest, layer.num_group_scores, -INFINITY);
+        for (int i = group * size; i < (group + 1) * size; ++i) {
+            float wanted = bias ? scores[i] + bias[i] : scores[i];
+            for (int rank = 0; rank < layer.num_group_scores; ++rank) {
+                if (!is_before(largest[rank], wanted)) std::swap(largest[rank], wanted);
+            }
+        }
+        sums[group] = std::accumulate(largest, largest + layer.num_group_scores, 0.0f);
+    }
+    choose_largest(sums, nullptr, layer.num_groups, best, layer.num_groups);
+    for (int rank = layer.num_chosen_groups; rank < layer.num_groups; ++rank) std::fill_n(scores + best[rank] * size, size, -INFINITY);
 }
 
 // Row `from` of x becomes row `to` of `out`.
@@ -102,6 +124,10 @@ Experts::Experts(const KernelTable& kernels, const Weights& weights, int num_mem
     : kernels_(kernels), weights_(weights), scratch_(num_members) {}
 
 int Experts::add(const ExpertsLayer& layer, int64_t most_rows) {
+    const bool fits_groups = layer.num_groups <= kMostGroups && layer.num_group_scores >= 1 && layer.num_group_scores <= kMostGroupScores;
+    if (layer.num_groups < 0 || !fits_groups || (layer.num_groups > 0 && layer.num_experts % layer.num_groups != 0)) {
+        throw std::invalid_argument("experts are in at most 64 equal groups, of which at most 8 scores count");
+    }
     const auto other = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& l) { return fits(l, layer, most_rows); });
     if (other == layers_.end()) workspaces_.push_back(make_workspace(layer, most_rows));
     layers_.push_back({layer, other == layers_.end() ? workspaces_.back().get() : other->work});
@@ -197,6 +223,7 @@ void Experts::choose(int id, int64_t row) {
         for (int i = 0; i < num_experts; ++i) total += std::exp(scores[i] - largest);
         for (int i = 0; bias && i < num_experts; ++i) scores[i] = std::exp(scores[i] - largest) / total;
     }
+    if (shape.num_groups > 0) choose_groups(scores, bias, shape);
     int32_t* const chosen = work->chosen.data() + row * num_chosen;
     choose_largest(scores, bias, num_experts, chosen, num_chosen);
     float* const shares = work->shares.data() + row * num_chosen;

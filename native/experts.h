@@ -31,6 +31,8 @@
 
 namespace penstock {
 
+constexpr int kMostGroups = 64, kMostGroupScores = 8;  // of experts, and of those that decide for a group
+
 class Experts {
   public:
     Experts(const KernelTable& kernels, const Weights& weights, int num_members);

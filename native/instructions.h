@@ -20,7 +20,7 @@ enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
     kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale, kPrepareState,
-    kColumns,
+    kColumns, kPlaceHeads,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -32,11 +32,12 @@ struct RowOp {
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
     // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding), layer of linear attention (kPrepareState)
     int32_t weight = -1;
-    // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
+    // group (kRmsNorm), heads (kRope, kResizeHeads, kPlaceHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
     // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), first column of x (kColumns),
     // whether rows have a zero of their own (kRound)
     int32_t n = 0;
-    int32_t head_dim = 0;  // kRope; kRmsNorm: columns from the weight's numbers of one group to those of the next
+    int32_t head_dim = 0;  // kRope; kRmsNorm: columns from the weight's numbers of one group to those of the next; kPlaceHeads: the column
+                           // of each of out's heads from which on it is one of x, then zeros
     float value = 0.0f;    // eps, scale or factor (kScale), or factor of the second buffer (kAdd)
 };
 
@@ -49,6 +50,9 @@ struct LinearOp {
     bool has_kind = false;  // an activation, of kind `kind`: weights of kU8Row alone
     ActivationKind kind = ActivationKind::kGelu;
     int32_t site = -1;      // of adapters
+    // If there are heads: the matrix has one of each, in whole panels. Head h multiplies the columns from h * x_columns on of an
+    // activation in bf16, and goes to the columns from h * out_columns on.
+    int32_t num_heads = 0, x_columns = 0, out_columns = 0;
 };
 
 struct GatedOp {
@@ -98,6 +102,8 @@ struct ExpertsLayer {
     bool is_renormalised = true;            // a token's shares are divided by their sum
     float share_factor = 1.0f;              // of the shares, after that
     int32_t share_scale = -1;               // vector [num_experts]: of each expert's shares, after that
+    // Only experts of so many groups may be chosen: those with the largest sums of so many of their scores. 0: all may be.
+    int32_t num_groups = 0, num_chosen_groups = 0, num_group_scores = 1;
 };
 
 // Its stages (experts.h), but for those that are operations on rows.
@@ -197,9 +203,9 @@ struct StepInput {
     int32_t target_of(int row) const { return logit_targets ? logit_targets[row] : -1; }
 };
 
-// Of a layer's keys, and of its values: of each position.
+// Of a layer's keys, and of its values: of each position. Values of latents are the first `num_latent` columns of the keys.
 struct KvShape {
-    int32_t num_kv_heads, head_dim;
+    int32_t num_kv_heads, head_dim, num_latent = 0;
 };
 
 struct EngineShape {
@@ -217,10 +223,13 @@ struct EngineShape {
 
     int32_t num_layers() const { return static_cast<int32_t>(kv_shapes.size()); }
     int32_t max_logits() const { return max_rows + max_scored; }
-    // The widest head; 0 without layers.
-    int32_t widest_head() const {
-        int32_t widest = 0;
-        for (const KvShape& kv : kv_shapes) widest = std::max(widest, kv.head_dim);
+    // The widest of each; 0 without layers.
+    KvShape widest() const {
+        KvShape widest{0, 0};
+        for (const KvShape& kv : kv_shapes) {
+            widest = {std::max(widest.num_kv_heads, kv.num_kv_heads), std::max(widest.head_dim, kv.head_dim),
+                      std::max(widest.num_latent, kv.num_latent)};
+        }
         return widest;
     }
 };

@@ -14,7 +14,7 @@ namespace {
 // Layers that lie nowhere yet.
 std::vector<KvLayer> shaped(const EngineShape& shape) {
     std::vector<KvLayer> layers;
-    for (const KvShape& kv : shape.kv_shapes) layers.push_back({nullptr, shape.kv_format, shape.block_size, kv.num_kv_heads, kv.head_dim});
+    for (const KvShape& kv : shape.kv_shapes) layers.push_back({nullptr, shape.kv_format, shape.block_size, kv.num_kv_heads, kv.head_dim, kv.num_latent});
     return layers;
 }
 

@@ -202,16 +202,16 @@ void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
     const Scratch scratch = make_scratch(memory, kv.head_dim);
     const Pairs pairs = make_pairs(kv, t, 0, t.num_queries * t.heads_per_kv);
-    clear(pairs, kv.head_dim, scratch.merged);
+    clear(pairs, kv.value_dim(), scratch.merged);
     for (int begin = pairs.first[0] / kSegment * kSegment; begin <= pairs.last[pairs.count - 1]; begin += kSegment) {
-        const State next = partial(t, pairs.count, kv.head_dim, begin);
-        for_pairs(pairs, begin, [&](int at, int count) { merge(pairs, at, count, begin, kv.head_dim, scratch.merged, next); });
+        const State next = partial(t, pairs.count, kv.value_dim(), begin);
+        for_pairs(pairs, begin, [&](int at, int count) { merge(pairs, at, count, begin, kv.value_dim(), scratch.merged, next); });
     }
-    write_out(t, pairs, kv.head_dim, scratch.merged);
+    write_out(t, pairs, kv.value_dim(), scratch.merged);
 }
 
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return partial_floats(num_pairs, head_dim); }
 
-int64_t attention_scratch_floats(int head_dim) { return scratch_floats(head_dim); }
+int64_t attention_scratch_floats(int head_dim, int num_latent) { return scratch_floats(head_dim, num_latent); }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -46,6 +46,7 @@ struct Scratch {
     float* q_scales;      // [kTaskPairs / kPairs][key groups][kPairs], of int8 queries
     int32_t* q_starts;    // likewise: what the sums of integers start at
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
+    uint8_t* latents;     // [kSegment / 4][num_latent] fours: a segment's latents as values, whose keys lie otherwise
     State merged;         // of kTaskPairs
     State next;           // of kTaskPairs
 };
@@ -54,9 +55,10 @@ constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegmen
 
 PENSTOCK_INLINE int64_t partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
-PENSTOCK_INLINE int64_t scratch_floats(int head_dim) {
+PENSTOCK_INLINE int64_t scratch_floats(int head_dim, int num_latent) {
     return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
-           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup);
+           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup) +
+           kSegment / 2 * num_latent;
 }
 
 PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
@@ -89,6 +91,7 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += head_dim;
     scratch.merged = take_state(memory, head_dim);
     scratch.next = take_state(memory, head_dim);
+    scratch.latents = reinterpret_cast<uint8_t*>(memory);
     return scratch;
 }
 

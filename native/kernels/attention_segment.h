@@ -122,6 +122,36 @@ PENSTOCK_TILE_READER(PENSTOCK_INLINE) void load_value_scales(const KvLayer& kv, 
     }
 }
 
+// The latents of a segment's tiles as values, which its tiles of values then are.
+template <typename Kv>
+PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLayer& kv, KvTiles& tiles, int count, const Scratch& scratch) {
+    const int columns = kv.num_latent, tile_bytes = kKvTile * columns * kv.width();
+    for (int i = 0; i < count; ++i) {
+        const uint8_t* const keys = tiles.keys[i];
+        uint8_t* const values = scratch.latents + i * tile_bytes;
+        tiles.values[i] = values;
+        if constexpr (Kv::kIsInt8) {
+            for (int d = 0; d < columns; d += 4) transpose_quarters(values + 4 * d, 4 * columns, keys + kKvTile * d, kKeyZero);
+        } else {
+            const vf scales = Kv::load_scales(keys + kv.scales_offset()), of_upper = mul(scales, set1(0x1p-16f));
+            for (int d = 0; d < columns; d += 2) {  // a pair's first column is the lower half of a lane, the second one the upper half
+                const vi pairs = load(reinterpret_cast<const int32_t*>(keys + 2 * kKvTile * d));
+                const vf sign = mul(to_float(bit_and(pairs, set1_i(0x8000))), set1(2.0f));
+                const vf first = mul(sub(to_float(bit_and(pairs, set1_i(0xFFFF))), sign), scales);
+                const vf second = mul(to_float(bit_and(pairs, set1_i(-0x10000))), of_upper);
+                alignas(64) uint16_t numbers[2][kLanes];
+                store_bf16(numbers[0], first);
+                store_bf16(numbers[1], second);
+                for (int at = 0; at < kKvTile; at += 2) {
+                    uint8_t* const out = values + 2 * (at * columns + 2 * d);
+                    memcpy(out, numbers[0] + at, 4);
+                    memcpy(out + 4, numbers[1] + at, 4);
+                }
+            }
+        }
+    }
+}
+
 // Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
 // and the bounds of their scores and their sums of weights. Weights are needed for the positions [from, end).
 template <typename Kv>
@@ -180,8 +210,9 @@ PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, 
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
 template <typename Products>
 void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
-                    int head_dim, const Scratch& scratch, const State& out, Products& products) {
+                    const KvLayer& kv, const Scratch& scratch, const State& out, Products& products) {
     using Kv = typename Products::Kv;
+    const int head_dim = kv.head_dim, value_dim = kv.value_dim();
     // Positions are relative to the segment from here on.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment;
     const int padded = padded_end(end, Products::kPositions);
@@ -203,7 +234,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         }
     }
     keys.fetch(num_tiles);
-    products.weigh(segment, count, from, end, head_dim, scratch, out.o + at * head_dim);
+    products.weigh(segment, count, from, end, value_dim, scratch, out.o + at * value_dim);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ constexpr int kAhead = 32;
 // how many there are then; `most` at most.
 int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, KvTiles& tiles, int count, int most) {
     const int64_t block_stride = kv.block_stride, key_stride = kv.tile_stride();
-    const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
+    const int64_t value_stride = kKvTile * kv.value_stride();
     const uint8_t* keys = kv.data + t.kv_head * kv.head_stride();
     const uint8_t* values = keys + kv.values_offset();
     const int tiles_of_block = kv.block_size / kKvTile, wanted = count + (end - begin + kKvTile - 1) / kKvTile;
@@ -32,7 +32,7 @@ int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Kv
     for (const int stop = wanted < most ? wanted : most; count < stop; ++block, tile = 0) {
         for (; tile < tiles_of_block && count < stop; ++tile, ++count) {
             tiles.keys[count] = keys + *block * block_stride + tile * key_stride;
-            tiles.values[count] = values + *block * block_stride + tile * value_stride;
+            tiles.values[count] = kv.num_latent > 0 ? tiles.keys[count] : values + *block * block_stride + tile * value_stride;
         }
     }
     return count;
@@ -111,7 +111,7 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
     } else {
         round_to_int16(kv, t, pairs, scratch);
     }
-    if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
+    if (!t.partials) clear(pairs, kv.value_dim(), scratch.merged);
     Segment segment;
     const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
@@ -122,13 +122,14 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
         if constexpr (Kv::kIsInt8) {
             load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
         }
-        const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
+        if (kv.num_latent > 0) lay_out_latents<Kv>(kv, segment.tiles, num_tiles, scratch);
+        const State state = t.partials ? partial(t, num_pairs, kv.value_dim(), begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state, products);
-            if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
+            attend_segment(t, pairs, at, count, begin, segment, kv, scratch, state, products);
+            if (!t.partials) merge(pairs, at, count, begin, kv.value_dim(), scratch.merged, state);
         });
     }
-    if (!t.partials) write_out(t, pairs, kv.head_dim, scratch.merged);
+    if (!t.partials) write_out(t, pairs, kv.value_dim(), scratch.merged);
 }
 
 template <typename Products>

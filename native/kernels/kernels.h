@@ -13,7 +13,7 @@ namespace penstock {
 constexpr int kPanel = 16;     // output channels that are packed together
 constexpr int kGroup = 32;     // columns that share one scale
 constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
-constexpr int kLargestHeadDim = 512;
+constexpr int kLargestHeadDim = 576;
 constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
 constexpr int kKeyZero = 128;  // what is stored of a key of 8 bits is that much more than its integer
 
@@ -110,7 +110,8 @@ enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1 };
 //            values [16] bf16
 //   kInt16   keys [head_dim / 2][16][2] int16, their scales [16] float32
 // Then the values as [block_size / 4][head_dim][4] int8 or [block_size / 2][head_dim][2] bf16. All are laid out for instructions
-// that multiply and add pairs, or four bytes.
+// that multiply and add pairs, or four bytes. With `num_latent`, whole groups of columns, there are no values: they are the keys' first
+// so many columns, whose scales in kInt8 are those of the value.
 // Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
 struct KvLayer {
     uint8_t* data;
@@ -118,16 +119,19 @@ struct KvLayer {
     int32_t block_size;
     int32_t num_kv_heads;
     int32_t head_dim;
+    int32_t num_latent = 0;
     int64_t block_stride = 0;  // from a block to the next one: other layers lie between
 
     __attribute__((always_inline)) int width() const { return format == KvFormat::kInt8 ? 1 : 2; }
+    __attribute__((always_inline)) int value_dim() const { return num_latent > 0 ? num_latent : head_dim; }
     __attribute__((always_inline)) int value_positions() const { return 4 / width(); }  // whose values are beside each other
     __attribute__((always_inline)) int key_groups() const { return (head_dim + kGroup - 1) / kGroup; }
     __attribute__((always_inline)) int scale_bytes() const { return format == KvFormat::kInt8 ? 2 * (key_groups() + 1) : 4; }
     __attribute__((always_inline)) int64_t scales_offset() const { return int64_t{kKvTile} * head_dim * width(); }
     __attribute__((always_inline)) int64_t tile_stride() const { return scales_offset() + kKvTile * scale_bytes(); }
     __attribute__((always_inline)) int64_t values_offset() const { return block_size / kKvTile * tile_stride(); }
-    __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + int64_t{block_size} * head_dim * width(); }
+    __attribute__((always_inline)) int64_t value_stride() const { return num_latent > 0 ? 0 : int64_t{head_dim} * width(); }  // of a position
+    __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + block_size * value_stride(); }
     __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
 
@@ -141,7 +145,7 @@ struct UpcomingKv {
 
 // Integers of a query or key: the smallest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
 constexpr float kLargestInteger = 32767.0f;
-constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 512 integers
+constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 576 integers
 
 // One query tile of one row of the step, for one KV head.
 struct AttentionTask {
@@ -273,7 +277,7 @@ struct KernelTable {
     // cos and sin are [half]; pairs (i, i + half) of each head
     void (*rope_row)(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
     // Token i of k and v, [count, num_kv_heads * head_dim], to slots[i]; keys less `centre`, unless that is null: [num_kv_heads *
-    // head_dim]
+    // head_dim]. A layer of latents has no v: it is not read.
     void (*kv_write_rows)(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v,
                           const float* centre);
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
@@ -301,12 +305,12 @@ struct KernelTable {
     void (*lora_shrink)(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
     // out[r, panels] += h[r] B^T for rows [row0, row1) and panels [begin, end); out is [., ld] and has `channels` columns.
     void (*lora_expand)(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
-    // `scratch` is at least attention_scratch_floats(head_dim) floats
+    // `scratch` is at least attention_scratch_floats(head_dim, num_latent) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their
     // pairs are at most attention_queries.
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
-    int64_t (*attention_scratch_floats)(int head_dim);
+    int64_t (*attention_scratch_floats)(int head_dim, int num_latent);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
     // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats
     void (*text_attention)(const TextAttentionTask& task, float* scratch);

@@ -45,10 +45,10 @@ struct Head {
     PENSTOCK_MEMBER vf value(int column) const { return load(v + column); }
 
     // The sizes among which is the largest of an item.
-    PENSTOCK_MEMBER vi sizes(int item, int head_dim) const {
+    PENSTOCK_MEMBER vi sizes(int item, int head_dim, int value_dim) const {
         vi largest = set1_i(0);
         if (item == 0) {
-            for (int d = 0; d < head_dim; d += kLanes) largest = max(largest, bits_of(abs(value(d))));
+            for (int d = 0; d < value_dim; d += kLanes) largest = max(largest, bits_of(abs(value(d))));
         } else {
             const int begin = (item - 1) * kGroup, end = begin + kGroup < head_dim ? begin + kGroup : head_dim;
             for (int d = begin; d < end; d += kLanes) largest = max(largest, bits_of(abs(key(d))));
@@ -74,25 +74,27 @@ struct Integers {
     // A value that is no finite number breaks its key, and so whatever sees it: integers can't show it, and a NaN in bf16 would reach
     // those, too, that give it no weight.
     template <bool kCentred>
-    PENSTOCK_MEMBER void round(const Head<kCentred>* heads, int count, int head_dim, int items) {
+    PENSTOCK_MEMBER void round(const KvLayer& kv, const Head<kCentred>* heads, int count, int items) {
+        const int head_dim = kv.head_dim, value_dim = kv.value_dim(), latent_groups = kv.num_latent / kGroup;
         for (int item = 0; item < items; ++item) {
             store(largest[item], set1_i(0));
             for (int h = 0; h < count; h += 4) {
                 vi sizes[4];
-                for (int i = 0; i < 4; ++i) sizes[i] = heads[h + i < count ? h + i : h].sizes(item, head_dim);
+                for (int i = 0; i < 4; ++i) sizes[i] = heads[h + i < count ? h + i : h].sizes(item, head_dim, value_dim);
                 store_largest_of_four(largest[item] + h, sizes);
             }
         }
         const vf broken = mul(min(float_of(load(largest[0])), set1(INFINITY)), set1(0.0f));
         for (int item = 0; item < items; ++item) {
-            const vf scales = int8_scale(min(float_of(load(largest[item])), set1(INFINITY)), broken);
+            const int32_t* const largest_of_scale = largest[item > latent_groups ? item : 0];  // a latent has one, which is its value's
+            const vf scales = int8_scale(min(float_of(load(largest_of_scale)), set1(INFINITY)), broken);
             store_bf16(scale[item], scales);
             store(inverse[item], div(set1(1.0f), scales));
         }
         for (int h = 0; h < count; ++h) {
             const vf of_value = set1(inverse[0][h]);
             for (int d = 0; d < head_dim; d += kLanes) {
-                store_rounded_i8(values[h] + d, mul(heads[h].value(d), of_value));
+                if (latent_groups == 0) store_rounded_i8(values[h] + d, mul(heads[h].value(d), of_value));
                 store_rounded_i8(keys[h] + d, mul(heads[h].key(d), set1(inverse[1 + d / kGroup][h])));
             }
         }
@@ -110,10 +112,11 @@ template <bool kCentred>
 void write_int8(const KvLayer& kv, const Head<kCentred>* heads, int count) {
     const int items = kv.key_groups() + 1;
     Integers integers;
-    integers.round(heads, count, kv.head_dim, items);
+    integers.round(kv, heads, count, items);
     for (int h = 0; h < count; ++h) {
         for (int item = 0; item < items; ++item) memcpy(scales_of(heads[h], item, items), &integers.scale[item][h], sizeof(uint16_t));
         scatter_fours(heads[h].keys, integers.keys[h], kv.head_dim);
+        if (kv.num_latent > 0) continue;
         for (int d = 0; d < kv.head_dim; d += kLanes) store_every_fourth(heads[h].values + 4 * d, integers.values[h] + d);
     }
 }
@@ -129,13 +132,13 @@ void write_run_int8(const KvLayer& kv, const Head<kCentred>& first, int64_t widt
         heads[i].v += i * width;
     }
     Integers integers;
-    integers.round(heads, kTogether, kv.head_dim, items);
+    integers.round(kv, heads, kTogether, items);
     for (int item = 0; item < items; ++item) {
         memcpy(scales_of(first, item, items), integers.scale[item], kTogether * sizeof(uint16_t));
     }
     for (int d = 0; d < kv.head_dim; d += kLanes) {
         for (int i = 0; i < kTogether; i += 4) {
-            interleave_fours(first.values + i * kv.head_dim + 4 * d, integers.values[i] + d, kLargestHeadDim);
+            if (kv.num_latent == 0) interleave_fours(first.values + i * kv.head_dim + 4 * d, integers.values[i] + d, kLargestHeadDim);
             transpose_fours(first.keys + d * kKvTile + 4 * i, 4 * kKvTile, integers.keys[i] + d, kLargestHeadDim, kKeyZero);
         }
     }
@@ -159,6 +162,7 @@ void write_int16(const KvLayer& kv, const Head<kCentred>& head) {
         alignas(64) int16_t integers[kLanes];
         store_integers(integers, load(key + d), scale);
         scatter_pairs(reinterpret_cast<int16_t*>(head.keys) + d * kKvTile, integers, kLanes);
+        if (kv.num_latent > 0) continue;
         alignas(64) uint16_t numbers[kLanes];
         store_bf16(numbers, is_sound ? head.value(d) : set1(0.0f));
         scatter(reinterpret_cast<uint16_t*>(head.values) + 2 * d, numbers, kLanes);
@@ -225,6 +229,7 @@ void write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const fl
 }  // namespace
 
 void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre) {
+    if (kv.num_latent > 0) v = k;
     if (centre) return write_rows<true>(kv, slots, count, k, v, centre);
     write_rows<false>(kv, slots, count, k, v, nullptr);
 }

@@ -96,6 +96,23 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
 #endif
 }
 
+// Each quarter of 64 bytes, which is four rows of four bytes, becomes four columns of four, with the bits of `flip` the other way; the
+// quarters lie `out_stride` bytes apart.
+PENSTOCK_INLINE void transpose_quarters(uint8_t* out, int64_t out_stride, const uint8_t* in, uint8_t flip) {
+#if defined(__AVX2__)
+    const __m128i bits = _mm_set1_epi8(static_cast<char>(flip));
+    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    PENSTOCK_UNROLL for (int i = 0; i < 4; ++i) {
+        const __m128i quarter = _mm_loadu_si128((const __m128i*)(in + 16 * i));
+        _mm_storeu_si128((__m128i*)(out + i * out_stride), _mm_xor_si128(bits, _mm_shuffle_epi8(quarter, order)));
+    }
+#else
+    for (int i = 0; i < 4; ++i) {
+        for (int k = 0; k < 16; ++k) out[i * out_stride + k] = in[16 * i + k % 4 * 4 + k / 4] ^ flip;
+    }
+#endif
+}
+
 // The first `cols` columns of `rows` rows, `stride` numbers apart, become sixteen columns of sixteen numbers, one after the other. They end in
 // copies of the last row, and zeros follow the last column.
 PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride, int rows, int cols) {

@@ -34,6 +34,7 @@ inline void tell_position(const KvLayer& kv, const uint8_t* keys, const uint8_t*
     const int scale_bytes = kv.format == KvFormat::kInt8 ? 2 : 4;
     const uint8_t* const scales = keys + kv.scales_offset() + lane * scale_bytes;
     for (int i = 0; i < kv.scale_bytes(); i += scale_bytes) tell(scales + i * kKvTile, scale_bytes);
+    if (kv.num_latent > 0) return;
     const uint8_t* const value = values + lane / beside * beside * row_bytes + lane % beside * width;
     for (int d = 0; d < kv.head_dim; ++d) tell(value + d * kApart, width);
 }

@@ -210,6 +210,16 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("glm4_moe", {"hidden_act": "gelu"}),
         ("glm4_moe", {"n_group": 2}),
         ("glm4_moe", {"topk_group": 2}),
+        ("deepseek_v2", {"hidden_act": "gelu"}),
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("deepseek_v2", {"moe_layer_freq": 2}),
+        ("deepseek_v2", {"num_key_value_heads": 1}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v3", {"topk_method": "greedy"}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
         ("ernie4_5_moe", {"hidden_act": "gelu"}),
         ("ernie4_5_moe", {"use_bias": True}),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}),
@@ -261,6 +271,39 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
 def test_sizes_of_gemma_4_that_can_not_be_are_errors(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("deepseek_v2", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "grow with their position"),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_k_dense_replace is 2"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "latent attention has 0 columns"),
+        ("deepseek_v2", {"q_lora_rank": -1}, "latent attention has -1 columns"),
+        ("deepseek_v2", {"v_head_dim": 1 << 20}, "latent attention has 1048576 columns"),
+        ("deepseek_v2", {"qk_rope_head_dim": 11}, "even head_dim, not 11"),
+        ("deepseek_v3", {"n_group": 4}, "9 experts are not in 4 groups"),
+        ("deepseek_v3", {"n_group": 0}, "n_group is 0"),
+        ("deepseek_v3", {"topk_group": 4}, "4 experts of 4 of 3 groups of 3 can't be chosen"),
+        ("deepseek_v3", {"topk_group": 1}, "4 experts of 1 of 3 groups of 3 can't be chosen"),
+        ("deepseek_v3", {"n_group": 9, "topk_group": 4}, "4 experts of 4 of 9 groups of 1 can't be chosen"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types does not say for 3 layers"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", 7]}, "mlp_layer_types does not say for 3 layers"),
+    ],
+)
+def test_sizes_of_latent_attention_that_can_not_be_are_errors(
+    tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+def test_without_its_key_queries_have_the_two_projections_of_transformers_default(tmp_path: Path) -> None:
+    config = {key: value for key, value in CASES["deepseek_v3"].config.items() if key != "q_lora_rank"}
+    for found, rank in ((config, 1536), ({**config, "q_lora_rank": None}, 0)):
+        latent = spec_of(tmp_path, found).attentions[0].latent
+        assert latent is not None
+        assert latent.query_rank == rank
 
 
 @pytest.mark.parametrize("name", ["gemma4_gguf", "gpt_oss_gguf", "cohere2_gguf"])

@@ -268,6 +268,13 @@ def test_experts_and_routers_are_refused_by_name(tmp_path: Path) -> None:
             read(folder, model)
 
 
+def test_matrices_of_heads_are_refused_by_name(tmp_path: Path) -> None:
+    model = load(write_case(CASES["deepseek_v2"], tmp_path / "base"))
+    folder = write_adapter(tmp_path, {"model.layers.0.self_attn.kv_b_proj": (values(1, 40), values(144, 1))})
+    with pytest.raises(ModelError, match=r"kv_b_proj.weight, which is not a matrix that an adapter can change"):
+        read(folder, model)
+
+
 FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "no settings": (lambda path: (path / "adapter_config.json").unlink(), "there is no adapter_config.json"),
     "settings that are none": (lambda path: (path / "adapter_config.json").write_text("[]"), "can't be read as a JSON object"),

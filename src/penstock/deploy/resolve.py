@@ -31,6 +31,7 @@ from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.tiers import tier_folder
 from penstock.machine import address_space
+from penstock.models.program import KvShape
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ShortConvSpec
@@ -315,7 +316,7 @@ def check_block_size(compute: Compute) -> None:
 
 def check_head_dim(compute: Compute, model: LoadedModel) -> None:
     """Raise ConfigError for attention heads that are too wide: the native kernels keep them on the stack."""
-    head_dim = max((attention.head_dim for attention in model.spec.attentions), default=0)
+    head_dim = max((KvShape.of(attention).padded().head_dim for attention in model.spec.attentions), default=0)
     if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
         raise ConfigError(
             f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {native.LARGEST_HEAD_DIM}.",

@@ -18,7 +18,17 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
 from penstock.lab.workload import NS_PER_S, Job
 from penstock.models.checks import weight_shapes
-from penstock.models.program import Attention, Experts, KvShape, Linear, Logits, Program, TextAttention
+from penstock.models.program import (
+    Attention,
+    Experts,
+    HeadLinear,
+    KvShape,
+    LatentAttention,
+    Linear,
+    Logits,
+    Program,
+    TextAttention,
+)
 from penstock.types.kv_dtype import KvDtype, state_bytes
 from penstock.types.plan import Capacity, StepShape
 
@@ -57,7 +67,8 @@ def size_of(
     """Return the size of a model. The caller passes the bytes of weights, because they depend on the file's formats."""
     sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
     num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
-    token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
+    token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear | HeadLinear))
+    attentions = [(op, program.kv_shapes[op.layer]) for op in program.ops if isinstance(op, Attention | LatentAttention)]
     num_read, state, own_state = token_products + num_logits, program.state, program.paged_state
     num_state_values = own_state.num_floats if own_state else 0
     num_expert_weights, share = 0, 1.0
@@ -75,15 +86,14 @@ def size_of(
         num_read_bytes=num_read_bytes,
         num_token_products=token_products + 2 * num_state_values,  # each is changed, and multiplied with a query
         num_logit_products=num_logits,
-        num_attention_products=sum(2 * op.num_heads * op.head_dim for op in program.ops if isinstance(op, Attention)),
+        num_attention_products=sum(
+            op.num_heads * (shape.head_dim + (shape.num_latent or shape.head_dim)) for op, shape in attentions
+        ),
         kv_shapes=program.kv_shapes,
         kv_dtype=kv_dtype,
-        kv_bytes_per_token=sum(shape.num_kv_heads * kv_dtype.head_bytes(shape.head_dim) for shape in program.kv_shapes),
-        kv_read_bytes=sum(
-            op.num_kv_heads * kv_dtype.head_bytes(op.head_dim)
-            for op in program.ops
-            if isinstance(op, Attention | TextAttention)
-        ),
+        kv_bytes_per_token=sum(shape.num_bytes(kv_dtype) for shape in program.kv_shapes),
+        kv_read_bytes=sum(shape.num_bytes(kv_dtype) for _, shape in attentions)
+        + sum(op.num_kv_heads * kv_dtype.head_bytes(op.head_dim) for op in program.ops if isinstance(op, TextAttention)),
         is_quantised=is_quantised,
         state_bytes_per_block=state_bytes(state.num_layers * state.num_columns, state.width) if state else 0,
         state_bytes=4 * num_state_values,
@@ -429,16 +439,21 @@ def arithmetic(
     yield Line("rate of a full batch", formula, numbers, f"{top.rate:.3g} requests/s")
 
 
+def _columns_of(shape: KvShape) -> str:
+    values = f"{shape.num_latent} of them are V" if shape.num_latent else f"{shape.head_dim} of V"
+    return f"{shape.head_dim} of K, {values}"
+
+
 def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iterator[Line]:
     num_blocks, state = capacity.num_blocks - 1, size.state_bytes_per_block
     pool_tokens, fitting = num_blocks * capacity.block_size, fit_in(capacity, lengths)
     numbers = f"{format_number(size.num_parameters, digits=4)} x {size.num_weight_bytes / size.num_parameters:.3g} B"
     yield Line("weights", "parameters x bytes of one", numbers, format_number(size.num_weight_bytes, "B"))
     counts = Counter(size.kv_shapes)
-    dims = " or ".join(dict.fromkeys(str(shape.head_dim) for shape in counts))
-    formula = f"layers x KV heads x bytes of a head ({dims} of K, {dims} of V, {size.kv_dtype}, scales)"
+    dims = " or ".join(dict.fromkeys(_columns_of(shape) for shape in counts))
+    formula = f"layers x KV heads x bytes of a head ({dims}, {size.kv_dtype}, scales)"
     numbers = " + ".join(
-        f"{num_layers} x {shape.num_kv_heads} x {size.kv_dtype.head_bytes(shape.head_dim)} B"
+        f"{num_layers} x {shape.num_kv_heads} x {shape.num_bytes(size.kv_dtype) // shape.num_kv_heads} B"
         for shape, num_layers in counts.items()
     )
     yield Line("KV per token", formula, numbers, f"{size.kv_bytes_per_token:,} B")

@@ -29,6 +29,9 @@ _ROWS = (
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
+    ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", ""),
+    ("deepseek", "deepseek_v3", "DeepseekV3ForCausalLM", ""),
+    ("deepseek", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", ""),
     ("delta_net", "qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", "qwen35"),
     ("delta_net", "qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration", "qwen35moe"),
     ("delta_net", "qwen3_next", "Qwen3NextForCausalLM", "qwen3next"),
@@ -114,9 +117,8 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType({gguf: name for _, name, _, ggu
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
-    "its attention has latent keys and values, which the KV cache can't hold yet": (
-        *("deepseek2", "deepseekv2", "deepseekv3", "deepseekv32", "kimik2", "kimik25", "longcatflash", "minicpm3"),
-    ),
+    "its latent attention is in a GGUF file, and is read of safetensors alone": ("deepseek2",),
+    "its attention is latent, and other parts of it are not described yet": ("kimik2", "kimik25", "longcatflash", "minicpm3"),
     "its recurrent state is of a kind that no backend computes yet": (
         *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
@@ -132,7 +134,7 @@ _REASONS = {
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
     "queries and keys whose neighbouring columns rotate lie in one tensor, which is not read yet": ("neobert",),
-    "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
+    "its attention is sparse, which no backend computes": ("bigbird", "deepseekv32", "longformer"),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
 """Family, as `_family` returns it -> why Penstock can't serve it."""

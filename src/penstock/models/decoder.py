@@ -14,6 +14,7 @@ from penstock.types.model_spec import (
     AttentionSpec,
     ExpertsMlp,
     GatedMlp,
+    LatentSpec,
     LinearAttentionSpec,
     ModelSpec,
     PlainMlp,
@@ -24,6 +25,8 @@ from penstock.types.model_spec import (
 QkNorms = Literal["rows", "heads", "rotated"] | None
 """q and k are normed over whole rows or per head before their rotation, per head after it, or not at all."""
 SAMPLED = "sampled_"  # prefix of buffers with a row per sample
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents and of what queries are made of, whatever that of other norms is."""
 
 
 class Decoder:
@@ -178,6 +181,37 @@ class Decoder:
             self._ops.append(prog.GatedActivation(out, gate, out, "sigmoid"))
         return out
 
+    def latent_attention(self, layer: int, x: str) -> str:
+        """Return each head's sum of latents, of which `add_output` makes values. [num_tokens, num_heads * rank]
+
+        The matrix that would make keys of latents multiplies the queries instead.
+        """
+        spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer, AttentionSpec]
+        latent, rank, num_heads = spec.latent, spec.latent_rank, spec.num_heads
+        assert latent is not None
+        assert spec.rotation is not None
+        if self._spec.ending is not None:
+            raise ModelError(
+                "latent attention is not supported for embeddings and scores.", remedy="Serve this model with --task generate."
+            )
+        source = self.linear(x, f"{at}.q_a", "q_a", latent.query_rank) if latent.query_rank else x
+        stored = self.linear(x, f"{at}.latent", "latent", rank)
+        k = self.linear(x, f"{at}.k_rope", "k_rope", latent.rotary_dim)
+        if latent.query_rank:
+            self.norm_groups(source, f"{at}.q_a_norm", latent.query_rank, eps=LATENT_EPS)
+        q = self.linear(source, f"{at}.q", "q", num_heads * latent.key_dim)
+        rotated = self.linear(source, f"{at}.q_rope", "q_rope", num_heads * latent.rotary_dim)
+        self.norm_groups(stored, f"{at}.latent_norm", rank, eps=LATENT_EPS)
+        for heads, count in ((rotated, num_heads), (k, 1)):
+            self._ops.append(prog.Rope(heads, count, latent.rotary_dim, spec.rotation.inv_freq, spec.rotation.attention_factor))
+        self._ops.append(prog.LatentWrite(index, stored, k))
+        q_latent = self._buffer("q_latent", num_heads * rank)
+        self._ops.append(prog.HeadLinear(q_latent, q, f"{at}.key_heads", num_heads, is_transposed=True))
+        out = self._buffer("latents", num_heads * rank)
+        scale = (latent.key_dim + latent.rotary_dim) ** -0.5 if spec.scale is None else spec.scale
+        self._ops.append(prog.LatentAttention(out, q_latent, rotated, index, num_heads, scale))
+        return out
+
     def linear_attention(self, layer: int, x: str) -> str:
         """Return a layer's linear attention before its output projection. [num_tokens, num_heads * value_dim]"""
         found, at, index = self._spec.layers[layer], f"layers.{layer}.mix_", 2 * self._indices[layer, LinearAttentionSpec]
@@ -252,6 +286,8 @@ class Decoder:
                 return self.short_conv(layer, x)
             case LinearAttentionSpec():
                 return self.linear_attention(layer, x)
+            case AttentionSpec(latent=LatentSpec()):
+                return self.latent_attention(layer, x)
             case AttentionSpec():
                 return self.attention(layer, x, qk_norms=qk_norms)
             case None:
@@ -263,6 +299,10 @@ class Decoder:
         if isinstance(mixer, LinearAttentionSpec):
             bias = f"layers.{layer}.mix_out_bias" if mixer.has_bias else None
             return self.add_linear(to, mixed, f"layers.{layer}.mix_out", bias=bias)
+        if isinstance(mixer, AttentionSpec) and mixer.latent is not None:
+            values = self._buffer("attn", mixer.num_heads * mixer.latent.value_dim)
+            self._ops.append(prog.HeadLinear(values, mixed, f"layers.{layer}.value_heads", mixer.num_heads))
+            mixed = values
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else self._spec.layers[layer].attention.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
@@ -344,6 +384,9 @@ class Decoder:
                 down_bias=down_bias,
                 router_x=router_x,
                 share_scale=f"{at}share_scale" if mlp.has_share_scale else None,
+                num_groups=mlp.num_groups,
+                num_chosen_groups=mlp.num_chosen_groups,
+                num_group_scores=mlp.num_group_scores,
             )
         )
         return out
@@ -389,7 +432,7 @@ class Decoder:
         return Program(
             ops=tuple(self._ops),
             buffers=tuple(self._widths.items()),
-            kv_shapes=tuple(prog.KvShape(spec.num_kv_heads, spec.head_dim) for spec in self._spec.kv_attentions),
+            kv_shapes=tuple(map(prog.KvShape.of, self._spec.kv_attentions)),
             vocab_size=self._spec.vocab_size,
         )
 

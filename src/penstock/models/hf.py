@@ -43,7 +43,7 @@ from penstock.models.layers import with_both_sides
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
-from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
+from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, is_of_heads, row_slices
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 
@@ -153,7 +153,9 @@ def load_hf_directory(
     checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
     held = {
-        key: _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
+        key: held_bytes(WeightFormat.BF16, *shape)
+        if is_of_heads(key)
+        else _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
         for key, shape in found_shapes.items()
     }
     held |= {name: _looked_up_bytes(first[name], floats) for name in spec.looked_up}

@@ -21,6 +21,8 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp_shexp.weight": "shared_router",
     **{f"ffn_{name}_shexp.weight": f"shared_{name}" for name in ("gate", "up", "down")},
 }
+MOST_GROUPS = 64
+"""Groups of experts of a layer: `kMostGroups` of native/experts.h."""
 _PERIODS = {
     **{"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4},
     **{"embedding_gemma": 6, "smollm3": 4},
@@ -72,11 +74,23 @@ def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path, *, dense: Contain
     if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:
         chosen = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts"
         raise damaged(path, f"{chosen} of {mlp.intermediate_size} columns are not a possible mixture")
+    if mlp.num_groups:
+        _check_groups(mlp, path)
     if not 0 <= mlp.shared_size <= checks.LIMITS["intermediate_size"]:
         raise damaged(path, f"a shared expert of {mlp.shared_size} columns is not possible")
     if not 0.0 <= mlp.share_factor <= 1e6:
         raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
     return spec.with_layers(lambda i, layer: layer if i in dense else replace(layer, mlp=mlp))
+
+
+def _check_groups(mlp: ExpertsMlp, path: Path) -> None:
+    if not 1 <= mlp.num_groups <= MOST_GROUPS or mlp.num_experts % mlp.num_groups:
+        raise damaged(path, f"{mlp.num_experts} experts are not in {mlp.num_groups} groups; at most {MOST_GROUPS} are possible")
+    size = mlp.num_experts // mlp.num_groups
+    is_enough = mlp.num_experts_per_token <= size * mlp.num_chosen_groups and mlp.num_group_scores <= size
+    if not 1 <= mlp.num_chosen_groups <= mlp.num_groups or not is_enough:
+        chosen = f"{mlp.num_experts_per_token} experts of {mlp.num_chosen_groups} of {mlp.num_groups} groups of {size}"
+        raise damaged(path, f"{chosen} can't be chosen")
 
 
 def with_gpt_layers(spec: ModelSpec, activation: Activation) -> ModelSpec:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, Mask, Scoring
+from penstock.types.kv_dtype import KvDtype, padded_head_dim, padded_latent
+from penstock.types.model_spec import Activation, AttentionSpec, Mask, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,42 @@ class Attention(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinear(Map):
+    """A product for each head: head h of out = head h of x @ weight[h].T, or @ weight[h] if `is_transposed`.
+
+    weight has the matrices of all heads, one below the other.
+    """
+
+    weight: str
+    num_heads: int
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWrite(Op):
+    """Store a layer's latents and rotated keys in the cache. [num_tokens, num_latent], [num_tokens, head_dim - num_latent]"""
+
+    layer: int
+    latent: str
+    k: str
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(Op):
+    """out = softmax(scale * (q_latent latent^T + q k^T) + mask) latent over the row's latents and rotated keys in the cache.
+
+    Buffers have columns for each of `num_heads`, which all read the same. Source: arXiv 2405.04434, in its absorbed form.
+    """
+
+    out: str  # [num_tokens, num_heads * num_latent]
+    q_latent: str  # likewise
+    q: str  # rotated [num_tokens, num_heads * (head_dim - num_latent)]
+    layer: int
+    num_heads: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class TextAttention(Op):
     """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a row's whole input."""
 
@@ -237,6 +274,9 @@ class Experts(Map):
     Without gates, each is down_e(activation(up_e(x))). A score is the softmax or sigmoid of r @ router.T (+ router_bias); r is
     x, or the buffer `router_x`. The largest (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the
     chosen ones' sum if `is_renormalised`, times `share_factor` (* share_scale of e). Experts' matrices are stacked.
+
+    With groups, in order of experts, only those of `num_chosen_groups` may be chosen: the groups with the largest sums of their
+    `num_group_scores` largest scores (+ selection_bias).
     """
 
     router: str
@@ -257,6 +297,9 @@ class Experts(Map):
     down_bias: str | None = None
     router_x: str | None = None
     share_scale: str | None = None
+    num_groups: int = 0
+    num_chosen_groups: int = 0
+    num_group_scores: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +393,29 @@ def features(op: Op) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The shape of a layer's keys, and of its values: [num_kv_heads, head_dim] per position."""
+    """The shape of a layer's keys, and of its values: [num_kv_heads, head_dim] per position.
+
+    With `num_latent`, the layer has no values of its own: they are the first so many columns of the keys.
+    """
 
     num_kv_heads: int
     head_dim: int
+    num_latent: int = 0
+
+    @classmethod
+    def of(cls, attention: AttentionSpec) -> KvShape:
+        return cls(attention.num_kv_heads, attention.head_dim, attention.latent_rank)
+
+    def padded(self) -> KvShape:
+        """Return the shape as the native backend stores it."""
+        if not self.num_latent:
+            return KvShape(self.num_kv_heads, padded_head_dim(self.head_dim))
+        latent = padded_latent(self.num_latent)
+        return KvShape(self.num_kv_heads, latent + padded_head_dim(self.head_dim - self.num_latent), latent)
+
+    def num_bytes(self, dtype: KvDtype) -> int:
+        """Return the bytes of one position in the native backend."""
+        return self.num_kv_heads * dtype.head_bytes(self.padded().head_dim, has_values=not self.num_latent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +504,9 @@ class Program:
         """How many positions a token can see in any layer, itself included; 0: all. At least 2 and a convolution's kernel."""
         if self.paged_state is not None:
             return 0
-        windows = [op.window for op in self.ops if isinstance(op, Attention)]
+        windows = [
+            op.window if isinstance(op, Attention) else 0 for op in self.ops if isinstance(op, Attention | LatentAttention)
+        ]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0
 
@@ -450,4 +514,4 @@ class Program:
         return dict(self.buffers)[name]
 
 
-_WITH_CACHE = KvWrite | Attention | ShortConv | CausalConv | LinearAttention
+_WITH_CACHE = KvWrite | Attention | LatentWrite | LatentAttention | ShortConv | CausalConv | LinearAttention

@@ -231,6 +231,11 @@ def held_floats(name: str, floats: Floats) -> Floats:
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
+def is_of_heads(name: str) -> bool:
+    """Return whether backends keep a weight as floats, a matrix for each head, in whatever format it is stored."""
+    return name.rpartition(".")[2] in ("key_heads", "value_heads")
+
+
 def is_of_experts(name: str) -> bool:
     return name.rpartition(".")[2] in ("expert_gate", "expert_up", "expert_down")
 
@@ -286,4 +291,4 @@ class LoadedModel:
         if name == "layer_embed" or (name == "embed" and ("output" in self.weights or self.encoder is not None)):
             widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
             return widened + (0 if tensor.is_mapped else tensor.num_bytes)
-        return held_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
+        return held_bytes(WeightFormat.BF16 if is_of_heads(name) else tensor.format, tensor.num_rows, tensor.num_cols)

@@ -12,12 +12,16 @@ class KvDtype(StrEnum):
     BF16 = "bf16"
     """The native backend keeps keys as 16-bit integers with a float32 scale per head, which is finer still."""
 
-    def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one position's key and value in one head of the native backend."""
+    def head_bytes(self, head_dim: int, *, has_values: bool = True) -> int:
+        """Return the bytes of one position's key and value in one head of the native backend.
+
+        Without values of its own, a head has them among the columns of its key.
+        """
         columns = padded_head_dim(head_dim)
+        numbers = 2 * columns if has_values else columns
         if self is KvDtype.INT8:
-            return 2 * columns + 2 * (-(-columns // KEY_GROUP) + 1)
-        return 2 * 2 * columns + 4
+            return numbers + 2 * (-(-columns // KEY_GROUP) + 1)
+        return 2 * numbers + 4
 
 
 KEY_GROUP = 32  # columns of a key that share a scale in `INT8`
@@ -26,6 +30,11 @@ KEY_GROUP = 32  # columns of a key that share a scale in `INT8`
 def padded_head_dim(head_dim: int) -> int:
     """Return `head_dim` rounded up to a multiple of 16. Native kernels take 16 columns at a time; the added ones are zeros."""
     return -(-head_dim // 16) * 16
+
+
+def padded_latent(num_latent: int) -> int:
+    """Return `num_latent` rounded up to whole groups of columns. A latent has one scale, and the rotated key its own."""
+    return -(-num_latent // KEY_GROUP) * KEY_GROUP
 
 
 def state_bytes(num_columns: int, width: int) -> int:

@@ -31,6 +31,16 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Columns of latent attention (MLA). A head makes its keys and values of each token's latent, which all heads share."""
+
+    key_dim: int  # of a head's key, and of its query
+    value_dim: int
+    rotary_dim: int  # of the rotated key that all heads share, and of a head's query to it
+    query_rank: int = 0  # between the two projections of queries; 0: there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     num_heads: int
     num_kv_heads: int
@@ -50,6 +60,13 @@ class AttentionSpec:
     kv_layer: int | None = None  # an earlier layer whose keys and values this one reads; None: it has its own
     has_keys_as_values: bool = False  # values are made of the keys before their norm and rotation
     has_gate: bool = False  # the output is multiplied by sigmoid(x @ q_gate.T)
+    latent: LatentSpec | None = None
+    """If given, all heads share one KV head: `head_dim` columns, a token's latent and then its rotated key."""
+
+    @property
+    def latent_rank(self) -> int:
+        """Columns of a token's latent, which are the first of its key and all of its value; 0 without a latent."""
+        return 0 if self.latent is None else self.head_dim - self.latent.rotary_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +147,9 @@ class ExpertsMlp:
     share_factor: float = 1.0
     has_router_bias: bool = False
     has_selection_bias: bool = False  # biases that affect only the choice of experts
+    num_groups: int = 0  # into which the experts are divided, in order; 0: all may be chosen
+    num_chosen_groups: int = 0  # whose experts may be chosen
+    num_group_scores: int = 1  # a group's largest scores, whose sum decides whether it is chosen
     has_share_scale: bool = False  # each expert's share is multiplied by a number of its own, last
     has_bias: bool = False
     has_gate: bool = True  # the MLPs are gated, the shared one too

@@ -47,11 +47,13 @@ class _Bf16Cache(DynamicCache):
 def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does.
 
-    So are the inputs of LFM2's convolutions, of which the KV blocks hold the last ones.
+    So are the inputs of LFM2's convolutions, of which the KV blocks hold the last ones, and the latents of latent attention.
     """
-    if not model._can_set_attn_implementation():  # Falcon has no other attention than its own
+    has_latents = getattr(model.config, "kv_lora_rank", None) is not None
+    if has_latents or not model._can_set_attn_implementation():  # Falcon has no other attention than its own
+        name = "cache" if has_latents else "past_key_values"
         hook = model.register_forward_pre_hook(
-            lambda _, args, named: (args, {**named, "past_key_values": _Bf16Cache(config=model.config)}), with_kwargs=True
+            lambda _, args, named: (args, {**named, name: _Bf16Cache(config=model.config)}), with_kwargs=True
         )
         try:
             yield

@@ -1969,6 +1969,133 @@ _NEMOTRON_H_MOE_GGUF = replace(
     },
 )
 
+
+def _latent_settings(model_type: str, hf_class: str, **changes: Any) -> dict[str, Any]:
+    """Three heads, whose latents of 40 columns are no whole groups of 32, and nine experts in three groups."""
+    shared = {
+        "num_key_value_heads": 3,
+        "head_dim": None,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 22,
+        "qk_rope_head_dim": 12,
+        "v_head_dim": 26,
+        "q_lora_rank": 36,
+        "n_routed_experts": 9,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "n_group": 3,
+        "topk_group": 2,
+    }
+    return settings(model_type, hf_class, **{**shared, **changes})
+
+
+def _latent_shapes(config: Mapping[str, Any], *dense: int) -> Shapes:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    still, turning, values = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    queries, num, width = heads * (still + turning), config["n_routed_experts"], config["moe_intermediate_size"]
+    attention: dict[str, tuple[int, ...] | None] = {
+        **dict.fromkeys(f"self_attn__{name}_proj__weight" for name in "kv"),
+        "self_attn__q_proj__weight": (queries, hidden),
+        "self_attn__kv_a_proj_with_mqa__weight": (rank + turning, hidden),
+        "self_attn__kv_a_layernorm__weight": (rank,),
+        "self_attn__kv_b_proj__weight": (heads * (still + values), rank),
+        "self_attn__o_proj__weight": (hidden, heads * values),
+    }
+    if between := config.get("q_lora_rank"):
+        attention |= {
+            "self_attn__q_proj__weight": None,
+            "self_attn__q_a_proj__weight": (between, hidden),
+            "self_attn__q_a_layernorm__weight": (between,),
+            "self_attn__q_b_proj__weight": (queries, between),
+        }
+    experts: dict[str, tuple[int, ...] | None] = {
+        **_experts(config, width),
+        **_shared(config, "shared_experts", width * config["n_shared_experts"]),
+        "mlp__gate__weight": (num, hidden),
+        "mlp__experts__gate_up_proj": (num, 2 * width, hidden),
+        "mlp__experts__down_proj": (num, hidden, width),
+    }
+    if config["model_type"] != "deepseek_v2":
+        experts["mlp__gate__e_score_correction_bias"] = (num,)
+    return _mixed(config, experts, *dense, **attention)
+
+
+_LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3000.0,
+    "factor": 8.0,
+    "mscale": 0.5,
+    "mscale_all_dim": 1.2,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "original_max_position_embeddings": 32,
+}
+_DEEPSEEK_V2 = _latent_settings(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    num_hidden_layers=3,
+    first_k_dense_replace=2,
+    topk_method="group_limited_greedy",
+    rope_parameters=_LATENT_YARN,
+)
+_DEEPSEEK_V2_LITE = {
+    **{key: value for key, value in _DEEPSEEK_V2.items() if key not in ("n_group", "topk_group", "rope_parameters")},
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "q_lora_rank": None,
+    "rope_theta": 3000.0,
+}
+_DEEPSEEK_V3 = _latent_settings(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    num_nextn_predict_layers=0,
+    rope_parameters={**_LATENT_YARN, "mscale_all_dim": 0.5, "mscale": 0.5},
+)
+_MOONLIGHT = {
+    **_DEEPSEEK_V3,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "norm_topk_prob": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+_GLM4_MOE_LITE = _latent_settings(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    num_hidden_layers=3,
+    n_group=1,
+    topk_group=1,
+    norm_topk_prob=True,
+    mlp_layer_types=["dense", "sparse", "dense"],
+)
+
+
+def _latent_case(config: Mapping[str, Any], *dense: int, seed: int) -> TinyCase:
+    return TinyCase(
+        architecture=config["model_type"],
+        config=config,
+        shapes=_latent_shapes(config, *dense),
+        seed=seed,
+        refused_by={"cuda": "HeadLinear"},
+    )
+
+
+_DEEPSEEK_V3_CASE = _latent_case(_DEEPSEEK_V3, 0, seed=311)
+_LATENT_CASES = {
+    "deepseek_v2": _latent_case(_DEEPSEEK_V2, 0, 1, seed=300),
+    "deepseek_v2_lite": _latent_case(_DEEPSEEK_V2_LITE, 0, seed=301),
+    "deepseek_v3": _DEEPSEEK_V3_CASE,
+    "deepseek_v3_of_old_release": replace(_DEEPSEEK_V3_CASE, experts="mlp.experts.{}.{}.weight", golden="deepseek_v3"),
+    "moonlight": _latent_case(_MOONLIGHT, 0, seed=313),
+    "glm4_moe_lite": _latent_case(_GLM4_MOE_LITE, 0, 2, seed=304),
+}
+
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
         "mamba2": _MAMBA2_CASE,
@@ -2202,5 +2329,6 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             gguf=_GEMMA3_GGUF,
         ),
         **_GEMMA4_CASES,
+        **_LATENT_CASES,
     }
 )

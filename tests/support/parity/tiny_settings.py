@@ -34,6 +34,9 @@ SIZES = frozenset(
         "value_dim",
         "num_norm_groups",
         "layer_input_size",
+        "rotary_dim",
+        "query_rank",
+        "num_groups",
     }
     | {"shared_size"}
     | {"num_types", "first_position", "num_distances"}
@@ -60,8 +63,12 @@ IF_ABSENT: Mapping[str, Any] = {
 }
 """Values that matter where a model does without: their default is None or 0."""
 
-NOTHING_WITHOUT = {"growth_len": "query_growth"}
+NOTHING_WITHOUT = {"growth_len": "query_growth", "num_chosen_groups": "num_groups", "num_group_scores": "num_groups"}
 """Settings that mean nothing while another one is 0."""
+
+
+NOT_OF_LATENTS = ("mixer.window", "mixer.softcap", "mixer.rotation.query_growth")
+"""Settings that latent attention lacks."""
 
 
 def settings(value: Any) -> Iterator[tuple[str, Any]]:
@@ -109,6 +116,8 @@ def variants(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     found = list(settings(spec))
     for number, layer in enumerate(spec.layers):
         for name, changed in settings(layer):
+            if getattr(layer.mixer, "latent", None) and name in NOT_OF_LATENTS:
+                continue
             layers = (*spec.layers[:number], changed, *spec.layers[number + 1 :])
             found.append((f"layers.{number}.{name}", replace(spec, layers=layers)))
     meaningless = MEANT_FOR[spec.ending is None]

@@ -14,7 +14,7 @@ from penstock.machine import available_memory_bytes, data_cache_bytes
 _log = logging.getLogger(__name__)
 
 KV_TILE = 16  # block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h).
-LARGEST_HEAD_DIM = 512  # `kLargestHeadDim` in native/kernels/kernels.h.
+LARGEST_HEAD_DIM = 576  # `kLargestHeadDim` in native/kernels/kernels.h.
 
 
 class KernelInfo(TypedDict):

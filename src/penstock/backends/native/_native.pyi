@@ -130,6 +130,7 @@ class RowOpKind(Enum):
     SCALE = 27
     PREPARE_STATE = 28
     COLUMNS = 29
+    PLACE_HEADS = 30
 
 class RowOp:
     def __init__(
@@ -182,7 +183,7 @@ class Engine:
     def __init__(
         self,
         *,
-        kv_shapes: Sequence[tuple[int, int]],
+        kv_shapes: Sequence[tuple[int, int] | tuple[int, int, int]],
         vocab_size: int,
         num_blocks: int,
         block_size: int,
@@ -225,6 +226,9 @@ class Engine:
     def add_rows(self, ops: Sequence[RowOp], samples: bool) -> None: ...
     def add_linear(
         self, ops: Sequence[tuple[int, int, int, int, int]], samples: bool, kind: int = -1, sites: Sequence[int] = ()
+    ) -> None: ...
+    def add_heads(
+        self, *, weight: int, activation: int, out: int, num_heads: int, x_columns: int, out_columns: int, samples: bool
     ) -> None: ...
     def add_gated(
         self,
@@ -325,6 +329,9 @@ class Engine:
         share_factor: float,
         share_scale: int,
         samples: bool,
+        num_groups: int = 0,
+        num_chosen_groups: int = 0,
+        num_group_scores: int = 1,
     ) -> int: ...
     def settle(self) -> None: ...
     def use_small_pages(self) -> None: ...

@@ -29,11 +29,11 @@ from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.packed_file import Packed, PackedError, PackedFile
-from penstock.models.program import Program
+from penstock.models.program import KvShape, Program
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import KvDtype, padded_head_dim
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import PARAMETERS, SamplingParams
@@ -101,7 +101,7 @@ class NativeExecutor:
         paged = program.paged_state
         line = state_line(paged) if paged else 0
         self._opened: Engine | None = Engine(
-            kv_shapes=[(shape.num_kv_heads, padded_head_dim(shape.head_dim)) for shape in kv_shapes],
+            kv_shapes=[_sizes(shape.padded()) for shape in kv_shapes],
             vocab_size=program.vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -406,6 +406,10 @@ class NativeExecutor:
         if self._opened is not None:
             self._opened.abandon_step()
         self._opened = self._opened_rows = None
+
+
+def _sizes(shape: KvShape) -> tuple[int, int, int]:
+    return shape.num_kv_heads, shape.head_dim, shape.num_latent
 
 
 def _map(engine: Engine, packed: PackedFile) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.models.program import PagedState
+from penstock.models.program import KvShape, PagedState
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.kv_dtype import state_bytes as bytes_of_columns
@@ -11,7 +11,7 @@ from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
     """Return the bytes of one token's keys, values and scales in all layers."""
-    return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in spec.kv_attentions)
+    return sum(KvShape.of(attention).num_bytes(dtype) for attention in spec.kv_attentions)
 
 
 def state_bytes(spec: ModelSpec) -> int:

@@ -24,7 +24,7 @@ from penstock.models.program import Op, Program, features
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import padded_head_dim
+from penstock.types.kv_dtype import padded_head_dim, padded_latent
 
 SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
     fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F8_E4M3
@@ -54,6 +54,7 @@ COMPUTED = frozenset(
         *("LinearAttention.is_normalised", "LinearAttention.is_tiled"),
         *("LinearAttention.min_step", "LinearAttention.max_step"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
+        *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
         *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
@@ -63,6 +64,7 @@ COMPUTED = frozenset(
         *("Experts", "Experts without gate", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
         *("Experts.router_bias", "Experts.selection_bias", "Experts.router_x", "Experts.share_scale"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
+        *("Experts.num_groups", "Experts.num_chosen_groups", "Experts.num_group_scores"),
     }
 )
 """The `features` that this backend computes."""
@@ -156,7 +158,7 @@ class QuantisedNorm(NamedTuple):
 
 
 class Attend(NamedTuple):
-    op: prog.Attention
+    op: prog.Attention | prog.LatentAttention
     of_samples: bool  # later operations read only rows that sample
 
 
@@ -174,7 +176,7 @@ def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
             yield group
             at += 2 if isinstance(group, ActivatedProduct) else 3 if isinstance(group, Gated) else len(group.ops)
             continue
-        if isinstance(op, prog.Attention):
+        if isinstance(op, prog.Attention | prog.LatentAttention):
             yield Attend(op, _is_only_gathered(ops, op.out, at + 1))
         elif isinstance(op, prog.RMSNorm) and not op.group and _is_only_multiplied(ops, op.out, at + 1, weights):
             yield QuantisedNorm(op)
@@ -255,11 +257,11 @@ def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights
 
 
 def _written_by(op: Op) -> str | None:
-    return None if isinstance(op, prog.KvWrite | prog.Rope | prog.Softcap) else getattr(op, "out", None)
+    return None if isinstance(op, prog.KvWrite | prog.LatentWrite | prog.Rope | prog.Softcap) else getattr(op, "out", None)
 
 
 def _read_by(op: Op) -> set[str | None]:
-    others = ("x", "residual", "q", "k", "v", "a", "b", "router_x", "steps", "gates")
+    others = ("x", "residual", "q", "k", "v", "a", "b", "router_x", "steps", "gates", "latent", "q_latent")
     names = ("gate", "up") if isinstance(op, prog.GatedActivation) else others
     return {getattr(op, name, None) for name in names}
 
@@ -271,7 +273,7 @@ class _Emitter:
     """Adds groups of operations to the engine as instructions, in order."""
 
     def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
-        self._widths = dict(program.buffers)
+        self._widths = dict(program.buffers) | _widths_of_latents(program)
         self._kv_shapes = program.kv_shapes
         self._num_positions = num_positions
         self._first_lines = first_lines(program.paged_state)
@@ -332,6 +334,10 @@ class _Emitter:
                 shape = self._kv_shapes[group.layer]
                 k, v = (self._padded(name, shape.num_kv_heads, shape.head_dim) for name in (group.k, group.v))
                 self._row(RowOpKind.KV_WRITE, x=k, y=v, n=group.layer, weight=self._key_centre(group))
+            case prog.HeadLinear():
+                self._emit_heads(group)
+            case prog.LatentWrite():
+                self._emit_latent_write(group)
             case prog.ShortConv():
                 self._emit_short_conv(group)
             case prog.CausalConv():
@@ -556,11 +562,55 @@ class _Emitter:
             share_factor=op.share_factor,
             share_scale=weights.vector(op.share_scale),
             samples=self._on_samples,
+            num_groups=op.num_groups,
+            num_chosen_groups=op.num_chosen_groups,
+            num_group_scores=op.num_group_scores,
         )
         self._row(RowOpKind.SUM_EXPERTS, out=self._written(op.out), weight=layer)
 
+    def _emit_heads(self, op: prog.HeadLinear) -> None:
+        """Emit a product for each head. Buffers of latent attention have columns of a rotated key behind each latent."""
+        forms = self._converted.setdefault(op.x, {})
+        key = _Form.BF16, None
+        if key not in forms:
+            forms[key] = self._new_activation(op.x, _Form.BF16, 0)
+            self._row(RowOpKind.TO_BF16, out=forms[key], x=self._buffer(op.x))
+        self.flush()
+        matrix, rows = self._weights.heads(op)
+        columns = max(rows, self._widths[op.out] // op.num_heads)
+        out = self._written(op.out)
+        target = out if columns * op.num_heads == self._widths[op.out] else self._wide_buffer(op.out, columns * op.num_heads)
+        self._engine.add_heads(
+            weight=matrix,
+            activation=forms[key],
+            out=target,
+            num_heads=op.num_heads,
+            x_columns=self._widths[op.x] // op.num_heads,
+            out_columns=columns,
+            samples=self._on_samples,
+        )
+        if target != out:
+            self._row(RowOpKind.RESIZE_HEADS, out=out, x=target, n=op.num_heads)
+
+    def _emit_latent_write(self, op: prog.LatentWrite) -> None:
+        joint, shape = f"{op.latent}, {op.k}", self._kv_shapes[op.layer].padded()
+        self._widths[joint] = shape.head_dim
+        self._row(RowOpKind.RESIZE_HEADS, out=self._buffer(joint), x=self._buffer(op.latent), n=1)
+        self._row(RowOpKind.PLACE_HEADS, out=self._buffer(joint), x=self._buffer(op.k), n=1, head_dim=shape.num_latent)
+        self._row(RowOpKind.KV_WRITE, x=self._buffer(joint), y=self._buffer(joint), n=op.layer)
+
+    def _emit_latent_attention(self, op: prog.LatentAttention, *, of_samples: bool) -> None:
+        first = self._kv_shapes[op.layer].padded().num_latent
+        q, out = self._buffer(op.q_latent), self._written(op.out)
+        self._row(RowOpKind.PLACE_HEADS, out=q, x=self._buffer(op.q), n=op.num_heads, head_dim=first)
+        self.flush()
+        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, 0, 0.0, NONE, of_samples)
+
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
+        if isinstance(op, prog.LatentAttention):
+            self._emit_latent_attention(op, of_samples=group.of_samples)
+            return
         heads = op.num_heads, op.head_dim
         q, out, sinks = self._padded(op.q, *heads), self._written(op.out), self._weights.vector(op.sinks)
         self.flush()
@@ -592,8 +642,9 @@ class _Emitter:
     def _padded_buffer(self, name: str, num_heads: int, head_dim: int) -> int:
         """Return a buffer for the heads of buffer `name`, padded. It is the same buffer if they need no padding."""
         width = num_heads * padded_head_dim(head_dim)
-        if width == num_heads * head_dim:
-            return self._buffer(name)
+        return self._buffer(name) if width == num_heads * head_dim else self._wide_buffer(name, width)
+
+    def _wide_buffer(self, name: str, width: int) -> int:
         wide = f"{name}, padded to {width}"
         self._widths[wide] = width
         return self._buffer(wide)
@@ -661,6 +712,18 @@ class _Emitter:
         x, out = self._buffer(name), self._buffer(ordered)
         self._row(RowOpKind.GATHER_COLUMNS, out=out, x=x, weight=self._weights.order_id(order))
         return out
+
+
+def _widths_of_latents(program: Program) -> dict[str, int]:
+    """Return the widths of buffers with a latent for each head, which the cache's columns decide."""
+    widths = {
+        name: op.num_heads * program.kv_shapes[op.layer].padded().head_dim
+        for op in program.ops
+        if isinstance(op, prog.LatentAttention)
+        for name in (op.q_latent, op.out)
+    }
+    gathered = {op.out: widths[op.x] for op in program.ops if isinstance(op, prog.GatherRows) and op.x in widths}
+    return widths | gathered
 
 
 # Weights
@@ -799,6 +862,27 @@ class _Weights:
                         at += len(rows) + missing
         self.matrices[name] = form, matrix
         return matrix
+
+    def heads(self, op: prog.HeadLinear) -> tuple[int, int]:
+        """Return the id of one matrix in bf16, and each head's rows in it: whole groups, as a stored latent has columns."""
+        tensor, num_heads = self.tensor(op.weight), op.num_heads
+        size = tensor.num_rows // num_heads
+        num_rows, num_cols = (tensor.num_cols, size) if op.is_transposed else (size, tensor.num_cols)
+        padded = padded_latent(num_rows)
+        form = Form(SourceFormat.F32.name, num_heads * padded, num_cols, by_row=False)
+        if (mapped := self._mapped(op.weight, form)) is not None:
+            self.matrices[op.weight] = form, mapped
+            return mapped, padded
+        matrix = self._engine.add_matrix(SourceFormat.F32, num_heads * padded, num_cols)
+        for head in range(num_heads):
+            rows = tensor.dequantize(head * size, (head + 1) * size)
+            if not np.isfinite(rows).all():
+                raise ModelError(f"the matrix {op.weight!r} has a weight that is not finite.", remedy="Fetch the model again.")
+            rows = np.ascontiguousarray(np.pad(rows.T if op.is_transposed else rows, ((0, padded - num_rows), (0, 0))))
+            self._engine.pack_rows(matrix, head * padded, rows.view(np.uint8))
+            self._taken_over(tensor, head * size, (head + 1) * size)
+        self.matrices[op.weight] = form, matrix
+        return matrix, padded
 
     def expert_biases(self, names: Sequence[str | None], num_experts: int) -> int:
         if None in names:

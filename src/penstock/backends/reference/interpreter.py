@@ -76,6 +76,9 @@ class Interpreter:
             prog.Rope: self._rope,
             prog.KvWrite: self._kv_write,
             prog.Attention: self._attention,
+            prog.HeadLinear: self._head_linear,
+            prog.LatentWrite: self._latent_write,
+            prog.LatentAttention: self._latent_attention,
             prog.TextAttention: self._text_attention,
             prog.ShortConv: self._short_conv,
             prog.CausalConv: self._causal_conv,
@@ -198,6 +201,30 @@ class Interpreter:
             out[i] = attend(queries[i], keys[seen], values[seen], op.scale, softcap=op.softcap, sinks=sinks)
         return out.reshape(len(queries), -1)
 
+    def _head_linear(self, op: prog.HeadLinear, row: RowRun) -> F32:
+        weight = self._matrix(op.weight)
+        heads = np.split(row.buffers[op.x], op.num_heads, axis=1), np.split(weight, op.num_heads)
+        products = [
+            product(np.ascontiguousarray(x), np.ascontiguousarray(own.T) if op.is_transposed else own, row.first)
+            for x, own in zip(*heads, strict=True)
+        ]
+        return np.concatenate(products, axis=1)
+
+    def _latent_write(self, op: prog.LatentWrite, row: RowRun) -> None:
+        assert row.cache is not None, "programs that write KV have a cache"
+        row.cache.write_latents(op.layer, row.slots, row.buffers[op.latent], row.buffers[op.k])
+
+    def _latent_attention(self, op: prog.LatentAttention, row: RowRun) -> F32:
+        assert row.cache is not None, "programs that read KV have a cache"
+        keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
+        latent, rotated = (row.buffers[name].reshape(len(row.token_ids), op.num_heads, -1) for name in (op.q_latent, op.q))
+        queries = np.concatenate([latent, rotated], axis=-1)
+        out = np.empty_like(latent)
+        for i, position in enumerate(row.positions.tolist()):
+            seen = slice(0, position + 1)
+            out[i] = attend(queries[i], keys[seen], values[seen], op.scale)
+        return out.reshape(len(queries), -1)
+
     def _text_attention(self, op: prog.TextAttention, row: RowRun) -> F32:
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
         keys, values = (row.buffers[name].reshape(-1, op.num_kv_heads, op.head_dim) for name in (op.k, op.v))
@@ -305,6 +332,13 @@ class Interpreter:
         wanted = raw if op.scoring == "softmax" else scores
         if op.selection_bias is not None:
             wanted = scores + self._vector(op.selection_bias)
+        if op.num_groups:
+            groups = wanted.reshape(op.num_groups, -1)
+            sums = np.sort(groups, axis=1)[:, -op.num_group_scores :].sum(axis=1)
+            others = np.argsort(-sums, kind="stable")[op.num_chosen_groups :]
+            wanted = groups.copy()
+            wanted[others] = -np.inf
+            wanted = wanted.reshape(-1)
         chosen = np.argsort(-wanted, kind="stable")[: op.num_experts_per_token]
         shares = scores[chosen]
         if op.is_renormalised:
@@ -376,13 +410,13 @@ def attend(
     sinks: F32 | None = None,
     biases: F32 | None = None,
 ) -> F32:
-    """Return the attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim].
+    """Return the attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, columns].
 
     sinks [num_heads] are scores without a value; biases [num_heads, n] are added to the scores.
     """
     num_kv_heads = keys.shape[1]
     group = len(q) // num_kv_heads
-    out = np.empty_like(q)
+    out = np.empty((len(q), values.shape[-1]), np.float32)
     for kv_head in range(num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         scores = q[heads] @ np.ascontiguousarray(keys[:, kv_head]).T * np.float32(scale)

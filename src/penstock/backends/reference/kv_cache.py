@@ -43,11 +43,12 @@ class KvCache:
             cache[NULL_BLOCK] = 0
             return cache
 
+        self._num_latent = [shape.num_latent for shape in shapes]
         self._layers = [
-            (empty(block_size, shape.num_kv_heads, shape.head_dim), empty(block_size, shape.num_kv_heads, shape.head_dim))
+            tuple(empty(block_size, shape.num_kv_heads, shape.head_dim) for _ in range(1 if shape.num_latent else 2))
             for shape in shapes
         ]
-        """Keys and values of each layer. [num_blocks, block_size, num_kv_heads, head_dim]"""
+        """Keys and values of each layer, or only keys. [num_blocks, block_size, num_kv_heads, head_dim]"""
         state = state or StateShape(0, 0, 0)
         self._num_columns = state.num_columns
         if self._num_columns > block_size:
@@ -70,11 +71,20 @@ class KvCache:
         for cache, new in zip(self._layers[layer], (k, v), strict=True):
             cache[slots // self._block_size, slots % self._block_size] = new
 
+    def write_latents(self, layer: int, slots: NDArray[np.int64], latents: F32, keys: F32) -> None:
+        """Store latents and rotated keys [num_tokens, columns], rounded to the cache's type. A whole latent has one scale."""
+        if self.dtype is KvDtype.INT8:
+            parts = [round_to_int8(latents, latents.shape[-1]), round_to_int8(keys, KEY_GROUP)]
+        else:
+            parts = [round_to_bf16(latents), round_to_bf16(keys)]
+        (cache,) = self._layers[layer]
+        cache[slots // self._block_size, slots % self._block_size, 0] = np.concatenate(parts, axis=-1)
+
     def read(self, layer: int, block_table: NDArray[np.int32], seq_len: int) -> tuple[F32, F32]:
-        """Return keys and values of the first `seq_len` positions of a row, [seq_len, num_kv_heads, head_dim] each."""
+        """Return keys and values of the first `seq_len` positions of a row, [seq_len, num_kv_heads, columns] each."""
         blocks = block_table[: -(-seq_len // self._block_size)]
-        k, v = (cache[blocks].reshape(-1, *cache.shape[2:])[:seq_len] for cache in self._layers[layer])
-        return k, v
+        found = [cache[blocks].reshape(-1, *cache.shape[2:])[:seq_len] for cache in self._layers[layer]]
+        return found[0], found[1] if len(found) > 1 else found[0][..., : self._num_latent[layer]]
 
     def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
         """Store columns [num_tokens, width] of the recurrent state. A block keeps only those of its last positions."""

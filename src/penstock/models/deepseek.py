@@ -1,0 +1,203 @@
+"""Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, and GLM-4.7-Flash.
+
+Sources: arXiv 2405.04434 and 2412.19437, transformers' modeling_deepseek_v2.py, modeling_deepseek_v3.py and
+modeling_glm4_moe_lite.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.models import checks, llama
+from penstock.models.architectures import HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.hf_config import JsonFile
+from penstock.models.layers import experts_of_hf
+from penstock.models.moe import GATE_UP_DOWN, SHARED
+from penstock.types.model_spec import LatentSpec, ModelSpec
+
+_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "routed_scaling_factor": 1.0}
+_V2_DEFAULTS = {**_SIZES, "q_lora_rank": 1536, "first_k_dense_replace": 0, "n_shared_experts": 2, "topk_method": "greedy"}
+_V3_DEFAULTS = {
+    **_SIZES,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+_GLM_DEFAULTS = {
+    **_V3_DEFAULTS,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+}
+
+
+def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill in transformers' defaults, but not for a `q_lora_rank` of null. `head_dim` becomes the columns that rotate."""
+    found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"})
+    if values.get("q_lora_rank", 0) is None:
+        del found["q_lora_rank"]
+    heads = {"num_key_value_heads": found["num_attention_heads"]} if "num_attention_heads" in found else {}
+    return {**heads, **found, "head_dim": found["qk_rope_head_dim"]}
+
+
+def _of_v2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1), ("mlp_bias", False)):
+        config.only(key, value)
+    groups: Mapping[str, int] = {}
+    if config.require("topk_method", str) != "greedy":
+        config.only("topk_method", "group_limited_greedy")
+        groups = _groups(config)
+    dense = range(config.require("first_k_dense_replace", int))
+    return _with_experts(config, _with_latents(config, spec), dense, is_renormalised=False, **groups)
+
+
+def _of_v3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return _with_v3_experts(config, spec, range(config.require("first_k_dense_replace", int)))
+
+
+def _of_glm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    kinds = config.get("mlp_layer_types", list)
+    if kinds is None:
+        config.only("first_k_dense_replace", 1)
+        kinds = ["dense"] + ["sparse"] * (spec.num_layers - 1)
+    if len(kinds) != spec.num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise config.error(f"mlp_layer_types does not say for {spec.num_layers} layers whether they are dense or sparse")
+    return _with_v3_experts(config, spec, [number for number, kind in enumerate(kinds) if kind == "dense"])
+
+
+def _with_v3_experts(config: JsonFile, spec: ModelSpec, dense: Container[int]) -> ModelSpec:
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        config.only(key, value)
+    return _with_experts(
+        config,
+        _with_latents(config, spec),
+        dense,
+        scoring="sigmoid",
+        is_renormalised=config.require("norm_topk_prob", bool),
+        has_selection_bias=True,
+        num_group_scores=2,
+        **_groups(config),
+    )
+
+
+def _groups(config: JsonFile) -> Mapping[str, int]:
+    """Return the fields of `ExpertsMlp` for the groups of experts. One group is none."""
+    number, chosen = config.require("n_group", int), config.require("topk_group", int)
+    if number < 1:
+        raise config.error(f"n_group is {number}")
+    return {} if number == chosen == 1 else {"num_groups": number, "num_chosen_groups": chosen}
+
+
+def _with_experts(config: JsonFile, spec: ModelSpec, dense: Container[int], **others: Any) -> ModelSpec:
+    return experts_of_hf(
+        config,
+        spec,
+        width="moe_intermediate_size",
+        dense=dense,
+        share_factor=config.require("routed_scaling_factor", float),
+        shared_size=config.require("moe_intermediate_size", int) * config.require("n_shared_experts", int),
+        **others,
+    )
+
+
+def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Put the spec's rotation, which is of the columns that rotate, into latent attention."""
+    for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
+        config.only(key, value)
+    num_heads, turn = spec.attentions[0].num_heads, spec.attentions[0].rotation
+    config.only("num_key_value_heads", num_heads)
+    if turn is None or turn.query_growth or len({attention.rotation for attention in spec.attentions}) > 1:
+        raise checks.unsupported(
+            config.path, "layers rotate in several ways, or queries grow with their position", "one rotation is"
+        )
+    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
+    rank, key_dim, value_dim, rotary_dim = (config.require(name, int) for name in names)
+    query_rank = config.get("q_lora_rank", int)
+    for size in (rank, key_dim, value_dim, 1 if query_rank is None else query_rank):
+        if not 1 <= size <= checks.LIMITS["head_dim"]:
+            raise config.error(f"a head or a projection of latent attention has {size} columns")
+    latent = LatentSpec(key_dim=key_dim, value_dim=value_dim, rotary_dim=rotary_dim, query_rank=query_rank or 0)
+    scale = (key_dim + rotary_dim) ** -0.5 * _growth(config) ** 2
+    return spec.with_attention(
+        lambda _, attention: replace(
+            attention, num_kv_heads=1, head_dim=rank + rotary_dim, has_qkv_bias=False, scale=scale, latent=latent
+        )
+    )
+
+
+def _growth(config: JsonFile) -> float:
+    """Return the factor by which a scaled rotation makes queries larger, and keys."""
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    turn = JsonFile(config.path, config.get(key, dict) or {})
+    kind = turn.values.get("rope_type") or turn.values.get("type") or "default"
+    growth = turn.get("mscale_all_dim", float)
+    if kind == "default" or not growth:
+        return 1.0
+    return 1.0 + 0.1 * growth * math.log(max(1.0, turn.positive("factor")))
+
+
+# Which rows of a tensor belong to which weight. Neighbours that rotate as a pair become columns i and i + n / 2.
+
+
+def _pairs(first: int, width: int) -> list[Run]:
+    return [(first, width // 2, 2), (first + 1, width // 2, 2)]
+
+
+def _query_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    attention = spec.attentions[0]
+    assert attention.latent is not None
+    still, turning = attention.latent.key_dim, attention.latent.rotary_dim
+    starts = [head * (still + turning) for head in range(attention.num_heads)]
+    return [[(start, still, 1) for start in starts], [run for start in starts for run in _pairs(start + still, turning)]]
+
+
+def _latent_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    attention = spec.attentions[0]
+    return [[(0, attention.latent_rank, 1)], _pairs(attention.latent_rank, attention.head_dim - attention.latent_rank)]
+
+
+def _head_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+    attention = spec.attentions[0]
+    assert attention.latent is not None
+    keys, values = attention.latent.key_dim, attention.latent.value_dim
+    starts = [head * (keys + values) for head in range(attention.num_heads)]
+    return [[(start, keys, 1) for start in starts], [(start + keys, values, 1) for start in starts]]
+
+
+_QUERIES = Parts(("q", "q_rope"), runs=_query_rows)
+DEEPSEEK_V2 = Architecture(
+    describe=llama.describe,
+    of_hf=_of_v2,
+    hf_values=lambda values: _values(values, _V2_DEFAULTS),
+    hf_layer={
+        **HF_LAYER,
+        **GATE_UP_DOWN,
+        **SHARED,
+        "self_attn.q_proj.weight": _QUERIES,
+        "self_attn.q_a_proj.weight": "q_a",
+        "self_attn.q_a_layernorm.weight": "q_a_norm",
+        "self_attn.q_b_proj.weight": _QUERIES,
+        "self_attn.kv_a_proj_with_mqa.weight": Parts(("latent", "k_rope"), runs=_latent_rows),
+        "self_attn.kv_a_layernorm.weight": "latent_norm",
+        "self_attn.kv_b_proj.weight": Parts(("key_heads", "value_heads"), runs=_head_rows),
+    },
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    of_hf=_of_v3,
+    hf_values=lambda values: _values(values, _V3_DEFAULTS),
+    hf_layer={**DEEPSEEK_V2.hf_layer, "mlp.gate.e_score_correction_bias": "selection_bias"},
+    has_further_layers=True,
+)
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, of_hf=_of_glm, hf_values=lambda values: _values(values, _GLM_DEFAULTS))
