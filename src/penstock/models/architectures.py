@@ -79,6 +79,7 @@ _ROWS = (
     ("moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "ernie4_5-moe"),
     ("moe", "glm4_moe", "Glm4MoeForCausalLM", "glm4moe"),
     ("moe", "granite_moe", "GraniteMoeForCausalLM", "granitemoe"),
+    ("moe", "minimax_m2", "MiniMaxM2ForCausalLM", "minimax-m2"),
     ("moe", "mixtral", "MixtralForCausalLM", ""),
     ("moe", "olmoe", "OlmoeForCausalLM", "olmoe"),
     ("moe", "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe"),

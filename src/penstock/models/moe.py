@@ -1,8 +1,8 @@
 """Mixtures of experts: a layer has many small MLPs, and a router chooses a few of them for each token.
 
 Sources: arXiv 2401.04088 (Mixtral), 2407.10671 (Qwen 2), 2409.02060 (OLMoE), 2505.09388 (Qwen 3), 2508.06471 (GLM 4.5) and
-2508.10925 (gpt-oss); modeling_NAME.py of transformers; openai-moe.cpp, qwen2moe.cpp, glm4-moe.cpp, ernie4-5-moe.cpp and
-conversion/gpt_oss.py of llama.cpp.
+2508.10925 (gpt-oss); modeling_NAME.py of transformers; openai-moe.cpp, qwen2moe.cpp, glm4-moe.cpp, minimax-m2.cpp,
+ernie4-5-moe.cpp and conversion/gpt_oss.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -227,6 +227,45 @@ GLM4_MOE = Architecture(
     hf_layer={**HF_LAYER, **GATE_UP_DOWN, **SHARED, "mlp.gate.e_score_correction_bias": "selection_bias"},
     gguf_layer={**_GGUF_LAYER, "post_attention_norm.weight": "mlp_norm"},
     has_further_layers=True,
+    has_partial_rope=True,
+)
+
+
+# MiniMax M2: norms of whole rows of q and k, heads that rotate in part, and a sigmoid router.
+
+_M2_SCORES: Mapping[str, Any] = {"scoring": "sigmoid", "has_selection_bias": True}
+
+
+def _m2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "rms_norm_eps": 1e-6, **values}
+    dim, head_dim = found.get("rotary_dim"), found["head_dim"]
+    if type(dim) is int and type(head_dim) is int and head_dim > 0:
+        found = {"partial_rotary_factor": dim / head_dim, **found}
+    return found
+
+
+def _of_m2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("shared_intermediate_size", 0)):
+        config.only(key, value)
+    for key, value in (("use_qk_norm", True), ("qk_norm_type", "per_layer")):
+        config.only(key, value)
+    return experts_of_hf(config, spec, width="intermediate_size", **_M2_SCORES)
+
+
+def _of_m2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    if (function := file.require("minimax-m2.expert_gating_func", int)) != 2:
+        raise checks.unsupported(file.path, f"minimax-m2.expert_gating_func is {function}", "a sigmoid (2) is")
+    factor = file.get("minimax-m2.expert_weights_scale", float) or 1.0
+    return experts_of_gguf(file, spec, share_factor=factor, **_M2_SCORES)
+
+
+MINIMAX_M2 = Architecture(
+    describe=partial(llama.describe, qk_norms="rows"),
+    of_hf=_of_m2,
+    of_gguf=_of_m2_gguf,
+    hf_values=_m2_values,
+    hf_layer={**MIXTRAL.hf_layer, **{f"{at}.e_score_correction_bias": "selection_bias" for at in ("mlp", "block_sparse_moe")}},
+    gguf_layer=_GGUF_LAYER,
     has_partial_rope=True,
 )
 

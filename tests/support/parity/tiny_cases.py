@@ -301,6 +301,16 @@ def _experts(config: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]
 
 
 _MIXTRAL = settings("mixtral", "MixtralForCausalLM", num_local_experts=7, num_experts_per_tok=3, intermediate_size=40)
+_MINIMAX_M2 = settings(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    num_local_experts=7,
+    num_experts_per_tok=3,
+    intermediate_size=40,
+    rope_parameters=None,
+    rope_theta=3000.0,
+    rotary_dim=12,
+)
 _QWEN3_MOE = settings(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -367,6 +377,18 @@ _GRANITE_EXPERTS = {
 _GGUF_EXPERTS = {"expert_count": 7, "expert_used_count": 3}
 _GGUF_GRANITE = {"embedding_scale": 3.0, "attention.scale": 0.3, "residual_scale": 0.5, "logit_scale": 2.0}
 _MIXTRAL_CASE = TinyCase(architecture="mixtral", config=_MIXTRAL, shapes=shapes(_MIXTRAL, **_experts(_MIXTRAL, 40)), seed=34)
+_MINIMAX_M2_CASE = TinyCase(
+    architecture="minimax_m2",
+    config=_MINIMAX_M2,
+    shapes=shapes(
+        _MINIMAX_M2,
+        **_experts(_MINIMAX_M2, 40),
+        self_attn__q_norm__weight=(72,),
+        self_attn__k_norm__weight=(24,),
+        mlp__e_score_correction_bias=(7,),
+    ),
+    seed=200,
+)
 _QWEN3_MOE_CASE = TinyCase(
     architecture="qwen3_moe",
     config=_QWEN3_MOE,
@@ -2211,6 +2233,23 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "qwen2_moe": _QWEN2_MOE_CASE,
         "qwen2_moe_per_expert": replace(_QWEN2_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="qwen2_moe"),
         "qwen2_moe_gguf": _QWEN2_MOE_GGUF_CASE,
+        "minimax_m2": _MINIMAX_M2_CASE,
+        "minimax_m2_per_expert": replace(
+            _MINIMAX_M2_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="minimax_m2"
+        ),
+        "minimax_m2_gguf": replace(
+            _MINIMAX_M2_CASE,
+            gguf=Gguf(
+                architecture="minimax-m2",
+                metadata={
+                    **_GGUF_EXPERTS,
+                    "expert_feed_forward_length": 40,
+                    "expert_gating_func": 2,
+                    "rope.dimension_count": 12,
+                },
+            ),
+            golden="minimax_m2",
+        ),
         "olmoe": _OLMOE_CASE,
         "olmoe_gguf": replace(_OLMOE_CASE, gguf=Gguf(architecture="olmoe", metadata=_GGUF_EXPERTS), golden="olmoe"),
         "granite_moe": _GRANITE_MOE_CASE,
