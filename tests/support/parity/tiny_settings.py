@@ -48,7 +48,7 @@ MEANT_FOR: Mapping[bool, frozenset[str]] = {
 }
 """Fields that matter to encoders alone, and to others alone."""
 
-IF_THERE = frozenset({"mixer", "beside", "mlp", "factors"})
+IF_THERE = frozenset({"mixer", "beside", "mlp", "factors", "latent"})
 """Parts of a layer that some lack."""
 
 IF_ABSENT: Mapping[str, Any] = {
