@@ -283,7 +283,7 @@ def test_sizes_of_gemma_4_that_can_not_be_are_errors(tmp_path: Path, name: str, 
         ("deepseek_v2", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "grow with their position"),
         ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_k_dense_replace is 2"),
         ("deepseek_v2", {"kv_lora_rank": 0}, "latent attention has 0 columns"),
-        ("deepseek_v2", {"q_lora_rank": -1}, "latent attention has -1 columns"),
+        ("deepseek_v2", {"q_lora_rank": -1}, "q_lora_rank is -1"),
         ("deepseek_v2", {"v_head_dim": 1 << 20}, "latent attention has 1048576 columns"),
         ("deepseek_v2", {"qk_rope_head_dim": 11}, "even head_dim, not 11"),
         ("deepseek_v3", {"n_group": 4}, "9 experts are not in 4 groups"),
@@ -300,6 +300,28 @@ def test_sizes_of_latent_attention_that_can_not_be_are_errors(
 ) -> None:
     with pytest.raises(ModelError, match=words):
         spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention.kv_lora_rank": 0}, "latent attention has 0 columns"),
+        ({"attention.key_length_mla": 12}, "latent attention has 0 columns"),
+        ({"expert_gating_func": 3}, "expert_gating_func is 3"),
+        ({"expert_group_count": 2}, "9 experts are not in 2 groups"),
+        ({"nextn_predict_layers": 2}, "nextn_predict_layers is 2"),
+        ({"rope.scaling.yarn_log_multiplier": None}, "has no deepseek2.rope.scaling.yarn_log_multiplier"),
+        ({"rope.dimension_count": 11}, "even head_dim, not 11"),
+    ],
+)
+def test_settings_of_latents_in_a_gguf_file_that_can_not_be_are_errors(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    case = CASES["deepseek_v3_gguf"]
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, **changes})
+    with pytest.raises(ModelError, match=words):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
 
 
 def test_without_its_key_queries_have_the_two_projections_of_transformers_default(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _ROWS = (
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
-    ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", ""),
+    ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek2"),
     ("deepseek", "deepseek_v3", "DeepseekV3ForCausalLM", ""),
     ("deepseek", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", ""),
     ("delta_net", "qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", "qwen35"),
@@ -118,7 +118,6 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType({gguf: name for _, name, _, ggu
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
-    "its latent attention is in a GGUF file, and is read of safetensors alone": ("deepseek2",),
     "its attention is latent, and other parts of it are not described yet": ("kimik2", "kimik25", "longcatflash", "minicpm3"),
     "its recurrent state is of a kind that no backend computes yet": (
         *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
@@ -303,6 +302,8 @@ class Architecture:
     is_yarn_truncated_in_gguf: bool = True  # YaRN's range is rounded to whole pairs
     has_local_base_in_gguf: bool = False
     """`of_gguf` reads `rope.freq_base_swa`. Otherwise it must equal the base of all layers."""
+    has_latents_in_gguf: bool = False
+    """`of_gguf` reads the columns of heads; only those that rotate are read before."""
     has_sizes_by_layer_in_gguf: bool = False
     """Numbers of key-value heads and widths of MLPs may be lists, which `of_gguf` reads."""
     hf_norm_offset: float = 0.0  # added to norms of a directory: Gemma stores them less 1

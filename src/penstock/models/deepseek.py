@@ -1,7 +1,7 @@
 """Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, and GLM-4.7-Flash.
 
 Sources: arXiv 2405.04434 and 2412.19437, transformers' modeling_deepseek_v2.py, modeling_deepseek_v3.py and
-modeling_glm4_moe_lite.py.
+modeling_glm4_moe_lite.py, and llama.cpp's src/models/deepseek2.cpp.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.models import checks, llama
-from penstock.models.architectures import HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
-from penstock.models.layers import experts_of_hf
+from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
 from penstock.models.moe import GATE_UP_DOWN, SHARED
+from penstock.types.errors import damaged
 from penstock.types.model_spec import LatentSpec, ModelSpec
 
 _SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "routed_scaling_factor": 1.0}
@@ -115,29 +118,88 @@ def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Put the spec's rotation, which is of the columns that rotate, into latent attention."""
     for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
         config.only(key, value)
-    num_heads, turn = spec.attentions[0].num_heads, spec.attentions[0].rotation
-    config.only("num_key_value_heads", num_heads)
-    if turn is None or turn.query_growth or len({attention.rotation for attention in spec.attentions}) > 1:
+    config.only("num_key_value_heads", spec.attentions[0].num_heads)
+    turns = {attention.rotation for attention in spec.attentions}
+    if len(turns) > 1 or any(turn is None or turn.query_growth for turn in turns):
         raise checks.unsupported(
             config.path, "layers rotate in several ways, or queries grow with their position", "one rotation is"
         )
-    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
-    rank, key_dim, value_dim, rotary_dim = (config.require(name, int) for name in names)
+    names = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
+    key_dim, value_dim, rotary_dim = (config.require(name, int) for name in names)
     query_rank = config.get("q_lora_rank", int)
-    for size in (rank, key_dim, value_dim, 1 if query_rank is None else query_rank):
-        if not 1 <= size <= checks.LIMITS["head_dim"]:
-            raise config.error(f"a head or a projection of latent attention has {size} columns")
+    if query_rank is not None and query_rank < 1:
+        raise config.error(f"q_lora_rank is {query_rank}")
     latent = LatentSpec(key_dim=key_dim, value_dim=value_dim, rotary_dim=rotary_dim, query_rank=query_rank or 0)
-    scale = (key_dim + rotary_dim) ** -0.5 * _growth(config) ** 2
+    return _with_latent(spec, latent, config.require("kv_lora_rank", int), _growth(config), config.path)
+
+
+def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, path: Path) -> ModelSpec:
+    """Return the spec with this latent attention. `growth`: the factor by which scaled positions make keys larger."""
+    for size in (rank, latent.key_dim, latent.value_dim, latent.query_rank + 1):
+        if not 1 <= size <= checks.LIMITS["head_dim"]:
+            raise damaged(path, f"a head or a projection of latent attention has {size} columns")
+    head_dim, scale = rank + latent.rotary_dim, (latent.key_dim + latent.rotary_dim) ** -0.5 * growth**2
     return spec.with_attention(
         lambda _, attention: replace(
-            attention, num_kv_heads=1, head_dim=rank + rotary_dim, has_qkv_bias=False, scale=scale, latent=latent
+            attention, num_kv_heads=1, head_dim=head_dim, has_qkv_bias=False, scale=scale, latent=latent
         )
     )
 
 
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Apply the keys of llama.cpp's `deepseek2`: of V2, V3, Kimi K2, Moonlight and GLM-4.7-Flash."""
+    key = file.architecture
+    num_more = file.get(f"{key}.nextn_predict_layers", int) or 0
+    if not 0 <= num_more < spec.num_layers:
+        raise file.error(f"{key}.nextn_predict_layers is {num_more}")
+    spec = _with_gguf_latents(file, replace(spec, layers=spec.layers[: spec.num_layers - num_more]))
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    function = file.get(f"{key}.expert_gating_func", int) or (2 if has_bias else 1)  # old files of V2 lack it
+    if function not in (1, 2):
+        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "1 (softmax) and 2 (sigmoid) are")
+    number, chosen = (file.get(f"{key}.expert_group_{name}", int) or 1 for name in ("count", "used_count"))
+    groups = {} if number == chosen == 1 else {"num_groups": number, "num_chosen_groups": chosen, "num_group_scores": function}
+    mlp = read_gguf_experts(
+        file,
+        scoring="softmax" if function == 1 else "sigmoid",
+        is_renormalised=file.get(f"{key}.expert_weights_norm", bool) or False,
+        share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
+        has_selection_bias=has_bias,
+        **groups,
+    )
+    mlp = replace(mlp, shared_size=mlp.intermediate_size * file.require(f"{key}.expert_shared_count", int))
+    return with_experts(spec, mlp, file.path, dense=range(file.get(f"{key}.leading_dense_block_count", int) or 0))
+
+
+def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Put latent attention into the layers. Files of before 2025-04 have the matrices of keys and values in one tensor."""
+    key, turn = file.architecture, spec.attentions[0].rotation
+    assert turn is not None
+    rotary_dim, has_turned_keys = 2 * len(turn.inv_freq), "blk.0.attn_k_b.weight" in file.tensors
+    keys, values = (
+        file.get(f"{key}.attention.{name}_length_mla", int) or file.require(f"{key}.attention.{name}_length", int)
+        for name in ("key", "value")
+    )
+    latent = LatentSpec(
+        key_dim=keys - rotary_dim,
+        value_dim=values,
+        rotary_dim=rotary_dim,
+        query_rank=file.get(f"{key}.attention.q_lora_rank", int) or 0,
+        has_turned_keys=has_turned_keys,
+    )
+    growth = 1.0
+    if file.get(f"{key}.rope.scaling.type", str) == "yarn":
+        # A tenth of `mscale_all_dim`, which the converter takes `mscale` to equal: cos and sin then have no factor.
+        growth += file.require(f"{key}.rope.scaling.yarn_log_multiplier", float) * math.log(
+            max(1.0, file.require(f"{key}.rope.scaling.factor", float))
+        )
+        turn = replace(turn, attention_factor=1.0)
+    spec = spec.with_attention(lambda _, attention: replace(attention, rotation=turn))
+    return _with_latent(spec, latent, file.require(f"{key}.attention.kv_lora_rank", int), growth, file.path)
+
+
 def _growth(config: JsonFile) -> float:
-    """Return the factor by which a scaled rotation makes queries larger, and keys."""
+    """Return the factor by which scaled positions make keys and queries larger."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     turn = JsonFile(config.path, config.get(key, dict) or {})
     kind = turn.values.get("rope_type") or turn.values.get("type") or "default"
@@ -175,7 +237,8 @@ def _head_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
     return [[(start, keys, 1) for start in starts], [(start + keys, values, 1) for start in starts]]
 
 
-_QUERIES = Parts(("q", "q_rope"), runs=_query_rows)
+_QUERIES, _LATENTS = Parts(("q", "q_rope"), runs=_query_rows), Parts(("latent", "k_rope"), runs=_latent_rows)
+_HEADS = Parts(("key_heads", "value_heads"), runs=_head_rows)
 DEEPSEEK_V2 = Architecture(
     describe=llama.describe,
     of_hf=_of_v2,
@@ -188,10 +251,25 @@ DEEPSEEK_V2 = Architecture(
         "self_attn.q_a_proj.weight": "q_a",
         "self_attn.q_a_layernorm.weight": "q_a_norm",
         "self_attn.q_b_proj.weight": _QUERIES,
-        "self_attn.kv_a_proj_with_mqa.weight": Parts(("latent", "k_rope"), runs=_latent_rows),
+        "self_attn.kv_a_proj_with_mqa.weight": _LATENTS,
         "self_attn.kv_a_layernorm.weight": "latent_norm",
-        "self_attn.kv_b_proj.weight": Parts(("key_heads", "value_heads"), runs=_head_rows),
+        "self_attn.kv_b_proj.weight": _HEADS,
     },
+    of_gguf=_of_gguf,
+    gguf_layer={
+        **GGUF_LAYER,
+        **GGUF_EXPERTS,
+        "attn_q.weight": _QUERIES,
+        "attn_q_a.weight": "q_a",
+        "attn_q_a_norm.weight": "q_a_norm",
+        "attn_q_b.weight": _QUERIES,
+        "attn_kv_a_mqa.weight": _LATENTS,
+        "attn_kv_a_norm.weight": "latent_norm",
+        "attn_kv_b.weight": _HEADS,
+        "attn_k_b.weight": Parts(("key_heads",)),
+        "attn_v_b.weight": Parts(("value_heads",)),
+    },
+    has_latents_in_gguf=True,
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,

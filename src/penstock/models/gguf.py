@@ -22,7 +22,7 @@ from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of,
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
 from penstock.models.sentence import SentenceFiles
-from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats
+from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats, is_of_heads
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
@@ -171,7 +171,9 @@ def _flattened(entry: TensorEntry) -> TensorEntry:
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
     return {
         name: held_bytes(
-            WeightFormat.F32 if len(entry.shape) == 1 else entry.format, *matrix_shape(entry), held_floats(name, floats)
+            WeightFormat.F32 if len(entry.shape) == 1 else WeightFormat.BF16 if is_of_heads(name) else entry.format,
+            *matrix_shape(entry),
+            held_floats(name, floats),
         )
         for name, entry in entries.items()
     }
@@ -222,7 +224,7 @@ def _read_spec(
         raise file.error("the tensor token_embd.weight is missing")
     if file.get(f"{key}.attention.causal", bool) is False and not architecture.is_encoder:
         raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
-    sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0], by_layer=architecture.has_sizes_by_layer_in_gguf)
+    sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0], architecture)
     checks.check_sizes(sizes, file.path)
     parameters = _read_rope(file, key, sizes, architecture)
     served_len = served_len or sizes["max_model_len"]
@@ -238,12 +240,15 @@ def _read_spec(
     ).with_layers(lambda _, layer: checks.with_facts(layer, entries, rotation))
 
 
-def _read_sizes(file: GgufFile, key: str, vocab_size: int, *, by_layer: bool) -> dict[str, int]:
-    """Return the sizes. If lists are allowed (`by_layer`), return their largest numbers."""
+def _read_sizes(file: GgufFile, key: str, vocab_size: int, architecture: Architecture) -> dict[str, int]:
+    """Return the sizes. If lists are allowed (`has_sizes_by_layer_in_gguf`), return their largest numbers."""
+    by_layer = architecture.has_sizes_by_layer_in_gguf
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
-    if file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
+    if architecture.has_latents_in_gguf:
+        head_dim = file.require(f"{key}.rope.dimension_count", int)
+    elif file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
         setting = f"{key}.attention.value_length is {file.metadata[f'{key}.attention.value_length']}"
         raise checks.unsupported(file.path, setting, f"values as wide as keys, {head_dim}, are")
     return {

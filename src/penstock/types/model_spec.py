@@ -38,6 +38,7 @@ class LatentSpec:
     value_dim: int
     rotary_dim: int  # of the rotated key that all heads share, and of a head's query to it
     query_rank: int = 0  # between the two projections of queries; 0: there is one
+    has_turned_keys: bool = False  # the matrices of keys are stored as they multiply queries, and not latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Gguf:
     is_interleaved: bool = False
     """The converter puts the rows of q and k into the interleaved rope layout."""
     is_old: bool = False
-    """The inputs of a delta net are one tensor, as the converter left them at first."""
+    """The inputs of a delta net, or the keys and values of latents, are one tensor, as the converter left them at first."""
     vectors: Mapping[str, tuple[float, ...]] | None = None
     """Tensors that the Hugging Face directory lacks, by their names."""
 
@@ -252,6 +252,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     is_interleaved = case.architecture == "gpt_oss"
     weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, is_interleaved)}
     weights = {new: part for name, values in weights.items() for new, part in nets_in_gguf(name, values, config, gguf)}
+    weights = {new: part for name, values in weights.items() for new, part in _heads_in_gguf(name, values, config, gguf)}
     if key == "falcon-h1":
         weights = {name: _multiplied(name, values, config) for name, values in weights.items()}
     for name, values in weights.items():
@@ -340,6 +341,17 @@ def _multiplied(name: str, values: FloatArray, config: Mapping[str, Any]) -> Flo
         by_row = np.repeat(config["ssm_multipliers"], [inner, inner, keys, keys, config["mamba_n_heads"]])
         return values * np.float32(config["ssm_in_multiplier"] * by_row[:, None])
     return values * np.float32(factors.get(part, 1.0))
+
+
+def _heads_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any], gguf: Gguf) -> Iterator[tuple[str, FloatArray]]:
+    """A tensor as the converter writes those of latent attention: matrices of keys turned, and those of values apart."""
+    if ".kv_b_proj." not in name or gguf.is_old:
+        yield name, values
+        return
+    heads = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+    keys, of_values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+    yield name.replace("kv_b_proj", "k_b_proj"), _turned(keys)
+    yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(of_values)
 
 
 def _mamba_in_gguf(name: str, values: FloatArray, config: Mapping[str, Any]) -> tuple[str, FloatArray]:

@@ -2107,10 +2107,80 @@ def _latent_case(config: Mapping[str, Any], *dense: int, seed: int) -> TinyCase:
     )
 
 
+_DEEPSEEK_V2_LITE_CASE = _latent_case(_DEEPSEEK_V2_LITE, 0, seed=301)
 _DEEPSEEK_V3_CASE = _latent_case(_DEEPSEEK_V3, 0, seed=311)
+_LATENTS_IN_GGUF: Mapping[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 52,
+    "attention.value_length": 40,
+    "attention.key_length_mla": 34,
+    "attention.value_length_mla": 26,
+    "attention.kv_lora_rank": 40,
+    "attention.q_lora_rank": 36,
+    "rope.dimension_count": 12,
+    "leading_dense_block_count": 1,
+    "expert_count": 9,
+    "expert_used_count": 4,
+    "expert_feed_forward_length": 40,
+    "expert_shared_count": 2,
+    "expert_weights_scale": 1.7,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+    "expert_group_count": 3,
+    "expert_group_used_count": 2,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 32,
+    "rope.scaling.yarn_beta_fast": 16.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+    "rope.scaling.yarn_log_multiplier": 0.05,
+}
+_NOT_IN_OLD_GGUF: Mapping[str, Any] = {
+    "attention.head_count_kv": 3,
+    "attention.key_length": 34,
+    "attention.value_length": 26,
+    **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank")),
+    **dict.fromkeys(("expert_weights_norm", "expert_gating_func", "expert_group_count", "expert_group_used_count")),
+    **dict.fromkeys(name for name in _LATENTS_IN_GGUF if name.startswith("rope.scaling.")),
+}
+_LATENT_Q8 = {
+    **_DEEPSEEK_V2_LITE,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "kv_lora_rank": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 2,
+}
+_LATENT_Q8_CASE = replace(
+    _latent_case(_LATENT_Q8, 0, 1, seed=305),
+    gguf=Gguf(
+        architecture="deepseek2",
+        matrix_type="Q8_0",
+        metadata={
+            **_LATENTS_IN_GGUF,
+            **_NOT_IN_OLD_GGUF,
+            "attention.value_length": 32,
+            "attention.kv_lora_rank": 64,
+            "leading_dense_block_count": 2,
+        },
+        is_old=True,
+    ),
+)
 _LATENT_CASES = {
+    "deepseek_v2_lite_old_q8_gguf": _LATENT_Q8_CASE,
+    "deepseek_v3_gguf": replace(
+        _DEEPSEEK_V3_CASE,
+        architecture="deepseek_v2",
+        gguf=Gguf(architecture="deepseek2", metadata=_LATENTS_IN_GGUF),
+        golden="deepseek_v3",
+    ),
+    "deepseek_v2_lite_old_gguf": replace(
+        _DEEPSEEK_V2_LITE_CASE,
+        gguf=Gguf(architecture="deepseek2", metadata={**_LATENTS_IN_GGUF, **_NOT_IN_OLD_GGUF}, is_old=True),
+        golden="deepseek_v2_lite",
+    ),
     "deepseek_v2": _latent_case(_DEEPSEEK_V2, 0, 1, seed=300),
-    "deepseek_v2_lite": _latent_case(_DEEPSEEK_V2_LITE, 0, seed=301),
+    "deepseek_v2_lite": _DEEPSEEK_V2_LITE_CASE,
     "deepseek_v3": _DEEPSEEK_V3_CASE,
     "deepseek_v3_of_old_release": replace(_DEEPSEEK_V3_CASE, experts="mlp.experts.{}.{}.weight", golden="deepseek_v3"),
     "moonlight": _latent_case(_MOONLIGHT, 0, seed=313),
