@@ -72,6 +72,32 @@ async def test_a_call_is_told_apart_from_the_text_before_it(chat_template):
     assert {call["type"] for call in message["tool_calls"]} == {"function"}
 
 
+async def test_tagged_parameters_are_arguments_of_the_schema_s_types():
+    """As Qwen3-Coder writes them. Masks turn what is no value of the schema into one."""
+    template = TOOLS_TEMPLATE + "{# <function= <parameter= #}"
+    call = (
+        "<tool_call>\n<function=get_weather>\n<parameter=place>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    text = f"Let me see.\n\n{call}\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    choice = await ask(text, chat_template=template)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert calls_of(choice["message"]) == [ROME, ("now", {})]
+    deltas, finish_reason = await stream(text, chat_template=template)
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    arguments = ["".join(call["function"]["arguments"] for call in calls if call["index"] == index) for index in (0, 1)]
+    assert (list(map(json.loads, arguments)), finish_reason) == ([ROME[1], {}], "tool_calls")
+    for choice in (
+        await ask(call.replace("Rome", "Rima"), chat_template=template, tool_choice="required"),
+        await ask("What?", chat_template=template, tool_choice=NAMED),
+    ):
+        [(name, found)] = calls_of(choice["message"])
+        assert (name, found["place"] in ("Rome", "Oslo"), 1 <= found["days"] <= 9) == ("get_weather", True, True)
+    broken = await ask(text, chat_template=template, max_tokens=60)
+    assert broken["finish_reason"] == "length"
+    assert broken["message"]["content"].startswith("Let me see.<tool_call>\n<function=get_weather>\n<parameter=")
+
+
 @pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, CHAT_TEMPLATE], ids=["hermes", "generic"])
 async def test_fenced_json_is_a_call_if_it_names_a_tool(chat_template):
     fenced = '```json\n{\n  "name": "now",\n  "arguments": {}\n}\n```'

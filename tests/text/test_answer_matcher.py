@@ -253,8 +253,8 @@ def test_names_that_begin_alike_are_told_apart():
     for one in TOOL_FORMATS:
         for tool in tools:
             matcher = ALL[id(SPECIAL)].matcher(calls(one.name, has_trigger=False, tools=tools))
-            before, middle, after = one.ways[0].parts
-            say(matcher, SPECIAL, f"{one.ways[0].begin}{before}{tool.name}{middle}{{}}{after}{one.ways[0].end}")
+            way = one.ways[0]
+            say(matcher, SPECIAL, way.begin + way.written(tool.name, {}) + way.end)
             assert END_ID in allowed(matcher, SPECIAL)
 
 

@@ -14,10 +14,9 @@ from penstock.text.answers import (
     HiddenTokens,
     ToolCall,
     gather,
-    held_back,
-    match_literal,
 )
 from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS
+from penstock.text.parameters import held_back, match_literal
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 REASONING = {one.name: one for one in REASONING_FORMATS}
@@ -32,7 +31,8 @@ def written(way, calls):
     texts = []
     for name, arguments in calls:
         before, middle, after = way.parts
-        texts.append(before + name + middle + arguments + after)
+        text = arguments if way.parameter is None else way.parameter.written(json.loads(arguments))
+        texts.append(before + name + middle + text + after)
     return way.begin + (way.between or "").join(texts) + way.end
 
 
@@ -55,7 +55,10 @@ def form_of(name, **fields):
     return AnswerForm(tools=FORMATS[name], tool_names=NAMES, **fields)
 
 
-def as_calls(calls):
+def as_calls(calls, way=None):
+    """The calls as they are read. Tagged parameters have no white space of JSON."""
+    if way is not None and way.parameter is not None:
+        calls = [(name, json.dumps(json.loads(arguments), ensure_ascii=False)) for name, arguments in calls]
     return [ToolCall(f"id{index}", name, arguments) for index, (name, arguments) in enumerate(calls)]
 
 
@@ -63,18 +66,19 @@ def as_calls(calls):
 def test_calls_are_read_as_they_are_written(name, nth):
     form, way = form_of(name), FORMATS[name].ways[nth]
     calls = CALLS if way.between is not None else CALLS[:1]
-    assert at_every_split(form, written(way, calls)) == Answer(calls=as_calls(calls))
+    assert at_every_split(form, written(way, calls)) == Answer(calls=as_calls(calls, way))
     if not FORMATS[name].only_at_start and not way.has_no_mark:
         text = "I look <at> [it]. \n"
-        assert at_every_split(form, text + written(way, calls) + "\n") == Answer(content=text.rstrip(), calls=as_calls(calls))
+        answer = at_every_split(form, text + written(way, calls) + "\n")
+        assert answer == Answer(content=text.rstrip(), calls=as_calls(calls, way))
 
 
 @pytest.mark.parametrize(("name", "nth"), MARKED)
 def test_white_space_may_be_left_out_or_added(name, nth):
     form, way = form_of(name), FORMATS[name].ways[nth]
-    text = written(way, [("get", "ARGUMENTS")])
+    text = written(way, [("get", '{"a":1}')])
     for other in (text.replace(" ", "").replace("\n", ""), text.replace(" ", "\n  ")):
-        answer = at_every_split(form, other.replace("ARGUMENTS", '{"a": 1}'))
+        answer = at_every_split(form, other.replace('{"a":1}', '{"a": 1}'))
         if other.lstrip().startswith(way.trigger):
             assert answer == Answer(calls=as_calls([("get", '{"a": 1}')]))
 
@@ -83,7 +87,8 @@ def test_white_space_may_be_left_out_or_added(name, nth):
 def test_a_call_that_is_cut_is_content_and_those_before_it_are_calls(name, nth):
     form, way = form_of(name), FORMATS[name].ways[nth]
     text = written(way, [("get", '{"a": [1, 2]}')])
-    end = text.index("}") + 1
+    mark = "}" if way.parameter is None else way.parts[2].split()[0]
+    end = text.rindex(mark) + len(mark) if way.parameter else text.index(mark) + 1
     for cut in range(1, len(text)):
         answer = gather(read(form, [text[:cut]]))
         if cut < end:
@@ -118,6 +123,8 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         '{"name":' + " " * 300 + '"get", "arguments": {}}',
         'So:\n```json\n{"name": "get", "arguments": {}}\n```',
     ):
+        if text.endswith(" <tool_call>") and not FORMATS[name].unmarked:
+            continue  # white space before a trigger is left out
         assert at_every_split(form, text).content == text
 
 
@@ -170,7 +177,7 @@ def test_parts_come_as_soon_as_they_are_certain():
     assert reader.finish() == []
 
 
-@pytest.mark.parametrize("name", ["think", "mistral"])
+@pytest.mark.parametrize("name", ["think", "seed_oss", "gemma4", "mistral"])
 def test_reasoning_is_read_apart(name):
     marks = REASONING[name]
     for tools in (None, FORMATS["hermes"]):

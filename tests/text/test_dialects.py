@@ -61,7 +61,44 @@ DEEPSEEK = (
 )
 PLAIN = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
 GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
-QWEN_CODER = "{% if tools %}{{ tools | tojson }} <tool_call>\n<function=name>\n</function>\n</tool_call>{% endif %}" + PLAIN
+QWEN_CODER = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>{% endif %}"
+    "{% for message in messages %}{% for tool_call in message.tool_calls %}{% set tool_call = tool_call.function %}"
+    "{{ '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{% for name, value in tool_call.arguments | items %}"
+    "{{ '<parameter=' + name + '>\n' + value | string + '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}{% endfor %}{% endfor %}"
+)
+GLM = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>{% endif %}"
+    "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% for tc in m.tool_calls %}{% set tc = tc.function %}{{ '\n<tool_call>' + tc.name }}\n"
+    "{% for k, v in tc.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
+    "</tool_call>{% endfor %}{% endfor %}"
+)
+SEED = (
+    "{%- set begin = '<seed:tool_call>' -%}{%- set end = '</seed:think>' -%}{% for item in tools %}{{ item.function.name }}"
+    "{% endfor %}{% for message in messages %}{% for call in message.tool_calls %}{% set call = call.function %}"
+    "{{ begin + '\n<function=' + call.name + '>\n' }}{% for name, value in call.arguments | items %}"
+    "{{ '<parameter=' + name + '>' + value + '</parameter>\n' }}{% endfor %}</function>\n</seed:tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+MINIMAX = (
+    "{%- set begin = '<minimax:tool_call>' -%}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{% if message.tool_calls %}{{ begin }}\n{% for call in message.tool_calls %}{% set call = call.function %}"
+    "{{ '<invoke name=\"' + call.name + '\">\n' }}{% for k, v in call.arguments | items %}"
+    "{{ '<parameter name=\"' + k + '\">' + v + '</parameter>\n' }}{% endfor %}{{ '</invoke>\n' }}{% endfor %}"
+    "</minimax:tool_call>{% endif %}{% endfor %}<think>\n</think>"
+)
+NEMOTRON = (
+    "{% if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>{% endif %}{% for message in messages %}"
+    '{% for call in message.tool_calls %}<TOOLCALL>[{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}' }}]</TOOLCALL>{% endfor %}{% endfor %}{{ '<think></think>' }}"
+)
+GEMMA4 = (
+    "{% if enable_thinking %}{{ '<|turn>system\n<|think|><turn|>\n' }}{% endif %}"
+    + PLAIN
+    + "{{ '<|channel>thought\n<channel|>' }}"
+)
 FOUND = {
     "qwen": (QWEN, "hermes", None),
     "qwen3": (QWEN3, "hermes", "think"),
@@ -74,7 +111,12 @@ FOUND = {
     "smollm3": (SMOLLM3, "hermes", "think"),
     "plain": (PLAIN, "generic", None),
     "gemma": (GEMMA, "generic", None),
-    "qwen coder": (QWEN_CODER, "generic", None),
+    "qwen coder": (QWEN_CODER, "qwen3_coder", None),
+    "glm": (GLM, "glm45", "think"),
+    "seed-oss": (SEED, "seed_oss", "seed_oss"),
+    "minimax": (MINIMAX, "minimax_m2", "think"),
+    "gemma 4": (GEMMA4, "generic", "gemma4"),
+    "nemotron": (NEMOTRON, "nemotron_json", "think"),
     "none": (None, "generic", None),
 }
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -123,6 +165,13 @@ def test_templates_get_what_they_want():
     assert phi4.startswith("<|system|>Be brief.<|tool|>")
     assert rendered(PHI4, HISTORY[1:2]).startswith('<|system|><|tool|>[{"name": "now"')
     assert '<tool_call>now\n{"zone": "ü"}</tool_call>' in rendered(DEEPSEEK)
+    assert "<tool_call>\n<function=now>\n<parameter=zone>\nü\n</parameter>\n</function>\n</tool_call>" in rendered(QWEN_CODER)
+    assert "<think>Look.</think>\n<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>ü</arg_value>\n</tool_call>" in rendered(
+        GLM
+    )
+    assert "<seed:tool_call>\n<function=now>\n<parameter=zone>ü</parameter>\n</function>\n</seed:tool_call>" in rendered(SEED)
+    assert '<invoke name="now">\n<parameter name="zone">ü</parameter>\n</invoke>\n</minimax:tool_call>' in rendered(MINIMAX)
+    assert '<TOOLCALL>[{"name": "now", "arguments": {"zone": "ü"}}]</TOOLCALL>' in rendered(NEMOTRON)
     oss = rendered(GPT_OSS, reasoning_effort="low")
     assert "effort low" in oss
     assert "<|channel|>analysis<|message|>Look.<|end|>" in oss

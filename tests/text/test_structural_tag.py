@@ -192,7 +192,7 @@ def test_marks_may_be_special_tokens():
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL], ids=["plain", "special"])
-@pytest.mark.parametrize("name", ["think", "mistral"])
+@pytest.mark.parametrize("name", ["think", "seed_oss", "gemma4", "mistral"])
 def test_a_reasoning_block_stands_before_the_format(name, tokenizer):
     form = REASONING[name]
     block = f"{form.open}so <f=z {form.close}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
+from penstock.text.parameters import Types
 from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, wrong
 from penstock.types.request import Request
 from penstock.types.sampling import Matcher
@@ -201,7 +202,13 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
             reasoning = None
     if not (tools or reasoning):
         return None
-    return AnswerForm(tools=tools, tool_names=call.tools or frozenset(), reasoning=reasoning, is_reasoning=is_reasoning)
+    types: Mapping[str, Types] = {}
+    if tools is not None and tools.ways[0].parameter is not None and call.grammar is not None:
+        from penstock.text.tool_grammar import types_in
+
+        types = types_in(call.grammar.source)
+    names = call.tools or frozenset()
+    return AnswerForm(tools=tools, tool_names=names, types=types, reasoning=reasoning, is_reasoning=is_reasoning)
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, AnswerPlan | None]:

@@ -37,8 +37,11 @@ def _arguments_of(policy: str) -> Any:
     return table(None, f"Arguments for the {policy}, by name.", default_doc="its own defaults")
 
 
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic")
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
+TOOL_PARSERS = (
+    *("auto", "hermes", "qwen3_coder", "glm45", "seed_oss", "minimax_m2", "nemotron_json", "llama3_json", "mistral"),
+    *("mistral_args", "phi4_mini_json", "granite", "openai", "generic"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "seed_oss", "gemma4", "mistral", "openai")
 """The names of the dialects in `text.dialects`. A test keeps both equal."""
 
 

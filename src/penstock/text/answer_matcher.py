@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from penstock.text.answers import held_back, match_unmarked
+from penstock.text.answers import match_unmarked
 from penstock.text.dialects import ReasoningFormat, ToolFormat
+from penstock.text.parameters import held_back
 from penstock.types.errors import GrammarFailure
 
 if TYPE_CHECKING:

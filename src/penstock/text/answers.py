@@ -6,11 +6,12 @@ as `</think>`, so the result does not depend on how the text was cut. A call's a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, AnyStr, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.text.dialects import ReasoningFormat, ToolFormat, Way, marks_of
+from penstock.text.parameters import ParameterReader, Types, held_back, match_literal
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
@@ -122,6 +123,8 @@ class AnswerForm:
     """The format of calls, or None if calls count as text."""
     tool_names: frozenset[str] = frozenset()
     """Tools of the request. A call without a mark counts only if it names one."""
+    types: Mapping[str, Types] = field(default_factory=dict)
+    """A tool's name -> the types of its parameters, for formats that write these in tags."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
     """The prompt itself opens the reasoning block."""
@@ -143,6 +146,7 @@ class MarkReader:
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
         self._tools, self._reasoning = form.tools, form.reasoning
         self._tool_names = form.tool_names
+        self._types = form.types
         self._new_call_id = new_call_id
         self._held = ""
         self._parts: list[Part] = []
@@ -240,7 +244,7 @@ class MarkReader:
 
     def _begin_calls(self, way: Way, at: int) -> bool:
         self._say(self._held[:at].rstrip())
-        self._call = _CallReader(way, self._new_call_id)
+        self._call = _CallReader(way, self._new_call_id, self._types)
         self._held = self._held[at:]
         self._step = self._read_calls
         return True
@@ -298,17 +302,20 @@ class HiddenTokens:
 class _CallReader:
     """Reads the tool calls of one answer, from the trigger (such as `<tool_call>`) on."""
 
-    def __init__(self, way: Way, new_call_id: Callable[[int], str]) -> None:
+    def __init__(self, way: Way, new_call_id: Callable[[int], str], types: Mapping[str, Types]) -> None:
         self._way = way
+        self._types = types
         self._new_call_id = new_call_id
         self._held = ""
         self._index = 0
         before, self._middle, self._after = way.parts
         self._before = way.begin + before
+        self._end = "" if way.parameter is None else self._after.split()[0]
+        self._after = self._after.removeprefix(self._end)
         self._name = ""
         self._text = ""
         """The text of the current call so far."""
-        self._arguments: _ObjectScanner | None = None
+        self._arguments: _ObjectScanner | ParameterReader | None = None
         self._step: Callable[[list[Part]], bool] = self._read_before
         self.is_over = False
         """No more calls can follow."""
@@ -323,7 +330,7 @@ class _CallReader:
     def finish(self) -> list[Part]:
         """Return the parts of a tool call that the answer's end cut off. If its name is cut off too, its text is content."""
         if self._arguments is not None:
-            return [CallEnd(self._index, False, self._text)]
+            return [CallEnd(self._index, False, self._text + self._held)]
         is_behind = self._step in (self._read_after, self._read_between)
         if is_behind and match_literal(self._held, self._way.end if self._step == self._read_between else self._after) is None:
             return []
@@ -370,12 +377,16 @@ class _CallReader:
         blank = len(self._held[num:]) - len(self._held[num:].lstrip())
         if len(self._held) == num + blank:
             return False
-        if self._held[num + blank] != "{":
-            self.is_over = True
+        if (tags := self._way.parameter) is not None:
+            reader = ParameterReader(tags, self._end, self._types.get(self._name, {}))
+            begins, self._arguments = reader.begins(self._held[num:]) if self._name else False, reader
+        else:
+            begins, self._arguments = self._held[num + blank] == "{", _ObjectScanner()
+        if not begins:
+            self.is_over, self._arguments = begins is not None, None
             return False
         self._take(num + blank)
         parts.append(CallBegin(self._index, self._new_call_id(self._index), self._name))
-        self._arguments = _ObjectScanner()
         self._step = self._read_arguments
         return True
 
@@ -383,12 +394,14 @@ class _CallReader:
         assert self._arguments is not None
         if not self._held:
             return False
-        num = self._arguments.push(self._held)
-        parts.append(CallArguments(self._index, self._held[:num]))
+        num, piece = self._arguments.push(self._held)
+        if piece:
+            parts.append(CallArguments(self._index, piece))
         self._take(num)
-        if not self._arguments.is_closed:
+        if not (self._arguments.is_closed or self._arguments.is_wrong):
             return False
-        parts.append(CallEnd(self._index, True, self._text))
+        parts.append(CallEnd(self._index, self._arguments.is_closed, self._text))
+        self.is_over = self._arguments.is_wrong
         self._index, self._text, self._arguments = self._index + 1, "", None
         self._step = self._read_after
         return True
@@ -490,7 +503,7 @@ class ChannelReader:
         if self._arguments is not None:
             self._text += text
             if not self._arguments.is_closed:
-                parts.append(CallArguments(self._num_calls, text[: self._arguments.push(text)]))
+                parts.append(CallArguments(self._num_calls, self._arguments.push(text)[1]))
         elif self._channel == "analysis":
             parts.append(Reasoning(text))
         else:
@@ -516,10 +529,10 @@ class _ObjectScanner:
     def __init__(self) -> None:
         self._depth = 0
         self._is_in_string = self._is_escaped = False
-        self.is_closed = False
+        self.is_closed = self.is_wrong = False
 
-    def push(self, text: str) -> int:
-        """Return how many characters of this piece belong to the object."""
+    def push(self, text: str) -> tuple[int, str]:
+        """Return how many characters of this piece belong to the object, and these."""
         for at, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -534,27 +547,8 @@ class _ObjectScanner:
                 self._depth -= 1
                 if not self._depth:
                     self.is_closed = True
-                    return at + 1
-        return len(text)
-
-
-def match_literal(text: str, literal: str) -> int | None:
-    """Return how many characters at the start of the text match the literal, whose white space matches any or none.
-
-    Return None if more text is needed, -1 if the text does not match.
-    """
-    at = 0
-    for char in literal:
-        if char.isspace():
-            while at < len(text) and text[at].isspace():
-                at += 1
-        elif at == len(text):
-            return None
-        elif text[at] == char:
-            at += 1
-        else:
-            return -1
-    return at
+                    return at + 1, text[: at + 1]
+        return len(text), text
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
@@ -571,9 +565,3 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
             may_come |= not quote and any(one.startswith(name) for one in tool_names)
         may_come |= num is None
     return None, may_come and is_short
-
-
-def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
-    """Return how many characters at the end of the text may begin a mark: 3 for "a<th" if a mark is "<think>"."""
-    longest = min(len(text), max(map(len, marks)) - 1)
-    return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

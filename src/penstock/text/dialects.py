@@ -15,11 +15,12 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
+from penstock.text.parameters import Tags
 from penstock.types.errors import ConfigError
 
 NAME_CHARS = "A-Za-z0-9_.-"
 """Characters of a tool's name."""
-SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
+SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|?>|<[a-z_]+\|>|\[/?[A-Z_]+\]|</?[A-Za-z_:]+>)")
 """Marks that may be special tokens."""
 
 
@@ -31,6 +32,8 @@ class Way:
     """The text that turns a free answer into a call: the first part of `begin` + `call`."""
     call: str
     """One call, with placeholders NAME and ARGUMENTS."""
+    parameter: Tags | None = None
+    """How one argument is written, if arguments are not a JSON object."""
     begin: str = ""
     """Text before the first call."""
     between: str | None = None
@@ -46,6 +49,10 @@ class Way:
         before, _, rest = self.call.partition("NAME")
         middle, _, after = rest.partition("ARGUMENTS")
         return before, middle, after
+
+    def written(self, name: str, arguments: Mapping[str, Any]) -> str:
+        before, middle, after = self.parts
+        return before + name + middle + (self.parameter.written if self.parameter else _json)(arguments) + after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,61 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(  # Qwen 2.5 and 3, Hermes 2 Pro and 3, SmolLM3; not Qwen3-Coder, which writes XML inside
         name="hermes", marks=("<tool_call>", "</tool_call>"), but_not=("<function=", "<arg_key>"), ways=GENERIC.ways
     ),
+    ToolFormat(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
+        name="qwen3_coder",
+        marks=("<tool_call>", "<function=", "<parameter="),
+        ways=(
+            Way(
+                trigger="<tool_call>",
+                call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+                parameter=Tags("<parameter=KEY>\nVALUE\n</parameter>\n"),
+                between="\n",
+            ),
+        ),
+    ),
+    ToolFormat(  # GLM 4.5 to 4.7
+        name="glm45",
+        marks=("<tool_call>", "<arg_key>", "<arg_value>"),
+        ways=(
+            Way(
+                trigger="<tool_call>",
+                call="<tool_call>NAME\nARGUMENTS</tool_call>",
+                parameter=Tags("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"),
+                between="\n",
+            ),
+        ),
+    ),
+    ToolFormat(
+        name="seed_oss",
+        marks=("<seed:tool_call>", "<parameter="),
+        ways=(
+            Way(
+                trigger="<seed:tool_call>",
+                call="<seed:tool_call>\n<function=NAME>\nARGUMENTS</function>\n</seed:tool_call>",
+                parameter=Tags("<parameter=KEY>VALUE</parameter>\n"),
+                between="\n",
+            ),
+        ),
+    ),
+    ToolFormat(
+        name="minimax_m2",
+        marks=("<minimax:tool_call>", "<invoke name="),
+        ways=(
+            Way(
+                trigger="<minimax:tool_call>",
+                begin="<minimax:tool_call>\n",
+                call='<invoke name="NAME">\nARGUMENTS</invoke>',
+                parameter=Tags('<parameter name="KEY">VALUE</parameter>\n'),
+                between="\n",
+                end="\n</minimax:tool_call>",
+            ),
+        ),
+    ),
+    ToolFormat(  # Nemotron Nano 2, Llama-Nemotron Super 1.5
+        name="nemotron_json",
+        marks=("<TOOLCALL>",),
+        ways=(Way(trigger="<TOOLCALL>", begin="<TOOLCALL>[", call=_OBJECT, between=", ", end="]</TOOLCALL>"),),
+    ),
     ToolFormat(  # Mistral Small 3.2, Magistral, Devstral
         name="mistral_args",
         marks=("[TOOL_CALLS]", "[ARGS]"),
@@ -168,6 +230,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         forced="<|end|><|start|>assistant",
     ),
     ReasoningFormat(name="think", open="<think>", close="</think>", marks=("</think>",), forced="\n</think>"),
+    ReasoningFormat(
+        name="seed_oss", open="<seed:think>", close="</seed:think>", marks=("</seed:think>",), forced="\n</seed:think>"
+    ),
+    ReasoningFormat(  # Gemma 4
+        name="gemma4", open="<|channel>thought", close="<channel|>", marks=("<|channel>", "<channel|>"), forced="\n<channel|>"
+    ),
     ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", marks=("[/THINK]",), forced="[/THINK]"),
 )
 
@@ -201,6 +269,7 @@ def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> fro
     """Return the tags in both formats that may be special tokens of the model, such as `<think>`."""
     ways = () if tools is None else tools.ways
     texts = [text for way in ways for text in (way.trigger, way.begin, way.call, way.between or "", way.end)]
+    texts += [way.parameter.text for way in ways if way.parameter is not None]
     if reasoning is not None:
         texts += [reasoning.open, reasoning.close, reasoning.lead]
     return frozenset(mark for text in texts for mark in SPELLED_PARTS.findall(text))
@@ -390,15 +459,10 @@ def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
         told["name"] = message.name
     if message.calls:
         way = dialect.tools.ways[0]
-        calls = [_written(way, call) for call in message.calls]
+        calls = [way.written(call.name, call.arguments) for call in message.calls]
         text = way.begin + ("\n" if way.between is None else way.between).join(calls) + way.end
         told["content"] = f"{message.content}\n{text}" if message.content else text
     return told | _told_reasoning(message, dialect)
-
-
-def _written(way: Way, call: PastCall) -> str:
-    before, middle, after = way.parts
-    return before + call.name + middle + _json(call.arguments) + after
 
 
 def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -14,10 +14,15 @@ from typing import Any
 
 from penstock.text import json_schema
 from penstock.text.dialects import BY_NAME, SPELLED_PARTS, ToolFormat, Way
+from penstock.text.parameters import Tags, Types, parameter_types, types_of
 from penstock.types.errors import Rejected, RejectReason
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
+_LENGTHS = ("minLength", "maxLength")
+_MAX_LENGTH = 4096
+_KEY = r"[^\s<>\"=]{1,64}"
+"""Names of tagged parameters."""
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -50,6 +55,11 @@ def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return copy
 
 
+def types_in(source: str) -> dict[str, Types]:
+    """Return the types of each tool's parameters, by the tool's name. `source`: see `tool_source`."""
+    return {name: parameter_types(parameters) for name, parameters, _ in json.loads(source)[3]}
+
+
 def triggers_of(source: str) -> tuple[str, ...]:
     """Return the texts that turn free text into a call, or () if the answer begins with a call. `source`: see `tool_source`."""
     name, _, has_trigger, _ = json.loads(source)
@@ -73,9 +83,13 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
         lines += _of_way(f"way{nth}", way, tools, spell, is_parallel=is_parallel, trigger=way.trigger if has_trigger else "")
     count, are_followed = json_schema.SchemaCount(), True
     for nth, tool in enumerate(tools):
-        schema, is_followed = _arguments(tool, count, check)
+        if ways[0].parameter is not None:
+            rules, is_followed = _Parameters(f"args{nth}", tool, ways[0].parameter, spell, count, check).rules()
+            lines += rules
+        else:
+            schema, is_followed = _arguments(tool, count, check)
+            lines.append(f"args{nth}: %json {schema}")
         are_followed &= is_followed
-        lines.append(f"args{nth}: %json {schema}")
     lines.append(f"W: /{json_schema.WHITESPACE}/")
     return "\n".join(lines) + "\n", are_followed
 
@@ -136,6 +150,122 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
             return json_schema.json_of({"type": "object"}, count), False
         raise Rejected(RejectReason.INVALID, f"The tool {tool.name!r}: {rejected.detail}") from rejected
     return written, True
+
+
+class _Parameters:
+    """Writes Lark for the tagged parameters of a tool, in the order of its schema.
+
+    Strings are any text up to the closing tag, within their length or enum. Only strict tools are refused for a `pattern` or
+    `format`, which is not followed.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        tool: Tool,
+        tags: Tags,
+        spell: Callable[[str], str],
+        count: json_schema.SchemaCount,
+        check: Callable[[str], None] | None,
+    ) -> None:
+        self._rule, self._tool, self._tags, self._spell = rule, tool, tags, spell
+        self._count, self._check = count, check
+        self._is_followed = True
+        self._schema: dict[str, Any] = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
+        self._lines: list[str] = []
+
+    def rules(self) -> tuple[list[str], bool]:
+        """Return the rules, and whether the schema is followed. Raises `Rejected` for a strict tool's that can't be."""
+        if not self._tool.is_strict:
+            _close(self._schema)
+        schema = self._schema
+        if unread := [name for name in _COMBINING if name in schema and not isinstance(schema[name], bool)]:
+            self._leave(f"{unread[0]!r} can't be followed beside tagged parameters.")
+            schema = {}
+        told, required = schema.get("properties"), schema.get("required")
+        properties: dict[str, Any] = told if isinstance(told, dict) else {}
+        names = [name for name in properties if re.fullmatch(_KEY, name)]
+        needed = required if isinstance(required, list) else []
+        if lost := [name for name in needed if name not in names]:
+            self._leave(f"the required property {lost[0]!r} is not described, or has a name that no tag can have.")
+        items = []
+        for nth, name in enumerate(names):
+            self._parameter(f"{self._rule}_{nth}", self._spell_key(name), properties[name])
+            items.append(f"{self._rule}_{nth}{'' if name in needed else '?'}")
+        if schema.get("additionalProperties", True):
+            self._parameter(f"{self._rule}_more", f"/{escaped(self._glued[0])}{_KEY}{escaped(self._glued[1])}/", {})
+            items.append(f"{self._rule}_more*")
+        return [f"{self._rule}: {' '.join(items) or self._spell('')}", *self._lines], self._is_followed
+
+    def _leave(self, why: str) -> None:
+        if self._check is None or self._tool.is_strict:
+            raise Rejected(RejectReason.INVALID, f"The tool {self._tool.name!r}: {why}")
+        self._is_followed = False
+
+    @property
+    def _glued(self) -> tuple[str, str]:
+        """The texts right before and after a key, which are one lexeme with it, unless they are special tokens."""
+        before, after = self._tags.before, self._tags.between.split()[0]
+        return tuple("" if self._spell(text).startswith("<[") else text for text in (before, after))  # type: ignore[return-value]
+
+    def _spell_key(self, name: str) -> str:
+        return json.dumps(self._glued[0] + name + self._glued[1])
+
+    def _parameter(self, rule: str, key: str, schema: Any) -> None:
+        tags = self._tags
+        before = "" if self._glued[0] else f"{self._spell(tags.before)} "
+        between = _flexible(tags.between.removeprefix(self._glued[1]), self._spell)
+        line = self._spell("\n") if tags.has_lines else ""
+        close = self._spell(tags.close)
+        types = types_of(schema, self._schema)
+        if "string" not in types:
+            self._lines += [
+                f"{rule}: {before}{key} {between} W? {rule}_v W? {close} W?",
+                f"{rule}_v: %json {self._json(schema, types)}",
+            ]
+            return
+        texts = _texts(schema)
+        if texts:
+            values = " | ".join(map(json.dumps, texts))
+            self._lines.append(f"{rule}: {before}{key} {between} {line} ({values}) {line and line + '?'} {close} W?")
+            return
+        times = self._times(schema) if isinstance(schema, dict) and types == {"string"} else "*"
+        self._lines.append(f"{rule}: {before}{key} {between} {line} {rule}_v W?")
+        if close.startswith("<["):  # a special token, which no text holds
+            self._lines += [f"{rule}_v: {rule}_t? {close}", f"{rule}_t: /(.|\\n){times}/"]
+        else:
+            last = "\\n?" if tags.has_lines else ""
+            self._lines.append(f"{rule}_v[lazy]: /(.|\\n){times}{last}{escaped(tags.close)}/")
+
+    def _times(self, schema: Mapping[str, Any]) -> str:
+        """Return how often a regex repeats a character of a string, by the schema's lengths."""
+        least, most = (schema.get(name) for name in _LENGTHS)
+        is_known = all(number is None or (type(number) is int and 0 <= number <= _MAX_LENGTH) for number in (least, most))
+        if self._tool.is_strict and (not is_known or not schema.keys().isdisjoint(("pattern", "format"))):
+            self._leave(f"'pattern', 'format' and lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
+        if not is_known or (least is None and most is None):
+            return "*"
+        return f"{{{least or 0},{'' if most is None else most}}}"
+
+    def _json(self, schema: Any, types: frozenset[str]) -> str:
+        definitions = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
+        try:
+            written = json_schema.json_of(json.loads(json.dumps(definitions | schema)), self._count)
+            if self._check is not None:
+                self._check(written)
+        except Rejected as rejected:
+            self._leave(rejected.detail)
+            return json_schema.json_of({"type": sorted(types)}, self._count)
+        return written
+
+
+def _texts(schema: Any) -> list[str]:
+    """Return the texts of an enum, or () if any text may be the value."""
+    told = schema if isinstance(schema, dict) else {}
+    values = [told["const"]] if "const" in told else told.get("enum")
+    if not isinstance(values, list):
+        return []
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
 
 
 def _close(schema: Any) -> None:

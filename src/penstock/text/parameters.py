@@ -1,0 +1,216 @@
+"""Arguments of calls that are written as tagged parameters, such as `<parameter=city>Rome</parameter>`, and not as JSON.
+
+Strings stand in the tags as they are, and other values as JSON. So reading them takes the types that a tool's schema allows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, AnyStr, NoReturn
+
+ANY_TYPE = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+"""Types of JSON schemas."""
+_MAX_DEPTH = 32
+_NAMES: Mapping[type, str] = {
+    list: "array",
+    bool: "boolean",
+    int: "integer",
+    type(None): "null",
+    float: "number",
+    dict: "object",
+    str: "string",
+}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+Types = Mapping[str, frozenset[str]]
+"""A parameter's name -> its types."""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The text of one parameter, with placeholders KEY and VALUE. White space in it matches any amount, but in the value."""
+
+    text: str
+
+    @cached_property
+    def before(self) -> str:
+        return self.text.partition("KEY")[0]
+
+    @cached_property
+    def between(self) -> str:
+        """The text between key and value, without the line break before the value."""
+        return self.text.partition("KEY")[2].partition("VALUE")[0].rstrip("\n")
+
+    @cached_property
+    def close(self) -> str:
+        """The mark that ends a value."""
+        return self.text.partition("VALUE")[2].strip()
+
+    @cached_property
+    def has_lines(self) -> bool:
+        """A line break before a value, and one behind it, are not part of it."""
+        return "VALUE\n" in self.text
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        before, _, rest = self.text.partition("KEY")
+        between, _, after = rest.partition("VALUE")
+        texts = {key: value if isinstance(value, str) else _json(value) for key, value in arguments.items()}
+        return "".join(f"{before}{key}{between}{text}{after}" for key, text in texts.items())
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the types that a schema allows. `root` has the definitions to which it refers."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return ANY_TYPE
+    allowed = ANY_TYPE
+    told = schema.get("type")
+    if isinstance(told, str | list):
+        allowed &= {told} if isinstance(told, str) else {name for name in told if isinstance(name, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        allowed &= {_NAMES.get(type(value), "") for value in values}
+    if isinstance(ref := schema.get("$ref"), str):
+        allowed &= types_of(_referred(root, ref), root, depth + 1)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list):
+            allowed &= frozenset().union(*(types_of(option, root, depth + 1) for option in options[:64]))
+    for part in schema["allOf"][:64] if isinstance(schema.get("allOf"), list) else ():
+        allowed &= types_of(part, root, depth + 1)
+    return allowed
+
+
+def _referred(root: Mapping[str, Any], ref: str) -> Any:
+    found: Any = root if ref.startswith("#/") else None
+    for name in ref.split("/")[1:]:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def parameter_types(schema: Mapping[str, Any] | None) -> Types:
+    """Return the types of the parameters that the schema of a tool's arguments names."""
+    properties = (schema or {}).get("properties")
+    if schema is None or not isinstance(properties, dict):
+        return {}
+    return {name: types_of(part, schema) for name, part in properties.items()}
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """Return a value's JSON text: a string, unless the text is JSON of another type that is allowed."""
+    if types != {"string"}:
+        bare = _OF_PYTHON.get(text.strip(), text.strip())
+        try:
+            found = _NAMES[type(json.loads(bare, parse_constant=_refuse))]
+        except (ValueError, RecursionError):
+            found = ""
+        if found and ("string" not in types or (found != "string" and types & {found, *(["number"] * (found == "integer"))})):
+            return bare
+    return _json(text)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class ParameterReader:
+    """Makes a JSON object of tagged parameters, whose text arrives in pieces. Strings come out as they come in."""
+
+    def __init__(self, tags: Tags, end: str, types: Types) -> None:
+        """`end`: the mark after the last parameter."""
+        self._tags = tags
+        self._end = end
+        self._types = types
+        self._num_keys = 0
+        self._of_value = ANY_TYPE
+        self._is_in_value = self._is_at_start = False
+        self.is_closed = False
+        self.is_wrong = False
+        """Something else than a parameter or the end has come."""
+
+    def begins(self, text: str) -> bool | None:
+        """Return whether a parameter or the end begins the text, or None if more text is needed."""
+        found = [match_literal(text.lstrip(), mark) for mark in (self._tags.before, self._end)]
+        return True if any(num is not None and num >= 0 for num in found) else None if None in found else False
+
+    def push(self, text: str) -> tuple[int, str]:
+        """Return how many characters of the text were read, and the piece of JSON that they make.
+
+        The rest must come again, with more text behind it.
+        """
+        at, pieces = 0, list[str]()
+        while not (self.is_closed or self.is_wrong):
+            num, piece = self._read_value(text[at:]) if self._is_in_value else self._read_key(text[at:])
+            at += num
+            pieces.append(piece)
+            if not num:
+                break
+        return at, "".join(pieces)
+
+    def _read_key(self, text: str) -> tuple[int, str]:
+        blank = len(text) - len(text.lstrip())
+        ended = match_literal(text[blank:], self._end)
+        if ended is not None and ended >= 0:
+            self.is_closed = True
+            return blank + ended, "}" if self._num_keys else "{}"
+        begun = match_literal(text[blank:], self._tags.before)
+        if begun is None or begun < 0:
+            self.is_wrong = begun is not None and ended is not None
+            return 0, ""
+        first = blank + begun
+        last = text.find(self._tags.between.split()[0], first)
+        num = None if last < 0 else match_literal(text[last:], self._tags.between)
+        if num is None or num < 0:
+            self.is_wrong = num is not None
+            return 0, ""
+        key = text[first:last]
+        self._num_keys += 1
+        self._is_in_value = self._is_at_start = True
+        self._of_value = self._types.get(key, ANY_TYPE)
+        quote = '"' if self._of_value == {"string"} else ""
+        return last + num, f"{', ' if self._num_keys > 1 else '{'}{_json(key)}: {quote}"
+
+    def _read_value(self, text: str) -> tuple[int, str]:
+        is_string, close, has_lines = self._of_value == {"string"}, self._tags.close, self._tags.has_lines
+        first = int(has_lines and self._is_at_start and text.startswith("\n"))
+        end = text.find(close)
+        if end >= 0:
+            self._is_in_value = False
+            value = text[first:end].removesuffix("\n") if has_lines else text[:end]
+            return end + len(close), f"{_json(value)[1:]}" if is_string else as_json(value, self._of_value)
+        if not is_string or not text:
+            return 0, ""
+        last = len(text) - held_back(text, (f"\n{close}" if has_lines else close, close))
+        if last <= first:
+            return 0, ""
+        self._is_at_start = False
+        return last, _json(text[first:last])[1:-1]
+
+
+def match_literal(text: str, literal: str) -> int | None:
+    """Return how many characters at the start of the text match the literal, whose white space matches any or none.
+
+    Return None if more text is needed, -1 if the text does not match.
+    """
+    at = 0
+    for char in literal:
+        if char.isspace():
+            while at < len(text) and text[at].isspace():
+                at += 1
+        elif at == len(text):
+            return None
+        elif text[at] == char:
+            at += 1
+        else:
+            return -1
+    return at
+
+
+def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
+    """Return how many characters at the end of the text may begin a mark: 3 for "a<th" if a mark is "<think>"."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)
