@@ -64,9 +64,10 @@ def say(matcher, tokenizer, text):
 
 def wander(matcher, tokenizer, random, text=""):
     """Go on with tokens at random until the end is allowed; the whole text."""
+    data = text.encode()
     while END_ID not in (ids := allowed(matcher, tokenizer)):
         token_id = random.choice(sorted(ids))
-        text += tokenizer.token_text(token_id)
+        data += tokenizer.token_bytes(token_id)
         matcher.accept((token_id,))
-        assert len(text) < 2000
-    return text
+        assert len(data) < 8000
+    return data.decode(errors="replace")

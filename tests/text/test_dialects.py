@@ -94,6 +94,14 @@ NEMOTRON = (
     '{% for call in message.tool_calls %}<TOOLCALL>[{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson }}{{ '}' }}]</TOOLCALL>{% endfor %}{% endfor %}{{ '<think></think>' }}"
 )
+DEEPSEEK_V3_1 = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{% for tool in message['tool_calls'] %}"
+    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>' "
+    "+ tool['function']['arguments'] + '<｜tool▁call▁end｜>' }}{% endfor %}{% endfor %}{{ '<｜tool▁calls▁end｜></think>' }}"
+)
+DEEPSEEK_V3 = DEEPSEEK_V3_1.replace(
+    "+ tool['function']['arguments'] ", "+ '\n```json\n' + tool['function']['arguments'] + '\n```' "
+)
 GEMMA4 = (
     "{% if enable_thinking %}{{ '<|turn>system\n<|think|><turn|>\n' }}{% endif %}"
     + PLAIN
@@ -115,6 +123,8 @@ FOUND = {
     "glm": (GLM, "glm45", "think"),
     "seed-oss": (SEED, "seed_oss", "seed_oss"),
     "minimax": (MINIMAX, "minimax_m2", "think"),
+    "deepseek v3": (DEEPSEEK_V3, "deepseek_v3", "think"),
+    "deepseek v3.1": (DEEPSEEK_V3_1, "deepseek_v31", "think"),
     "gemma 4": (GEMMA4, "generic", "gemma4"),
     "nemotron": (NEMOTRON, "nemotron_json", "think"),
     "none": (None, "generic", None),
@@ -171,6 +181,8 @@ def test_templates_get_what_they_want():
     )
     assert "<seed:tool_call>\n<function=now>\n<parameter=zone>ü</parameter>\n</function>\n</seed:tool_call>" in rendered(SEED)
     assert '<invoke name="now">\n<parameter name="zone">ü</parameter>\n</invoke>\n</minimax:tool_call>' in rendered(MINIMAX)
+    assert 'now<｜tool▁sep｜>{"zone": "ü"}<｜tool▁call▁end｜>' in rendered(DEEPSEEK_V3_1)
+    assert '```json\n{"zone": "ü"}\n```<｜tool▁call▁end｜>' in rendered(DEEPSEEK_V3)
     assert '<TOOLCALL>[{"name": "now", "arguments": {"zone": "ü"}}]</TOOLCALL>' in rendered(NEMOTRON)
     oss = rendered(GPT_OSS, reasoning_effort="low")
     assert "effort low" in oss

@@ -182,11 +182,12 @@ def test_whatever_the_grammar_allows_is_read_as_arguments_of_the_schema(name, is
                 continue
             assert {"path", "line"} <= found.keys() <= short.keys()
             assert isinstance(found["path"], str)
+            assert len(found["path"]) <= 4
             assert type(found["line"]) is int
             assert found.get("unit", "c") in ("c", "cm", "f")
             assert found.get("until", "x") in ("x", None, "")
             assert type(found.get("all", True)) is bool
-            assert all("n" in tag for tag in found.get("tags", []))
+            assert all(len(tag["n"]) <= 3 for tag in found.get("tags", []))
 
 
 def texts_of(tool, text):

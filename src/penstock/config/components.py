@@ -38,8 +38,8 @@ def _arguments_of(policy: str) -> Any:
 
 
 TOOL_PARSERS = (
-    *("auto", "hermes", "qwen3_coder", "glm45", "seed_oss", "minimax_m2", "nemotron_json", "llama3_json", "mistral"),
-    *("mistral_args", "phi4_mini_json", "granite", "openai", "generic"),
+    *("auto", "hermes", "qwen3_coder", "glm45", "seed_oss", "minimax_m2", "nemotron_json", "deepseek_v3"),
+    *("deepseek_v31", "llama3_json", "mistral", "mistral_args", "phi4_mini_json", "granite", "openai", "generic"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "seed_oss", "gemma4", "mistral", "openai")
 """The names of the dialects in `text.dialects`. A test keeps both equal."""

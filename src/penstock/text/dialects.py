@@ -20,7 +20,7 @@ from penstock.types.errors import ConfigError
 
 NAME_CHARS = "A-Za-z0-9_.-"
 """Characters of a tool's name."""
-SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|?>|<[a-z_]+\|>|\[/?[A-Z_]+\]|</?[A-Za-z_:]+>)")
+SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|?>|<｜[^｜<>\s]*｜>|<[a-z_]+\|>|\[/?[A-Z_]+\]|</?[A-Za-z_:]+>)")
 """Marks that may be special tokens."""
 
 
@@ -163,6 +163,32 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 parameter=Tags('<parameter name="KEY">VALUE</parameter>\n'),
                 between="\n",
                 end="\n</minimax:tool_call>",
+            ),
+        ),
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        marks=("<｜tool▁calls▁begin｜>", "```json"),
+        ways=(
+            Way(
+                trigger="<｜tool▁calls▁begin｜>",
+                begin="<｜tool▁calls▁begin｜>",
+                call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+                between="\n",
+                end="<｜tool▁calls▁end｜>",
+            ),
+        ),
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        marks=("<｜tool▁calls▁begin｜>",),
+        ways=(
+            Way(
+                trigger="<｜tool▁calls▁begin｜>",
+                begin="<｜tool▁calls▁begin｜>",
+                call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+                between="",
+                end="<｜tool▁calls▁end｜>",
             ),
         ),
     ),
