@@ -40,6 +40,16 @@ PENSTOCK_INLINE vf tanh(vf x) {
     return sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp2(mul(u, set1(2.0f * 1.44269504088896341f))))));
 }
 
+// x, or e^x - 1 below 0: 2^n (2^r - 1) + 2^n - 1, by the series of 2^r, so that small numbers keep their digits. NaN stays NaN.
+PENSTOCK_INLINE vf elu(vf x) {
+    const vf a = max(set1(-126.0f), mul(min(set1(0.0f), x), set1(1.44269504088896341f)));
+    const vf n = sub(add(a, set1(kRoundingMagic)), set1(kRoundingMagic)), r = sub(a, n), power = exp2(n);
+    vf p = fma(set1(1.5403530e-4f), r, set1(1.3333558e-3f));
+    p = fma(fma(p, r, set1(9.6181291e-3f)), r, set1(5.5504109e-2f));
+    p = fma(fma(p, r, set1(2.4022651e-1f)), r, set1(6.9314718e-1f));
+    return add(relu(x), fma(power, mul(p, r), sub(power, set1(1.0f))));
+}
+
 // What a product with a gate computes of its sums.
 PENSTOCK_INLINE vf gated(vf gate, vf up, ActivationKind kind) {
     return mul(kind == ActivationKind::kSilu ? silu(gate) : gelu_tanh(gate), up);
@@ -57,6 +67,7 @@ PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
         case ActivationKind::kRelu2: return f([](vf x) PENSTOCK_LAMBDA { return mul(relu(x), relu(x)); });
         case ActivationKind::kTanh: return f([](vf x) PENSTOCK_LAMBDA { return tanh(x); });
         case ActivationKind::kSigmoid: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(set1(1.0f), x); });
+        case ActivationKind::kElu: return f([](vf x) PENSTOCK_LAMBDA { return elu(x); });
         case ActivationKind::kSwigluClamped: return;  // for_gate has it
     }
 }

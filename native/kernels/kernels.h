@@ -87,7 +87,7 @@ struct PanelRange {
 };
 
 // A product with a gate computes the first two; the others are operations on rows. kSwigluClamped is of a gate and its partner alone.
-enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7, kSigmoid = 8 };
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7, kSigmoid = 8, kElu = 9 };
 
 // Changes of a GEMM's result before it is stored, in this order; null pointers are skipped.
 struct Epilogue {

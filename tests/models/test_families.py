@@ -220,6 +220,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("deepseek_v3", {"scoring_func": "softmax"}),
         ("deepseek_v3", {"topk_method": "greedy"}),
         ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("apertus", {"hidden_act": "silu"}),
         ("minimax_m2", {"scoring_func": "softmax"}),
         ("minimax_m2", {"use_qk_norm": False}),
         ("minimax_m2", {"qk_norm_type": "per_head"}),
@@ -580,3 +581,15 @@ def test_a_decoder_of_old_names_reads_texts(tmp_path: Path, name: str) -> None:
     alone = load_hf_directory(tmp_path, task="embed")
     assert alone.weights.keys() == whole.weights.keys()
     assert alone.spec == whole.spec
+
+
+def test_apertus_cuts_negative_inputs_by_too_little_to_matter(tmp_path: Path) -> None:
+    """Published files have the number, which is left out, and all numbers of the activation as scalars or lists of one."""
+    case = CASES["apertus"]
+    weights = case.weights()
+    for layer in range(2):
+        weights[f"model.layers.{layer}.mlp.act_fn.eps"] = np.array(-1e-6, np.float32)
+    write_hf_files(tmp_path, case.config, weights, case.vocab_size)
+    model = load_hf_directory(tmp_path)
+    assert not any(name.endswith("eps") for name in model.weights)
+    assert {model.weights[f"layers.1.act_{name}"].dequantize().shape for name in ("p", "n", "beta")} == {(1, 1)}

@@ -55,7 +55,7 @@ def make_model(case: TinyCase) -> PreTrainedModel:
     """The model in float32, in eval mode."""
     model = AutoModelForCausalLM.from_config(read_config(case), dtype=torch.float32).eval()
     missing = dict(model.named_parameters())  # a tied output has no name of its own
-    ends = ("expert_bias", "correction_bias", "layer_scalar")
+    ends = ("expert_bias", "correction_bias", "layer_scalar", "act_fn.beta")
     missing |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(ends)}
     for name, values in case.stored_weights().items():
         with torch.no_grad():

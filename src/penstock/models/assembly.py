@@ -125,7 +125,7 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
     """Return the shape (num_rows, num_cols) of the weight that the pieces make, or (0, 0) if they do not fit together."""
     if pieces[0].layout is None:
         shape = without_middle(sizes.stored[pieces[0].tensor])
-        return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
+        return (1, 1, *shape)[-2:] if len(pieces) == 1 and len(shape) <= 2 else (0, 0)  # type: ignore[return-value]
     cuts = [piece.cut(name, sizes) for piece in pieces]
     if len({cols for _, cols, _ in cuts}) > 1 or [piece.expert for piece in pieces] != list(range(len(pieces))):
         return 0, 0

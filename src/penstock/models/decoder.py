@@ -342,8 +342,17 @@ class Decoder:
         if gate:
             return self.gated(gate[0], up, mlp.activation)
         act = self._buffer("act", mlp.intermediate_size)
+        if isinstance(mlp, PlainMlp) and mlp.has_xielu:
+            return self._xielu(at, act, up, mlp.activation)
         self._ops.append(prog.Act(act, up, mlp.activation))
         return act
+
+    def _xielu(self, at: str, out: str, x: str, activation: Activation) -> str:
+        bent, rest = (self._buffer(name, self._widths[x]) for name in ("bent", "rest"))
+        self._ops += [prog.Act(out, x, "relu2"), prog.Act(bent, x, activation), prog.Add(rest, bent, x, -1.0)]
+        for part, weight in ((out, "act_p"), (rest, "act_n"), (bent, "act_beta")):
+            self.scale(part, weight=f"{at}{weight}")
+        return self.add(self.add(out, rest, 1.0), bent, 1.0)
 
     def gated(self, gate: str, up: str, activation: Activation) -> str:
         """Return activation(gate) * up."""

@@ -300,7 +300,7 @@ def _format(tensor: Stored) -> WeightFormat:
 
 
 def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | None, floats: Floats) -> int:
-    fmt = WeightFormat.F32 if len(tensor.shape) == 1 else _format(tensor)
+    fmt = WeightFormat.F32 if len(tensor.shape) <= 1 else _format(tensor)
     has_blocks = scales is not None and scales.values.shape[1] > 1
     return held_bytes(fmt, *shape, floats, has_blocks=has_blocks)
 
@@ -337,12 +337,12 @@ def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
     assert not isinstance(tensor, Mxfp4Cube)  # its names are always in `Parts`
-    num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
+    num_rows, num_cols = (1, 1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
-    if len(tensor.shape) == 1:
+    if len(tensor.shape) <= 1:
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
         if norm_offset and name.endswith("norm"):
             wide = wide + np.float32(norm_offset)

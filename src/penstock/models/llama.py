@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.models.architectures import (
     GATE_AND_UP,
     GGUF_LAYER,
@@ -32,7 +35,7 @@ from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_local_layers, with_windows
 from penstock.models.program import Program
-from penstock.types.model_spec import Activation, ModelSpec
+from penstock.types.model_spec import Activation, LayerSpec, ModelSpec, PlainMlp
 
 
 def describe(
@@ -163,6 +166,57 @@ ARCEE = Architecture(
     of_hf=lambda config, spec: spec.with_plain_mlps(read_activation(config, "hidden_act", "relu2")),
     of_gguf=lambda _, spec: spec.with_plain_mlps("relu2"),
     is_interleaved_in_gguf=True,
+)
+
+
+# Apertus (Swiss AI): norms of each head of q and k, and an MLP without a gate, whose activation has three numbers of its own
+# (xIELU, arXiv 2411.13010).
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _apertus_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"rope_theta": 12e6, "rms_norm_eps": 1e-5, **values}
+    has_rope = values.get("rope_parameters") or values.get("rope_scaling")
+    return found if has_rope else {**found, "rope_parameters": _APERTUS_ROPE}
+
+
+def _of_apertus(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "xielu")
+
+    def with_xielu(_: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mlp, PlainMlp)
+        return replace(layer, mlp=replace(layer.mlp, has_xielu=True))
+
+    return spec.with_plain_mlps("elu").with_layers(with_xielu)
+
+
+def _softplus(_: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.logaddexp(values, np.float32(0))
+
+
+APERTUS = Architecture(
+    describe=partial(describe, qk_norms="heads"),
+    of_hf=_of_apertus,
+    hf_values=_apertus_values,
+    # `eps` cuts negative inputs at -1e-6, which moves the activation by as much.
+    hf_name=lambda name: None if name.endswith(".act_fn.eps") else name,
+    hf_layer={
+        **HF_LAYER,
+        "attention_layernorm.weight": "attn_norm",
+        "feedforward_layernorm.weight": "mlp_norm",
+        "mlp.act_fn.alpha_p": "act_p",
+        "mlp.act_fn.alpha_n": "act_n",
+        "mlp.act_fn.beta": "act_beta",
+    },
+    hf_changed={"act_p": _softplus, "act_n": _softplus},
 )
 
 

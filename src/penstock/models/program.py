@@ -257,6 +257,7 @@ class GatedActivation(Op):
     """out = activation(gate) * up.
 
     - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x); `relu2`: relu(x)^2; `sigmoid`
+    - `elu`: x, or exp(x) - 1 below 0
     - `gelu`: x * Phi(x); `gelu_tanh`: its tanh form, arXiv 1606.08415
     - `swiglu_clamped`: (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up clipped to [-7, 7]
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "sigmoid", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "elu", "tanh", "sigmoid", "swiglu_clamped"]
 """Activation functions. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
 Mask = Literal["causal", "all"]
@@ -132,6 +132,7 @@ class PlainMlp:
 
     intermediate_size: int
     activation: Activation
+    has_xielu: bool = False  # p * relu(u)^2 + n * (activation(u) - u) + beta * activation(u): xIELU, of three numbers
     has_bias: bool = False
 
 

@@ -133,7 +133,7 @@ class TinyCase:
         raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(math.prod(shape))
         values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
         is_norm = len(shape) == 1 and name.endswith(".weight")
-        num_inputs = shape[-2 if name.endswith(self.transposed) else -1]
+        num_inputs = (1, 1, *shape)[-2 if name.endswith(self.transposed) else -1]
         scaled = values * math.sqrt(12 / num_inputs) if len(shape) > 1 else values + is_norm * self.norm_centre
         scaled = scaled * next((factor for end, factor in (self.factors or {}).items() if name.endswith(end)), 1.0)
         bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)

@@ -116,6 +116,28 @@ _ALL_BIASES = {
 }
 _BIASED_CASE = TinyCase(architecture="llama", config=_BIASED_LLAMA, shapes=shapes(_BIASED_LLAMA, **_ALL_BIASES), seed=11)
 _WIDE = _llama(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, tie_word_embeddings=True)
+_APERTUS = settings("apertus", "ApertusForCausalLM", head_dim=None, hidden_act="xielu", attention_bias=True)
+_APERTUS_CASE = TinyCase(
+    architecture="apertus",
+    config=_APERTUS,
+    shapes={
+        name.replace(".input_layernorm.", ".attention_layernorm.").replace(
+            ".post_attention_layernorm.", ".feedforward_layernorm."
+        ): shape
+        for name, shape in shapes(
+            _APERTUS,
+            mlp__gate_proj__weight=None,
+            mlp__act_fn__alpha_p=(1,),
+            mlp__act_fn__alpha_n=(1,),
+            mlp__act_fn__beta=(),
+            self_attn__q_norm__weight=(24,),
+            self_attn__k_norm__weight=(24,),
+            self_attn__o_proj__bias=(72,),
+            **_qkv_bias({**_APERTUS, "head_dim": 24}),
+        ).items()
+    },
+    seed=210,
+)
 _MISTRAL = settings("mistral", "MistralForCausalLM", num_hidden_layers=3, sliding_window=6)
 _MINISTRAL = settings(
     "ministral", "MinistralForCausalLM", num_hidden_layers=3, sliding_window=6, layer_types=[_GLOBAL, _LOCAL, _LOCAL]
@@ -2236,6 +2258,7 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "qwen3_next_old_gguf": replace(
             _QWEN3_NEXT_GGUF_CASE, gguf=replace(_QWEN3_NEXT_GGUF, is_old=True), golden="qwen3_next_gguf"
         ),
+        "apertus": _APERTUS_CASE,
         "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
         "gqa_untied_bf16": replace(_LLAMA_CASE, num_shards=3),
         "gqa_untied_gguf": replace(_LLAMA_CASE, gguf=_LLAMA_GGUF, golden="gqa_untied_bf16"),

@@ -34,7 +34,7 @@ FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8
 ACTIVATION_KINDS = {
     kind: number
     for number, kind in enumerate(
-        ("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh", "sigmoid")
+        ("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh", "sigmoid", "elu")
     )
 }
 """Numbers of activations, as in native/kernels/kernels.h."""

@@ -459,6 +459,8 @@ def activate(x: F32, activation: Activation) -> F32:
             result = np.maximum(x, np.float32(0))
         case "relu2":
             result = np.maximum(x, np.float32(0)) ** 2
+        case "elu":
+            result = np.where(x > 0, x, np.expm1(np.minimum(x, np.float32(0))))
         case "tanh":
             result = np.tanh(x)
         case "sigmoid":
