@@ -2,13 +2,8 @@
 
 // What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
 // is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
-// Processors without bf16 are Intel's, with two vector pipes: weights unpacked once for six rows save more there than activations
-// broadcast once for three panels.
-#if defined(__AVX512BF16__)
-constexpr int kTileRows = 4, kTilePanels = 3;
-#else
+// Six rows by two panels and four by three multiply alike on Zen 5; weights are unpacked, and read, less often for six.
 constexpr int kTileRows = 6, kTilePanels = 2;
-#endif
 constexpr int kFewRows = 3, kFewRowPanels = 1;
 constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
