@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.models import catalog
-from penstock.models.load import load_model
+from penstock.models import architectures, catalog
+from penstock.models.load import load_adapter, load_model
 from penstock.models.merging import with_adapters
 from penstock.models.weights import LoadedModel, WeightFormat
 from penstock.types.adapter import MergedAdapter
@@ -28,6 +28,7 @@ from support.tiny_adapters import (
     in_float32,
     merged,
     write_adapter,
+    write_gguf_adapter,
 )
 from support.tiny_models import TinyLlama, write_gguf, write_hf
 
@@ -142,6 +143,24 @@ def test_single_experts_may_have_modules_of_their_own(tmp_path: Path, name: str)
     wanted[5 * 40 : 6 * 40] += SCALE * (b @ a)
     assert np.allclose(after.weights["layers.0.expert_up"].dequantize(), wanted, atol=1e-6)
     assert after.weights["layers.0.expert_gate"] is base.weights["layers.0.expert_gate"]
+
+
+def test_an_adapter_of_gguf_has_a_pair_for_all_experts(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it: a matrix for each expert, one below the other."""
+    base = load(write_case(in_float32(CASES["qwen3_moe_gguf"]), tmp_path / "base"))
+    pairs = [draw(f"expert {number}", 40, 72, 2) for number in range(7)]
+    a, b = (np.stack(halves) for halves in zip(*pairs, strict=True))
+    router = draw("router", 7, 72, 2)
+    names = {"up": "blk.1.ffn_up_exps.weight", "router": "blk.1.ffn_gate_inp.weight"}
+    adapter = write_gguf_adapter(
+        tmp_path / "a.gguf", {"up": (a, b), "router": router}, names, architecture="qwen3moe", alpha=4.0, dtype="F32"
+    )
+    after = with_adapter(base, adapter)
+    for name, change in (("expert_up", (b @ a).reshape(280, 72)), ("router", router[1] @ router[0])):
+        before, found = (model.weights[f"layers.1.{name}"].dequantize() for model in (base, after))
+        assert np.allclose(found, before + SCALE * change, atol=1e-6)
+    with pytest.raises(ModelError, match=r"not computed beside their model\. Serve the model with --merge-lora"):
+        load_adapter(adapter, base.spec, architectures.describe(base.spec), max_rank=64)
 
 
 def test_experts_in_four_bits_become_eight_bits(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def load_adapter(
     from penstock.models.peft import read_gguf_adapter, read_peft
 
     if path.suffix == ".gguf":
-        return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files)
+        return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files, is_merged=is_merged)
     return read_peft(path, spec, program, max_rank=max_rank, files=files, is_merged=is_merged)
 
 

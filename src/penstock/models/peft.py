@@ -87,7 +87,7 @@ class AdapterFacts:
     base: str  # the model that it was trained on, by the settings
     targets: tuple[str, ...]
     refusal: ModelError | None
-    """Why every server would refuse the adapter, or None. Its weights are checked only together with a model."""
+    """Why a server refuses the adapter beside its model, or None. Its weights are checked only together with a model."""
 
 
 def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
@@ -590,12 +590,21 @@ _LLAMAS = ("llama", "mistral", "mixtral")  # our architectures whose GGUF files 
 
 
 def read_gguf_adapter(
-    path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+    path: Path,
+    spec: ModelSpec,
+    program: Program,
+    *,
+    max_rank: int,
+    files: AdapterFiles | None = None,
+    is_merged: bool = False,
 ) -> AdapterFactors:
     """Return the factors of a GGUF adapter. Errors and limits are as in `read_peft`."""
     files = files or AdapterFiles()
     files.check(path)
-    most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + (1 << 24)  # of metadata
+    widths = [sum(shape) for shape in sites(program).values()]
+    if is_merged:
+        widths += [num * sum(shape) for num, *shape in expert_sites(program).values()]
+    most_bytes = 4 * max_rank * sum(widths) + (1 << 24)  # of metadata
     file = parse_gguf(path, files.read(path, most_bytes))
     if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
         raise _refused(path, "this is not a LoRA adapter", "Convert one with llama.cpp's convert_lora_to_gguf.py.")
@@ -627,15 +636,16 @@ def read_gguf_adapter(
         max_rank=max_rank,
         is_interleaved=architecture.is_interleaved_in_gguf,
         is_in_order=False,
+        is_merged=is_merged,
         known=[f"blk.0.{end.removesuffix('.weight')}" for end in architecture.gguf_layer if end.endswith(".weight")],
     )
     files.take(sum(math.prod(half.shape) for halves in pairs.values() for half in halves))
     factors: dict[str, tuple[F32, F32]] = {}
     for stem, (a, b) in pairs.items():
-        first, second = (load_tensor(file, half, half.name).dequantize() for half in (a, b))
+        first, second = (load_tensor(file, half, half.name).dequantize().reshape(half.shape) for half in (a, b))
         if is_embedding[stem]:  # here the file has a row for each token
             first = first.T
-        factors[stem] = _scaled(first, second, alpha / b.shape[1] if alpha else 1.0, path, stem)
+        factors[stem] = _scaled(first, second, alpha / b.shape[-1] if alpha else 1.0, path, stem)
     return _put(factors, placed)
 
 
