@@ -1,5 +1,6 @@
 """Calls whose arguments are tagged parameters: read with the types of their schema, and held to it."""
 
+import contextlib
 import json
 from random import Random
 
@@ -217,6 +218,9 @@ def test_other_parameters_are_those_that_the_schema_allows():
     [
         {"properties": {"a": {"type": "string", "pattern": "a+"}}},
         {"properties": {"a": {"type": "string", "maxLength": 5000}}},
+        {"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}}},
+        {"properties": {"a": {"allOf": [{"type": "string", "minLength": 2}]}}},
         {"properties": {"a": {"type": "integer", "not": {}}}},
         {"properties": {"a b": {"type": "string"}}, "required": ["a b"]},
         {"$ref": "#/no"},
@@ -226,6 +230,43 @@ def test_a_strict_schema_that_tags_can_t_follow_is_refused_and_another_is_follow
     with pytest.raises(Rejected, match="The tool 'f'"):
         texts_of(Tool("f", odd, is_strict=True), "")
     assert "<" in texts_of(Tool("f", odd), "")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"anyOf": 3},
+        {"anyOf": []},
+        {"enum": 3},
+        {"enum": []},
+        {"type": "string", "minLength": 5, "maxLength": 3},
+        {"type": "string", "maxLength": "many"},
+        {"type": "odd"},
+        {"type": []},
+        {"$ref": 3},
+        {"const": {"a": [1]}},
+        3,
+        True,
+    ],
+)
+def test_a_schema_that_is_none_breaks_nothing(odd):
+    for is_strict in (False, True):
+        tool = Tool("f", {"type": "object", "properties": {"a": odd, "b": {"type": "integer"}}}, is_strict=is_strict)
+        with contextlib.suppress(Rejected):
+            assert "<" in texts_of(tool, "")
+
+
+def test_strict_strings_may_have_lengths_an_enum_or_other_types_beside_them():
+    for schema in (
+        {"type": "string", "maxLength": 9},
+        {"enum": ["x", None]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": ["string", "boolean"]},
+        {},
+    ):
+        tool = Tool("f", {"type": "object", "properties": {"a": schema}, "additionalProperties": False}, is_strict=True)
+        assert "x" in texts_of(tool, "<parameter=a>")
+    assert "1" not in texts_of(Tool("f", {"properties": {"a": {"type": "string", "enum": ["x", 1]}}}), "<parameter=a>")
 
 
 def test_a_string_ends_with_its_tag_and_has_its_length():

@@ -155,8 +155,8 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 class _Parameters:
     """Writes Lark for the tagged parameters of a tool, in the order of its schema.
 
-    Strings are any text up to the closing tag, within their length or enum. Only strict tools are refused for a `pattern` or
-    `format`, which is not followed.
+    Strings are any text up to the closing tag, within their length or enum. What else a schema says of them, such as a
+    `pattern`, is not followed, for which strict tools are refused.
     """
 
     def __init__(
@@ -224,11 +224,13 @@ class _Parameters:
                 f"{rule}_v: %json {self._json(schema, types)}",
             ]
             return
-        texts = _texts(schema)
+        texts = _texts(schema, types)
         if texts:
             values = " | ".join(map(json.dumps, texts))
             self._lines.append(f"{rule}: {before}{key} {between} {line} ({values}) {line and line + '?'} {close} W?")
             return
+        if self._tool.is_strict and not _is_text(schema, _LENGTHS if types == {"string"} else ()):
+            self._leave("of a string that stands in tags only its type, lengths and enum can be followed.")
         times = self._times(schema) if isinstance(schema, dict) and types == {"string"} else "*"
         self._lines.append(f"{rule}: {before}{key} {between} {line} {rule}_v W?")
         if close.startswith("<["):  # a special token, which no text holds
@@ -241,8 +243,9 @@ class _Parameters:
         """Return how often a regex repeats a character of a string, by the schema's lengths."""
         least, most = (schema.get(name) for name in _LENGTHS)
         is_known = all(number is None or (type(number) is int and 0 <= number <= _MAX_LENGTH) for number in (least, most))
-        if self._tool.is_strict and (not is_known or not schema.keys().isdisjoint(("pattern", "format"))):
-            self._leave(f"'pattern', 'format' and lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
+        is_known = is_known and (least or 0) <= (most if most is not None else _MAX_LENGTH)
+        if self._tool.is_strict and not is_known:
+            self._leave(f"lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
         if not is_known or (least is None and most is None):
             return "*"
         return f"{{{least or 0},{'' if most is None else most}}}"
@@ -255,17 +258,27 @@ class _Parameters:
                 self._check(written)
         except Rejected as rejected:
             self._leave(rejected.detail)
-            return json_schema.json_of({"type": sorted(types)}, self._count)
+            return json_schema.json_of({"type": sorted(types)} if types else {}, self._count)
         return written
 
 
-def _texts(schema: Any) -> list[str]:
-    """Return the texts of an enum, or () if any text may be the value."""
+def _is_text(schema: Any, others: Sequence[str]) -> bool:
+    """Return whether a schema is followed by any text: it says no more than types, and these `others` of itself."""
+    if not isinstance(schema, dict):
+        return True
+    told = [schema.get(name) for name in ("anyOf", "oneOf")]
+    options = [option for found in told if isinstance(found, list) for option in found]
+    return schema.keys() <= {"type", "anyOf", "oneOf", *others} and all(_is_text(option, ()) for option in options)
+
+
+def _texts(schema: Any, types: frozenset[str]) -> list[str]:
+    """Return the texts of an enum's values of these types, or () if any text may be the value."""
     told = schema if isinstance(schema, dict) else {}
     values = [told["const"]] if "const" in told else told.get("enum")
     if not isinstance(values, list):
         return []
-    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+    allowed = [value for value in values if types_of({"const": value}, {}) <= types]
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in allowed]
 
 
 def _close(schema: Any) -> None:
