@@ -212,7 +212,9 @@ def test_the_experts_of_the_largest_step_are_counted() -> None:
     assert 512 * 8 * 4 * (2 * 1536 + 576) < found.num_step_bytes < 512 * 8 * 6 * (2 * 1536 + 576)
     assert dense.num_step_bytes == 0
     assert dense.num_bytes - found.num_bytes == pytest.approx(found.num_step_bytes / 2, abs=BLOCK_BYTES)
-    with pytest.raises(NotEnoughMemory, match=r"the experts of a step's 8192 tokens, 1\.\d+ GiB, leave no KV cache") as refused:
+    with pytest.raises(
+        NotEnoughMemory, match=r"the experts or latents of a step's 8192 tokens, 1\.\d+ GiB, leave no KV cache"
+    ) as refused:
         plan(spec=spec, available_bytes=free, max_step_tokens=8192)
     assert "--max-num-batched-tokens" in refused.value.remedy
 

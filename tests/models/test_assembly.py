@@ -245,8 +245,6 @@ def test_of_a_model_of_text_and_pictures_the_text_part_is_served(prefix: str, tm
 OF_DOCS = (
     *(
         "DeepseekV32ForCausalLM",
-        "KimiK25ForConditionalGeneration",
-        "Kimi_K25ForConditionalGeneration",
         "MambaForCausalLM",
     ),
     *("FalconMambaForCausalLM", "FalconH1ForCausalLM", "falcon-h1"),

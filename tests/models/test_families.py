@@ -216,6 +216,8 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("deepseek_v2", {"topk_method": "noaux_tc"}),
         ("deepseek_v2", {"moe_layer_freq": 2}),
         ("deepseek_v2", {"num_key_value_heads": 1}),
+        ("deepseek_v2", {"mlp_bias": True}),
+        ("minicpm3", {"mlp_bias": True}),
         ("deepseek_v3", {"rope_interleave": False}),
         ("deepseek_v3", {"scoring_func": "softmax"}),
         ("deepseek_v3", {"topk_method": "greedy"}),
@@ -323,6 +325,14 @@ def test_settings_of_latents_in_a_gguf_file_that_can_not_be_are_errors(
     gguf = replace(case.gguf, metadata={**case.gguf.metadata, **changes})
     with pytest.raises(ModelError, match=words):
         load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+def test_a_minicpm_3_without_factors_has_none(tmp_path: Path) -> None:
+    config = {key: value for key, value in CASES["minicpm3"].config.items() if key != "v_head_dim"}
+    spec = spec_of(tmp_path, {**config, "scale_depth": None, "dim_model_base": None})
+    latent = spec.attentions[0].latent
+    assert latent is not None
+    assert (spec.residual_scale, spec.logit_scale, latent.value_dim) == (1.0, 1.0, 24)
 
 
 def test_without_its_key_queries_have_the_two_projections_of_transformers_default(tmp_path: Path) -> None:

@@ -449,7 +449,8 @@ def plan_on_cpu(
         ),
         config.kv,
         block_bytes=block_bytes,
-        step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens),
+        step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens)
+        + footprint.latent_bytes(spec, compute.max_step_tokens),
         is_exact=config.model.max_model_len is not None,
         num_weight_bytes=num_weight_bytes,
         available_bytes=available_bytes,

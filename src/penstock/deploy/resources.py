@@ -30,7 +30,7 @@ class MemoryShare:
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
     num_step_bytes: int = 0
-    """Bytes for the experts of a step."""
+    """Bytes for the experts and latents of a step."""
     num_adapter_bytes: int = 0
     """Bytes for adapters outside of the KV cache."""
     num_reserve_bytes: int = RESERVE_BYTES

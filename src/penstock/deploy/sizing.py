@@ -54,7 +54,7 @@ class KvPlan:
     is_shortened: bool
     """Whether the cache is too small for the model's longest request."""
     num_step_bytes: int = 0
-    """Memory for the experts of a step, which `RESERVE_BYTES` does not cover."""
+    """Memory for the experts and latents of a step, which `RESERVE_BYTES` does not cover."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,14 +80,15 @@ def plan_kv(
 ) -> KvPlan:
     """Choose the number of KV blocks and the longest request on a CPU. `available_bytes`: free before the weights are loaded.
 
-    `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for the experts of a step. `num_models`:
+    `is_exact`: the longest request is a setting, so do not shorten it. `step_bytes`: for what a step computes. `num_models`:
     leave room for this many equal models if the cache has no set size. Raises NotEnoughMemory.
     """
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
         raise NotEnoughMemory(
-            f"Weights of {format_size(num_weight_bytes)} and the experts of a step's {wanted.max_step_tokens} tokens, "
-            f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
+            f"Weights of {format_size(num_weight_bytes)} and the experts or latents of a step's "
+            f"{wanted.max_step_tokens} tokens, {format_size(step_bytes)}, "
+            f"leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)

@@ -30,8 +30,14 @@ _ROWS = (
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
     ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek2"),
-    ("deepseek", "deepseek_v3", "DeepseekV3ForCausalLM", ""),
+    (
+        "deepseek",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM KimiK25ForConditionalGeneration Kimi_K25ForConditionalGeneration",
+        "",
+    ),
     ("deepseek", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", ""),
+    ("deepseek", "minicpm3", "MiniCPM3ForCausalLM", ""),
     ("delta_net", "qwen3_5", "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", "qwen35"),
     ("delta_net", "qwen3_5_moe", "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration", "qwen35moe"),
     ("delta_net", "qwen3_next", "Qwen3NextForCausalLM", "qwen3next"),
@@ -119,7 +125,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType({gguf: name for _, name, _, ggu
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
-    "its attention is latent, and other parts of it are not described yet": ("kimik2", "kimik25", "longcatflash", "minicpm3"),
+    "its attention is latent, and other parts of it are not described yet": ("longcatflash",),
     "its recurrent state is of a kind that no backend computes yet": (
         *("falconmamba", "jamba", "kimilinear", "mamba", "plamo2", "recurrentgemma"),
         *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),

@@ -1,14 +1,15 @@
-"""Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, and GLM-4.7-Flash.
+"""Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, GLM-4.7-Flash, and MiniCPM 3.
 
-Sources: arXiv 2405.04434 and 2412.19437, transformers' modeling_deepseek_v2.py, modeling_deepseek_v3.py and
-modeling_glm4_moe_lite.py, and llama.cpp's src/models/deepseek2.cpp.
+Sources: arXiv 2405.04434 and 2412.19437, transformers' modeling_deepseek_v2.py, modeling_deepseek_v3.py,
+modeling_glm4_moe_lite.py and modeling_minicpm3.py, and llama.cpp's src/models/deepseek2.cpp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ _GLM_DEFAULTS = {
 }
 
 
+_MINICPM_DEFAULTS = {
+    **_SIZES,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "scale_emb": 12.0,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "tie_word_embeddings": True,
+}
+
+
 def _values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill in transformers' defaults, but not for a `q_lora_rank` of null. `head_dim` becomes the columns that rotate."""
     found = with_defaults(values, defaults, {"n_routed_experts": "num_local_experts"})
@@ -77,6 +91,29 @@ def _of_glm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if len(kinds) != spec.num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
         raise config.error(f"mlp_layer_types does not say for {spec.num_layers} layers whether they are dense or sparse")
     return _with_v3_experts(config, spec, [number for number, kind in enumerate(kinds) if kind == "dense"])
+
+
+def _minicpm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill in transformers' defaults. A null rules a factor out; values are as wide as heads without latents would be."""
+    found = dict(_values(values, _MINICPM_DEFAULTS))
+    hidden_size, num_heads = found.get("hidden_size"), found.get("num_attention_heads")
+    if values.get("v_head_dim") is None and type(hidden_size) is int and type(num_heads) is int and num_heads > 0:
+        found["v_head_dim"] = hidden_size // num_heads
+    for key in ("scale_depth", "dim_model_base"):
+        if values.get(key, 0) is None:
+            del found[key]
+    return found
+
+
+def _of_minicpm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("mlp_bias", False)
+    depth, width = (config.values.get(key) and config.positive(key) for key in ("scale_depth", "dim_model_base"))
+    return replace(
+        _with_latents(config, spec),
+        embed_scale=config.positive("scale_emb"),
+        residual_scale=1.0 if depth is None else depth / spec.num_layers**0.5,
+        logit_scale=1.0 if width is None else width / spec.hidden_size,
+    )
 
 
 def _with_v3_experts(config: JsonFile, spec: ModelSpec, dense: Container[int]) -> ModelSpec:
@@ -211,22 +248,28 @@ def _growth(config: JsonFile) -> float:
 
 # Which rows of a tensor belong to which weight. Neighbours that rotate as a pair become columns i and i + n / 2.
 
+Turning = Callable[[int, int], list[Run]]  # the rows that rotate, of so many from a first one on
+
 
 def _pairs(first: int, width: int) -> list[Run]:
     return [(first, width // 2, 2), (first + 1, width // 2, 2)]
 
 
-def _query_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+def _halves(first: int, width: int) -> list[Run]:
+    return [(first, width, 1)]
+
+
+def _query_rows(spec: ModelSpec, turning: Turning = _pairs) -> Sequence[Sequence[Run]]:
     attention = spec.attentions[0]
     assert attention.latent is not None
-    still, turning = attention.latent.key_dim, attention.latent.rotary_dim
-    starts = [head * (still + turning) for head in range(attention.num_heads)]
-    return [[(start, still, 1) for start in starts], [run for start in starts for run in _pairs(start + still, turning)]]
+    still, width = attention.latent.key_dim, attention.latent.rotary_dim
+    starts = [head * (still + width) for head in range(attention.num_heads)]
+    return [[(start, still, 1) for start in starts], [run for start in starts for run in turning(start + still, width)]]
 
 
-def _latent_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
+def _latent_rows(spec: ModelSpec, turning: Turning = _pairs) -> Sequence[Sequence[Run]]:
     attention = spec.attentions[0]
-    return [[(0, attention.latent_rank, 1)], _pairs(attention.latent_rank, attention.head_dim - attention.latent_rank)]
+    return [[(0, attention.latent_rank, 1)], turning(attention.latent_rank, attention.head_dim - attention.latent_rank)]
 
 
 def _head_rows(spec: ModelSpec) -> Sequence[Sequence[Run]]:
@@ -279,3 +322,15 @@ DEEPSEEK_V3 = replace(
     has_further_layers=True,
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, of_hf=_of_glm, hf_values=lambda values: _values(values, _GLM_DEFAULTS))
+_QUERIES_IN_HALVES = replace(_QUERIES, runs=partial(_query_rows, turning=_halves))
+MINICPM3 = Architecture(
+    describe=llama.describe,
+    of_hf=_of_minicpm,
+    hf_values=_minicpm_values,
+    hf_layer={
+        **DEEPSEEK_V2.hf_layer,
+        "self_attn.q_proj.weight": _QUERIES_IN_HALVES,
+        "self_attn.q_b_proj.weight": _QUERIES_IN_HALVES,
+        "self_attn.kv_a_proj_with_mqa.weight": replace(_LATENTS, runs=partial(_latent_rows, turning=_halves)),
+    },
+)

@@ -2038,7 +2038,7 @@ def _latent_settings(model_type: str, hf_class: str, **changes: Any) -> dict[str
 def _latent_shapes(config: Mapping[str, Any], *dense: int) -> Shapes:
     hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     still, turning, values = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
-    queries, num, width = heads * (still + turning), config["n_routed_experts"], config["moe_intermediate_size"]
+    queries, num, width = heads * (still + turning), config.get("n_routed_experts", 0), config.get("moe_intermediate_size", 0)
     attention: dict[str, tuple[int, ...] | None] = {
         **dict.fromkeys(f"self_attn__{name}_proj__weight" for name in "kv"),
         "self_attn__q_proj__weight": (queries, hidden),
@@ -2054,6 +2054,8 @@ def _latent_shapes(config: Mapping[str, Any], *dense: int) -> Shapes:
             "self_attn__q_a_layernorm__weight": (between,),
             "self_attn__q_b_proj__weight": (queries, between),
         }
+    if not num:
+        return shapes(config, **attention)
     experts: dict[str, tuple[int, ...] | None] = {
         **_experts(config, width),
         **_shared(config, "shared_experts", width * config["n_shared_experts"]),
@@ -2116,6 +2118,24 @@ _GLM4_MOE_LITE = _latent_settings(
     topk_group=1,
     norm_topk_prob=True,
     mlp_layer_types=["dense", "sparse", "dense"],
+)
+
+
+_MINICPM3 = settings(
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
+    num_key_value_heads=3,
+    head_dim=None,
+    kv_lora_rank=40,
+    qk_nope_head_dim=22,
+    qk_rope_head_dim=12,
+    v_head_dim=26,
+    q_lora_rank=36,
+    tie_word_embeddings=True,
+    rms_norm_eps=0.05,
+    scale_emb=3.0,
+    scale_depth=0.9,
+    dim_model_base=24,
 )
 
 
@@ -2205,6 +2225,15 @@ _LATENT_CASES = {
     "deepseek_v2_lite": _DEEPSEEK_V2_LITE_CASE,
     "deepseek_v3": _DEEPSEEK_V3_CASE,
     "deepseek_v3_of_old_release": replace(_DEEPSEEK_V3_CASE, experts="mlp.experts.{}.{}.weight", golden="deepseek_v3"),
+    **{
+        name: replace(
+            _DEEPSEEK_V3_CASE,
+            wrapper={"architectures": [f"{hf_class}ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}},
+            golden="deepseek_v3",
+        )
+        for name, hf_class in (("kimi_k2_5", "KimiK25"), ("kimi_k2_5_of_transformers", "Kimi_K25"))
+    },
+    "minicpm3": _latent_case(_MINICPM3, seed=306),
     "moonlight": _latent_case(_MOONLIGHT, 0, seed=313),
     "glm4_moe_lite": _latent_case(_GLM4_MOE_LITE, 0, 2, seed=304),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.models.program import KvShape, PagedState
 from penstock.types.errors import ModelError
-from penstock.types.kv_dtype import KvDtype
+from penstock.types.kv_dtype import KvDtype, padded_latent
 from penstock.types.kv_dtype import state_bytes as bytes_of_columns
-from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec
+from penstock.types.model_spec import AttentionSpec, ExpertsMlp, ModelSpec, ShortConvSpec
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
@@ -55,6 +55,19 @@ def num_state_blocks(state: PagedState | None, block_bytes: int) -> int:
             remedy="Set a larger --block-size.",
         )
     return -(-num_state_lines(state, line) // (block_bytes // (4 * line)))
+
+
+def latent_bytes(spec: ModelSpec, num_tokens: int) -> int:
+    """Return the bytes of a step's buffers of latent attention, which have a latent for each head. Layers share them."""
+    return num_tokens * max(map(_bytes_for_heads, spec.attentions), default=0)
+
+
+def _bytes_for_heads(attention: AttentionSpec) -> int:
+    if attention.latent is None:
+        return 0
+    queries, sums = KvShape.of(attention).padded().head_dim, attention.latent
+    floats = 2 * queries + sums.key_dim + sums.rotary_dim + 2 * padded_latent(sums.value_dim)
+    return attention.num_heads * (4 * floats + 2 * (queries + sums.key_dim))
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:
