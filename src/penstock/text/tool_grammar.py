@@ -155,8 +155,8 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 class _Parameters:
     """Writes Lark for the tagged parameters of a tool, in the order of its schema.
 
-    Strings are any text up to the closing tag, within their length or enum. What else a schema says of them, such as a
-    `pattern`, is not followed, for which strict tools are refused.
+    Strings are any text up to the closing tag, within their length or enum. A `pattern` and the like are not followed,
+    and strict tools that have one are refused.
     """
 
     def __init__(
