@@ -371,3 +371,5 @@ def test_layers_of_several_shapes_are_refused() -> None:
         only_kv_shape(Program((), (), shapes, 7))
     with pytest.raises(ModelError, match="no layer of the model attends"):
         only_kv_shape(Program((), (), (), 7))
+    with pytest.raises(ModelError, match="can't compute latent attention"):
+        only_kv_shape(Program((), (), (KvShape(1, 576, 512),), 7))

@@ -2145,7 +2145,7 @@ def _latent_case(config: Mapping[str, Any], *dense: int, seed: int) -> TinyCase:
         config=config,
         shapes=_latent_shapes(config, *dense),
         seed=seed,
-        refused_by={"cuda": "HeadLinear"},
+        refused_by={"cuda": "latent attention"},
     )
 
 
