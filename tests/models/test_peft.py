@@ -81,6 +81,20 @@ def test_factors_that_the_converter_multiplied_into_the_matrices_part_adapters_o
         read_gguf_adapter(file, folder.spec, architectures.describe(folder.spec), max_rank=64)
 
 
+def test_factors_of_tensors_that_make_one_matrix_together_are_refused(tmp_path: Path) -> None:
+    """A delta net of Olmo Hybrid has its queries, keys and values in one matrix, and the file has three."""
+    model = load(write_case(CASES["olmo_hybrid"], tmp_path / "model"))
+    factors = factors_of_case(CASES["olmo_hybrid"])
+    for module, is_known in (("self_attn.q_proj", True), ("linear_attn.g_proj", True), ("linear_attn.k_proj", False)):
+        name = f"model.layers.{1 if 'self' in module else 0}.{module}"
+        adapter = write_adapter(tmp_path / module, {name: factors[name]})
+        if is_known:
+            read(adapter, model)
+            continue
+        with pytest.raises(ModelError, match="the model's matrix wants"):
+            read(adapter, model)
+
+
 @pytest.mark.parametrize("name", EACH_ARCHITECTURE)
 def test_an_adapter_changes_what_merging_it_into_the_file_changes(tmp_path: Path, name: str) -> None:
     """Files have fused or transposed matrices, rows in another order, or other names, and may be GGUF.

@@ -115,7 +115,7 @@ EACH_ARCHITECTURE = sorted(
     {
         (case.architecture, case.gguf is not None, case.wrapper is not None, bool(case.old_config)): name
         for name, case in reversed(CASES.items())
-        if not case.has_mxfp4_experts and name != "falcon_h1_gguf"  # refused
+        if not case.has_mxfp4_experts and not name.startswith(("falcon_h1_gguf", "olmo_hybrid"))  # refused
     }.values()
 )
 """A case of every architecture, in each form that its files have."""

@@ -50,6 +50,7 @@ _ROWS = (
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
     ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
     ("gemma", "olmo3", "Olmo3ForCausalLM", ""),
+    ("delta_net", "olmo_hybrid", "OlmoHybridForCausalLM", ""),
     ("llama", "gpt2", "GPT2LMHeadModel", "gpt2"),
     ("llama", "gpt_bigcode", "GPTBigCodeForCausalLM", "starcoder"),
     ("moe", "gpt_oss", "GptOssForCausalLM", "gpt-oss"),
@@ -235,6 +236,8 @@ class Parts:
     is_by_kv_head: bool = False
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
     is_by_expert: bool = False  # likewise, in a file that has the matrices of all experts below each other
+    place: int = 0
+    """Where the rows stand among those of other tensors of the same weight, of which each has the next number."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
     """Returns the rows of each weight, in order, where no other field describes them."""
 

@@ -234,6 +234,8 @@ class Decoder:
         # A delta net has queries, keys and values side by side, Mamba-2 values, keys and queries.
         q_at, v_at = (0, 2 * spec.key_width) if spec.has_delta_rule else (spec.value_width + spec.key_width, 0)
         out = self._buffer("mix_out", spec.value_width)
+        # Twice the rates are keys, and what queries read, times the root of 2: the state is smaller by as much.
+        length = math.sqrt(2.0) if spec.has_rates_to_two else 1.0
         self._ops.append(
             prog.LinearAttention(
                 out=out,
@@ -249,17 +251,19 @@ class Decoder:
                 q_at=q_at,
                 k_at=spec.key_width if spec.has_delta_rule else spec.value_width,
                 v_at=v_at,
-                scale=spec.key_dim**-0.5 if spec.has_delta_rule else 1.0,
+                scale=length * spec.key_dim**-0.5 if spec.has_delta_rule else 1.0,
                 gates=rates,
                 skip=None if spec.has_delta_rule else f"{at}skip",
                 is_normalised=spec.has_delta_rule,
+                key_length=length,
                 is_tiled=spec.has_tiled_heads,
                 min_step=spec.min_step,
                 max_step=math.inf if spec.max_step is None else spec.max_step,
             )
         )
         if spec.has_delta_rule:
-            self._rms_norm(out, f"{at}scale", out, group=spec.value_dim)
+            eps = self._spec.norm_eps if spec.norm_eps is None else spec.norm_eps
+            self.norm_groups(out, f"{at}scale", spec.value_dim, eps=eps)
         elif spec.has_norm_before_gate:
             self._norm_mixed(f"{at}scale", out, spec)
         self._ops.append(prog.GatedActivation(out, gate, out, "silu"))

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, read_gguf_experts, with_experts
 from penstock.models.moe import GATE_UP_DOWN, SHARED, of_qwen
+from penstock.models.program import Program
 from penstock.types.model_spec import LayerSpec, LinearAttentionSpec, ModelSpec
 
 _SIZES = {
@@ -225,3 +227,86 @@ QWEN3_5_MOE = replace(
     gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS},
 )
 QWEN3_NEXT = replace(QWEN3_5_MOE, of_hf=_of_moe_hf, hf_values=lambda values: with_defaults(values, _MOE_DEFAULTS))
+
+
+# Olmo Hybrid (Ai2): layers with a delta net are those of Llama, the others those of OLMo 3, mostly without rotation.
+
+
+def _describe_olmo(spec: ModelSpec) -> Program:
+    build = Decoder(spec)
+    x = build.embed()
+    for layer, found in enumerate(spec.layers):
+        at = f"layers.{layer}"
+        if isinstance(found.mixer, LinearAttentionSpec):
+            x, mixed = build.gather_after_last(layer, x, build.mix(layer, build.norm(x, f"{at}.attn_norm")))
+            build.add_output(layer, x, mixed)
+            build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+            continue
+        x, mixed = build.gather_after_last(layer, x, build.attention(layer, x, qk_norms="rows"))
+        branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
+        build.add(x, build.norm(branch, f"{at}.mlp_norm", branch))
+        branch = build.linear(build.activated(layer, x), f"{at}.down", "projected", spec.hidden_size)
+        build.add(x, build.norm(branch, f"{at}.post_mlp_norm", branch))
+    return build.finish(build.norm(x, "norm"))
+
+
+def _olmo_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with transformers' defaults."""
+    found = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-6, **values}
+    num_heads, hidden, number = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    if type(num_heads) is int and type(hidden) is int and type(number) is int and num_heads > 0 and 0 < number <= 4096:
+        num_key_heads = found.get("linear_num_key_heads") or num_heads
+        key_dim = found.get("linear_key_head_dim") or int(0.75 * hidden / num_key_heads)
+        sizes = {
+            "linear_num_key_heads": num_key_heads,
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": 2 * key_dim,
+            "layer_types": ["linear_attention" if layer % 4 < 3 else "full_attention" for layer in range(number - 1)]
+            + ["linear_attention" if number > 3 and number % 4 else "full_attention"],
+        }
+        found |= {key: value for key, value in sizes.items() if found.get(key) is None}
+    return found
+
+
+def _of_olmo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    told = {**config.values, **(config.get("rope_parameters", dict) or {})}
+    if told.get("rope_theta", 1.0) is None:  # as published; a missing one is 10,000
+        spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+    kinds = read_layer_types(config, spec.num_layers)
+    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+    kernel, key_dim, value_dim, num_key_heads, num_heads = (config.require(key, int) for key in _SIZES)
+    net = LinearAttentionSpec(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        kernel=kernel,
+        has_delta_rule=True,
+        norm_eps=1e-5,
+        has_rates_to_two=config.require("linear_allow_neg_eigval", bool),
+    )
+    return spec.with_layers(lambda i, layer: replace(layer, mixer=net) if kinds[i] == "linear_attention" else layer)
+
+
+OLMO_HYBRID = Architecture(
+    describe=_describe_olmo,
+    of_hf=_of_olmo,
+    hf_values=_olmo_values,
+    hf_layer={
+        **HF_LAYER,
+        "post_feedforward_layernorm.weight": "post_mlp_norm",
+        **{f"linear_attn.{name}_proj.weight": Parts(("mix_in",), place=place) for place, name in enumerate("qkv")},
+        "linear_attn.b_proj.weight": "mix_rates",
+        "linear_attn.a_proj.weight": "mix_steps",
+        "linear_attn.g_proj.weight": "mix_gate",
+        "linear_attn.conv1d.weight": "mix_conv",
+        "linear_attn.dt_bias": "mix_step_bias",
+        "linear_attn.A_log": "mix_decay",
+        "linear_attn.o_norm.weight": "mix_scale",
+        "linear_attn.o_proj.weight": "mix_out",
+    },
+    hf_changed={"mix_decay": negative_exp},
+)

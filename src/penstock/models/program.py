@@ -228,7 +228,8 @@ class LinearAttention(Map):
         u = d * v, or with `gates` the delta rule: sigmoid(gates[h]) * (v - k S)
         S = S + k^T u;  out = scale * q S (+ skip[h] * v)
 
-    With `is_normalised`, q and k are first divided by sqrt(sum of squares + 1e-6). S is float32, and 0 before the first token.
+    With `is_normalised`, q and k are first divided by sqrt(sum of squares + 1e-6), and k is multiplied by `key_length`. S is
+    float32, and 0 before the first token.
     Sources: arXiv 2412.06464 (gated delta rule), 2405.21060 (Mamba-2).
     """
 
@@ -247,6 +248,7 @@ class LinearAttention(Map):
     gates: str | None = None  # buffer [num_tokens, num_heads]
     skip: str | None = None
     is_normalised: bool = False
+    key_length: float = 1.0
     is_tiled: bool = False  # value head h reads key head h % num_key_heads
     min_step: float = 0.0
     max_step: float = math.inf

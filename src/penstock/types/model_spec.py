@@ -99,6 +99,8 @@ class LinearAttentionSpec:
     num_norm_groups: int = 1
     """Parts of Mamba-2's output that are normed each by itself, with a weight for each column; 0: its output is not normed."""
     has_norm_before_gate: bool = False
+    norm_eps: float | None = None  # of the output's norm; None: that of the model
+    has_rates_to_two: bool = False  # the delta rule's rates are twice as large
 
     @property
     def key_width(self) -> int:

@@ -1691,6 +1691,55 @@ _QWEN3_5_WRAPPER = {
     "tie_word_embeddings": False,
 }
 
+_OLMO_HYBRID = settings(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    num_hidden_layers=4,
+    head_dim=None,
+    rms_norm_eps=0.05,
+    layer_types=[_LINEAR_ATTENTION, _GLOBAL, _LINEAR_ATTENTION, _LINEAR_ATTENTION],
+    **{**_NET, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+)
+_OLD_OLMO_HYBRID = {
+    **{key: value for key, value in _OLMO_HYBRID.items() if not key.startswith(("linear_", "layer_types"))},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+    "linear_allow_neg_eigval": False,
+}
+
+
+def _olmo_hybrid_shapes(config: Mapping[str, Any], keys: int, values: int, heads: int, *linear: int) -> Shapes:
+    """Keys and values of a delta net have so many columns together, its values so many heads."""
+    found: Shapes = {}
+    net = {
+        **{f"{name}_proj.weight": (keys, 72) for name in "qk"},
+        **{f"{name}_proj.weight": (values, 72) for name in "vg"},
+        **{f"{name}_proj.weight": (heads, 72) for name in "ab"},
+        "o_proj.weight": (72, values),
+        "conv1d.weight": (2 * keys + values, 1, config.get("linear_conv_kernel_dim", 4)),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "o_norm.weight": (values // heads,),
+    }
+    for name, shape in shapes(config, self_attn__q_norm__weight=(72,), self_attn__k_norm__weight=(24,)).items():
+        at = name.split(".")[2] if name.startswith("model.layers.") else ""
+        if at and int(at) not in linear:
+            found[name.replace("input_layernorm", "post_feedforward_layernorm")] = shape
+        elif ".self_attn.q_proj." in name:
+            found |= {f"model.layers.{at}.linear_attn.{part}": size for part, size in net.items()}
+        elif ".self_attn." not in name:
+            found[name] = shape
+    return found
+
+
+_OLMO_HYBRID_CASE = TinyCase(
+    architecture="olmo_hybrid",
+    config=_OLMO_HYBRID,
+    shapes=_olmo_hybrid_shapes(_OLMO_HYBRID, 20, 84, 6, 0, 2, 3),
+    factors={"linear_attn.v_proj.weight": 0.03},  # beside which the own epsilon of the norm, 1e-5, matters
+    seed=220,
+    num_tokens=100,
+)
+
 _MAMBA = {
     "mamba_n_heads": 6,
     "mamba_d_head": 24,
@@ -2260,6 +2309,13 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             _GRANITE_DENSE_GGUF_CASE, gguf=replace(_GRANITE_HYBRID_GGUF, metadata={**_MAMBA_IN_GGUF, "feed_forward_length": 56})
         ),
         "bamba": _BAMBA_CASE,
+        "olmo_hybrid": _OLMO_HYBRID_CASE,
+        "olmo_hybrid_defaults": replace(
+            _OLMO_HYBRID_CASE,
+            config=_OLD_OLMO_HYBRID,
+            shapes=_olmo_hybrid_shapes(_OLD_OLMO_HYBRID, 54, 108, 3, 0, 1, 2),
+            seed=221,
+        ),
         "falcon_h1": _FALCON_H1_CASE,
         "falcon_h1_gguf": replace(_FALCON_H1_CASE, gguf=_FALCON_H1_GGUF, golden="falcon_h1"),
         "falcon_h1_normed": _NORMED_FALCON_H1_CASE,

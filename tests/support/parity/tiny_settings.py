@@ -48,8 +48,8 @@ MEANT_FOR: Mapping[bool, frozenset[str]] = {
 }
 """Fields that matter to encoders alone, and to others alone."""
 
-IF_THERE = frozenset({"mixer", "beside", "mlp", "factors", "latent"})
-"""Parts of a layer that some lack."""
+IF_THERE = frozenset({"mixer", "beside", "mlp", "factors", "latent", "norm_eps"})
+"""Parts and settings that some layers lack."""
 
 IF_ABSENT: Mapping[str, Any] = {
     "scale": 0.3,

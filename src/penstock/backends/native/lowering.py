@@ -51,7 +51,7 @@ COMPUTED = frozenset(
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("ShortConv", "ShortConv.bias", "CausalConv", "CausalConv.bias"),
         *("LinearAttention", "LinearAttention.scale", "LinearAttention.gates", "LinearAttention.skip"),
-        *("LinearAttention.is_normalised", "LinearAttention.is_tiled"),
+        *("LinearAttention.is_normalised", "LinearAttention.key_length", "LinearAttention.is_tiled"),
         *("LinearAttention.min_step", "LinearAttention.max_step"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
@@ -438,7 +438,7 @@ class _Emitter:
         factors = [NONE, NONE]
         if op.is_normalised:  # by a norm of the mean of squares
             each = np.full(op.key_dim, op.key_dim**-0.5, np.float32)
-            factors = [self._engine.add_vector(each * np.float32(op.scale)), self._engine.add_vector(each)]
+            factors = [self._engine.add_vector(each * np.float32(factor)) for factor in (op.scale, op.key_length)]
         layer = self._engine.define_linear_attention(
             x=self._buffer(op.x),
             steps=self._buffer(op.steps),

@@ -273,6 +273,7 @@ class Interpreter:
         q, k = (x[:, at : at + num_key_heads * op.key_dim].reshape(-1, num_key_heads, op.key_dim) for at in (op.q_at, op.k_at))
         if op.is_normalised:
             q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + np.float32(1e-6)) for part in (q, k))
+            k = k * np.float32(op.key_length)
         head = np.arange(num_heads)
         key_head = head % num_key_heads if op.is_tiled else head // (num_heads // num_key_heads)
         q, k = q[:, key_head], k[:, key_head]
