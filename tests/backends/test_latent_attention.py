@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.lab.sizing import size_of
 from penstock.models import architectures
 from penstock.models.checks import weight_shapes
 from penstock.models.formats import WeightFormat
+from penstock.models.hf import load_hf_directory
 from penstock.models.program import KvShape
 from penstock.models.weights import LoadedModel, WeightTensor
 from penstock.types.errors import ModelError
@@ -24,7 +26,10 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import LatentSpec, ModelSpec, Rotation, TextEnding, spec_of_equal_layers
 from penstock.types.sampling import SamplingParams
 from support.answer_bench import Bench
+from support.fp8_models import BLOCK, change_tensors, fp8_blocks
 from support.native_variants import ONE_OF_EACH, VARIANTS
+from support.parity.tiny import write_case
+from support.parity.tiny_cases import CASES
 
 LENGTH = 530  # in three segments
 TOKENS = [3 + 7 * i % 250 for i in range(LENGTH)]
@@ -143,6 +148,32 @@ def test_a_step_has_room_for_a_latent_of_each_head() -> None:
     of_token = 16 * (4 * (576 + 576 + 128 + 64 + 2 * 128) + 2 * (576 + 128))
     assert footprint.latent_bytes(spec, 512) == 512 * of_token
     assert footprint.latent_bytes(replace(spec, layers=()), 512) == 0
+
+
+def test_matrices_in_fp8_are_divided_among_weights_with_their_scales(tmp_path: Path) -> None:
+    """As published files of DeepSeek V3 have them: blocks do not end where heads do."""
+    case, at = CASES["deepseek_v2_lite"], "model.layers.1.self_attn"
+    path = write_case(case, tmp_path / "model")
+    config = {**case.config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+    (path / "config.json").write_text(json.dumps(config))
+    names = [f"{at}.{name}.weight" for name in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    tensors, values = zip(*(fp8_blocks(name, case.weights()[name]) for name in names), strict=True)
+    change_tensors(path, {name: tensor for ones in tensors for name, tensor in ones.items()})
+    queries, stored, heads = (
+        matrix.reshape(-1, width, matrix.shape[1]) for matrix, width in zip(values, (34, 52, 48), strict=True)
+    )
+    in_halves = [*range(0, 12, 2), *range(1, 12, 2)]
+    wanted = {
+        "q": queries[:, :22],
+        "q_rope": queries[:, 22:][:, in_halves],
+        "latent": stored[:, :40],
+        "k_rope": stored[:, 40:][:, in_halves],
+        "key_heads": heads[:, :22],
+        "value_heads": heads[:, 22:],
+    }
+    found = load_hf_directory(path).weights
+    for name, parts in wanted.items():
+        np.testing.assert_array_equal(found[f"layers.1.{name}"].dequantize(), parts.reshape(-1, parts.shape[2]))
 
 
 def test_texts_are_not_embedded() -> None:

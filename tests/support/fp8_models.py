@@ -59,6 +59,17 @@ def write_fp8_hf(directory: Path, model: TinyLlama, scales: Scales) -> Path:
     return directory
 
 
+def fp8_blocks(name: str, values: FloatArray) -> tuple[dict[str, Encoded], FloatArray]:
+    """A matrix as DeepSeek writes it, in blocks that share a scale: its tensors, and the values that they hold."""
+    scale = _scale(values, "block")
+    codes = to_e4m3(np.asarray(values / _over(scale, values.shape), np.float32))
+    tensors: dict[str, Encoded] = {
+        name: ("F8_E4M3", values.shape, codes.tobytes()),
+        f"{name}_scale_inv": ("F32", scale.shape, scale.tobytes()),
+    }
+    return tensors, np.asarray(np.array(E4M3_VALUES, np.float32)[codes] * _over(scale, values.shape), np.float32)
+
+
 def change_tensors(directory: Path, changes: Mapping[str, Encoded | None]) -> None:
     """Replace tensors of `write_fp8_hf`, add some, or leave out those that are None."""
     path = directory / "model.safetensors"
