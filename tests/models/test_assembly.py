@@ -247,7 +247,7 @@ OF_DOCS = (
         "DeepseekV32ForCausalLM",
         "MambaForCausalLM",
     ),
-    "FalconMambaForCausalLM",
+    *("FalconMambaForCausalLM", "Llama4ForConditionalGeneration", "MiniMaxText01ForCausalLM", "minimax-m3"),
     *(
         "kimi-linear",
         "Gemma3nForConditionalGeneration",

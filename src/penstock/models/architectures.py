@@ -143,7 +143,13 @@ _REASONS = {
     "its layers share their weights": ("albert",),
     "its positions or its layers are not those of BERT": ("jinabertv2", "jinabertv3", "nomicbertmoe"),
     "queries and keys whose neighbouring columns rotate lie in one tensor, which is not read yet": ("neobert",),
-    "its attention is sparse, which no backend computes": ("bigbird", "deepseekv32", "longformer"),
+    "its attention is sparse, which no backend computes": (
+        *("bigbird", "deepseekv32", "longformer", "minimaxm3", "minimaxm3sparse"),
+    ),
+    "it attends within chunks, which no backend computes": ("llama4",),
+    "its linear attention decays at fixed rates, which is not described yet": (
+        *("minimax", "minimax01", "minimaxm1", "minimaxtext01"),
+    ),
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
 """Family, as `_family` returns it -> why Penstock can't serve it."""

@@ -137,6 +137,7 @@ _APERTUS_CASE = TinyCase(
         ).items()
     },
     seed=210,
+    refused_by={"cuda": "Act with elu"},
 )
 _MISTRAL = settings("mistral", "MistralForCausalLM", num_hidden_layers=3, sliding_window=6)
 _MINISTRAL = settings(
@@ -1629,6 +1630,7 @@ _QWEN3_5_CASE = TinyCase(
     seed=120,
     norm_centre=0.0,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _QWEN3_5_MOE_CASE = replace(
     _QWEN3_5_CASE,
@@ -1738,6 +1740,7 @@ _OLMO_HYBRID_CASE = TinyCase(
     factors={"linear_attn.v_proj.weight": 0.03},  # beside which the own epsilon of the norm, 1e-5, matters
     seed=220,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 
 _MAMBA = {
@@ -1834,6 +1837,7 @@ _GRANITE_HYBRID_CASE = TinyCase(
     ),
     seed=130,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _GRANITE_DENSE_CASE = replace(
     _GRANITE_HYBRID_CASE,
@@ -1851,6 +1855,7 @@ _BAMBA_CASE = TinyCase(
     shapes=_as_bamba(_with_mamba(_BAMBA, shapes(_BAMBA), 0, 1)),
     seed=131,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _FALCON_H1 = settings(
     "falcon_h1",
@@ -1889,6 +1894,7 @@ _FALCON_H1_CASE = TinyCase(
     shapes=_as_bamba(_with_mamba(_FALCON_H1, shapes(_FALCON_H1), 0, 1)),
     seed=162,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _NORMED_FALCON_H1_CASE = replace(
     _FALCON_H1_CASE,
@@ -2027,9 +2033,15 @@ _MAMBA2_CASE = TinyCase(
     },
     seed=190,
     num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _NEMOTRON_H_CASE = TinyCase(
-    architecture="nemotron_h", config=_NEMOTRON_H, shapes=_nemotron_h_shapes(_NEMOTRON_H), seed=180, num_tokens=100
+    architecture="nemotron_h",
+    config=_NEMOTRON_H,
+    shapes=_nemotron_h_shapes(_NEMOTRON_H),
+    seed=180,
+    num_tokens=100,
+    refused_by={"cuda": "CausalConv"},
 )
 _NEMOTRON_H_MOE_CASE = replace(_NEMOTRON_H_CASE, config=_NEMOTRON_H_MOE, shapes=_nemotron_h_shapes(_NEMOTRON_H_MOE), seed=181)
 _NEMOTRON_H_GGUF = Gguf(
