@@ -83,13 +83,13 @@ def test_everything_that_is_wrong_is_listed(tmp_path: Path) -> None:
 
 
 def test_sampling_backend_and_memory_are_checked_of_a_model_that_loads(tmp_path: Path) -> None:
-    directory = write_hf(tmp_path / "tiny", TinyLlama(head_dim=520, num_heads=1, num_kv_heads=1))
+    directory = write_hf(tmp_path / "tiny", TinyLlama(head_dim=592, num_heads=1, num_kv_heads=1))
     (directory / "generation_config.json").write_text(json.dumps({"top_p": 7}))
     config = Config(kv=KvConfig(kv_cache_memory_bytes=1 << 60))
     found = appraisal_of(directory, config)
     assert [refusal.check for refusal in found.refusals] == ["sampling", "backend", "memory"]
     assert "top_p is 7" in found.refusals[0].cause
-    assert "head_dim of tiny is 520" in found.refusals[1].cause
+    assert "head_dim of tiny is 592" in found.refusals[1].cause
     assert found.outline is not None
     assert found.forecast is None
 

@@ -139,8 +139,8 @@ def test_heads_that_the_kernels_lack_are_refused_before_a_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.models.weights.WeightTensor.rows", lambda *_: pytest.fail("a weight is read"))
-    path = write_gguf(tmp_path / "wide.gguf", TinyLlama(head_dim=520, num_heads=1, num_kv_heads=1), matrix_type="F16")
-    with pytest.raises(ConfigError, match=r"head_dim of wide is 520, and the native .* up to 512.*--backend reference"):
+    path = write_gguf(tmp_path / "wide.gguf", TinyLlama(head_dim=592, num_heads=1, num_kv_heads=1), matrix_type="F16")
+    with pytest.raises(ConfigError, match=r"head_dim of wide is 592, and the native .* up to 576.*--backend reference"):
         _build(path, replace(REFERENCE, backend=BackendConfig()))
 
 
