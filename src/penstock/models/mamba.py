@@ -227,13 +227,15 @@ def _describe_beside(spec: ModelSpec) -> Program:
     build = Decoder(spec)
     x = build.embed()
     for layer, found in enumerate(spec.layers):
-        at, factors = f"layers.{layer}", found.factors
-        assert factors is not None
+        at, factors = f"layers.{layer}", found.factors or LayerFactors()
         normed = build.norm(x, f"{at}.attn_norm")
-        both = build.attention(layer, normed), build.linear_attention(layer, normed)
-        x, attended, mixed = build.gather_after_last(layer, x, *both)
+        both = [build.attention(layer, normed)]
+        if found.beside is not None:
+            both.append(build.linear_attention(layer, normed))
+        x, attended, *mixed = build.gather_after_last(layer, x, *both)
         build.add_linear(x, attended, f"{at}.o", factor=factors.attended)
-        build.add_linear(x, mixed, f"{at}.mix_out", factor=factors.mixed)
+        for each in mixed:
+            build.add_linear(x, each, f"{at}.mix_out", factor=factors.mixed)
         normed = build.scale(build.norm(x, f"{at}.mlp_norm"), factors.mlp_in)
         build.add_mlp(layer, x, normed, factor=factors.mlp_out)
     return build.finish(build.norm(x, "norm"))
