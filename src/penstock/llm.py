@@ -185,11 +185,13 @@ class AsyncLLM(_Facts):
     ) -> list[ScoringRequestOutput]:
         """Return a score for each pair of texts: a reranker's, or the cosine of an embedding model's vectors.
 
+        With vectors of tokens: the sum of the largest cosine of each token of `text_1` with one of `text_2`.
+
         A single `text_1` is paired with each `text_2`. Other parameters are as in `embed`.
         """
         from penstock.serve.texts.pairs import Pairs
 
-        encoder = self._encoder(Task.RERANK, Task.EMBED)
+        encoder = self._encoder(Task.RERANK, Task.EMBED, may_be_per_token=True)
         firsts, seconds = several_of(text_1, int), several_of(text_2, int)
         if len(firsts) not in (1, len(seconds)):
             remedy = "Give one text_1, or as many."
@@ -248,14 +250,14 @@ class AsyncLLM(_Facts):
         if not self._closer.alive:
             raise _closed() from None
 
-    def _encoder(self, *tasks: Task) -> EncoderInfo:
-        """Return the encoder's description. Raises ConfigError unless it is for one of `tasks` and answers per text."""
+    def _encoder(self, *tasks: Task, may_be_per_token: bool = False) -> EncoderInfo:
+        """Return the encoder's description. Raises ConfigError unless it is for one of `tasks`, and answers per text."""
         encoder = self._running.model.encoder
         if encoder is None:
             raise ConfigError(
                 f"{self.model_name} writes text.", remedy="Use generate or chat, or load an encoder, such as minilm."
             )
-        if encoder.task not in tasks or encoder.is_per_token:
+        if encoder.task not in tasks or (encoder.is_per_token and not may_be_per_token):
             kind = "answers for each token" if encoder.is_per_token else f"is for --task {encoder.task}"
             raise ConfigError(f"{self.model_name} {kind}.", remedy=f"Load a model for {' or '.join(tasks)}.")
         return encoder

@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.sentence import read_sentence_files
-from penstock.types.encoder import ScoreFunction, Task
+from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Dense
 from support.parity.encoder_cases import ENCODERS, write_encoder
+from support.tiny_models import write_safetensors
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.base.modules.pooling.Pooling", "path": "1_Pooling"}
 DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+PYLATE = {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}
 NORMALIZE = {"type": "sentence_transformers.models.Normalize", "path": "3_Normalize"}
 
 
@@ -84,7 +87,9 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"modules": [{**TRANSFORMER, "path": "0_Transformer"}]}, "the first module is a Transformer in '0_Transformer'"),
         ({"modules": [TRANSFORMER, {"type": "my_code.Pooling", "path": ""}]}, "the repository's own code"),
         ({"modules": [TRANSFORMER, POOLING, {**POOLING, "type": "sentence_transformers.models.LSTM"}]}, "of the type LSTM"),
-        ({"modules": [TRANSFORMER, DENSE]}, "of the type Dense at this place"),
+        ({"modules": [TRANSFORMER, DENSE]}, "module_input_name is 'sentence_embedding' at this place"),
+        ({"modules": [TRANSFORMER, NORMALIZE]}, "of the type Normalize at this place"),
+        ({"modules": [TRANSFORMER, PYLATE, POOLING]}, "of the type Pooling at this place"),
         ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE]}, "of the type Dense at this place"),
         ({"1_Pooling__config": {"pooling_mode": "max"}}, "the pooling is .'max'."),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "the pooling is .'cls', 'mean'."),
@@ -106,12 +111,73 @@ def test_what_is_not_computed_is_refused(tmp_path, files, cause):
         "modules": [TRANSFORMER, POOLING, DENSE, NORMALIZE],
         "1_Pooling__config": {},
         "2_Dense__config": {"out_features": 7},
+        "1_Dense__config": {"out_features": 7},
         "config_sentence_transformers": {"prompts": {"query": "query: "}},
     }
     write(tmp_path, **(good | files))
     with pytest.raises(ModelError, match=cause) as refused:
         read_sentence_files(tmp_path)
     assert refused.value.remedy
+
+
+def test_pylate_has_a_normalised_vector_for_each_token_and_marks_of_queries_and_documents(tmp_path):
+    dense = {"activation_function": "torch.nn.modules.linear.Identity"}
+    marks = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "attend_to_expansion_tokens": False, "prompts": {}}
+    write(
+        tmp_path,
+        modules=[TRANSFORMER, PYLATE, {**PYLATE, "path": "2_Dense"}],
+        **{f"{number}_Dense__config": {"out_features": number, **dense} for number in (1, 2)},
+        config_sentence_transformers=marks,
+    )
+    found = read_sentence_files(tmp_path)
+    assert (found.pooling, found.is_normalised) == ("each", True)
+    assert [dense.width for dense in found.dense.values()] == [1, 2]
+    assert found.prompts == {"query": "[Q] ", "document": "[D] "}
+    assert found.markers == ("[Q] ", "[D] ")
+    write(tmp_path, config_sentence_transformers={**marks, "attend_to_expansion_tokens": True})
+    with pytest.raises(ModelError, match="attend_to_expansion_tokens is True"):
+        read_sentence_files(tmp_path)
+    write(tmp_path, config_sentence_transformers={**marks, "attend_to_expansion_tokens": True, "do_query_expansion": False})
+    assert read_sentence_files(tmp_path).markers == found.markers
+
+
+@pytest.fixture
+def colbert(tmp_path) -> Path:
+    """A directory of Stanford's class, with a dense module's weights among those of the model."""
+    path = write_encoder(ENCODERS["bert"], tmp_path / "colbert")
+    (path / "modules.json").unlink()
+    weights = {f"bert.{name}": values for name, values in ENCODERS["bert"].weights().items()}
+    write_safetensors(path / "model.safetensors", weights | {"linear.weight": np.eye(7, 72, dtype=np.float32)}, "f32")
+    metadata = {"dim": 7, "similarity": "cosine", "query_token_id": "b", "doc_token_id": "c", "attend_to_mask_tokens": False}
+    (path / "artifact.metadata").write_text(json.dumps(metadata))
+    return change(path, architectures=["HF_ColBERT"])
+
+
+def test_stanfords_colbert_is_read_with_its_metadata(colbert):
+    model = load_hf_directory(colbert)
+    assert model.encoder == EncoderInfo(
+        width=7, pooling="each", max_tokens=48, is_normalised=True, prompts={"query": "b", "document": "c"}
+    )
+    assert model.spec.ending.dense == (Dense(width=7, has_bias=False),)
+    assert np.array_equal(model.weights["dense.0"].dequantize(), np.eye(7, 72))
+    assert model.special_tokens["markers"] == ("b", "c")
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"dim": 0}, "hidden_size is 0"),
+        ({"dim": 8}, "dense.0"),
+        ({"similarity": "l2"}, "similarity is 'l2'"),
+        ({"attend_to_mask_tokens": True}, "attend_to_mask_tokens is True"),
+        ({"query_token_id": None}, "query_token_id"),
+    ],
+)
+def test_what_colberts_metadata_must_not_say(colbert, changed, cause):
+    file = colbert / "artifact.metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(ModelError, match=cause):
+        load_hf_directory(colbert)
 
 
 def test_the_case_may_be_lowered_by_the_tokenizer(tmp_path):

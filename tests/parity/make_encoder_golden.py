@@ -98,12 +98,13 @@ def answer(case: EncoderCase, model: PreTrainedModel | None, text: Text) -> Floa
             return logits.reshape(-1, logits.shape[-1]).numpy()
         found = model(**inputs, output_hidden_states=True)
         states = found.get("last_hidden_state", found.hidden_states[-1])[0]
-        pooled = {"first": states[0], "last": states[-1], "mean": states.mean(0)}[case.pooling]
+        means = states.mean(0, keepdim=True)
+        pooled = {"first": states[:1], "last": states[-1:], "mean": means, "each": states}[case.pooling]
         if case.has_dense:
             weights = case.weights()
             matrix, bias = (torch.from_numpy(weights[f"2_Dense/linear.{end}"]) for end in ("weight", "bias"))
-            pooled = torch.tanh(matrix @ pooled + bias)
-        return (pooled / pooled.norm() if case.is_normalised else pooled)[None].numpy()
+            pooled = torch.tanh(torch.nn.functional.linear(pooled, matrix, bias))
+        return (pooled / pooled.norm(dim=1, keepdim=True) if case.is_normalised else pooled).numpy()
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def settings_of(model: LoadedModel) -> Iterator[tuple[str, LoadedModel]]:
     for setting, changed in variants(spec):
         yield setting, replace(model, spec=changed)
     yield "normalised", replace(model, spec=replace(spec, ending=replace(ending, is_normalised=not ending.is_normalised)))
-    for pooling in {"first", "last", "mean"} - {ending.pooling}:
+    for pooling in {"first", "last", "mean"} - {ending.pooling} if ending.pooling != "each" else ():
         yield pooling, replace(model, spec=replace(spec, ending=replace(ending, pooling=pooling)))
     for number, dense in enumerate(ending.dense):
         others = (*ending.dense[:number], replace(dense, activation="relu"), *ending.dense[number + 1 :])
@@ -113,6 +113,7 @@ def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], na
 
 MUTATED = (
     "bert_dense",
+    "bert_late",
     "bert_classes",
     "electra_classes",
     "embedding_gemma",

@@ -20,9 +20,11 @@ from support.server.errors import check
 from support.server.harness import (
     CLASSIFIER,
     EMBEDDER,
+    LATE,
     RERANKER,
     TEXT_CAPACITY,
     GatedExecutor,
+    NarrowExecutor,
     make_client,
     make_text_runtime,
     until,
@@ -45,11 +47,12 @@ def softmax(values):
 
 @pytest.fixture(scope="module")
 def post():
-    """Sends a body to one of three models by its kind: `post(kind, path, **body)`."""
+    """Sends a body to one of four models by its kind: `post(kind, path, **body)`."""
     runtimes = {
         kind: make_text_runtime(encoder=encoder)
         for kind, encoder in (("embed", EMBEDDER), ("rerank", RERANKER), ("classify", CLASSIFIER))
     }
+    runtimes["late"] = make_text_runtime(NarrowExecutor(4), encoder=LATE)
     clients = {kind: make_client(runtime) for kind, runtime in runtimes.items()}
     with asyncio.Runner() as runner:
         yield lambda kind, path, **body: runner.run(clients[kind].post(path, json=body))
@@ -289,6 +292,46 @@ def test_pooling_gives_the_numbers_as_they_are(post):
     for kind, width in (("embed", 4), ("rerank", 1), ("classify", 4)):
         [answer] = ok(post(kind, "/pooling", input="hello"))["data"]
         assert answer["data"] == near(numbers("hello")[:width])
+
+
+# A vector for each token
+
+
+def rows(text):
+    values = numbers(text)
+    return [values[:2], values[2:]]
+
+
+def most_alike(query, document):
+    return sum(max(dot(ours, theirs) for theirs in rows(document)) for ours in rows(query))
+
+
+def test_each_token_has_a_vector(post):
+    [answer] = ok(post("late", "/pooling", input="hello", task="token_embed"))["data"]
+    assert answer["data"] == [near(row) for row in rows("hello")]
+    for inputs, texts in (("hello", ["hello"]), (["a", "b"], ["a", "b"])):
+        assert ok(post("late", "/embed_all", inputs=inputs)) == [[near(row) for row in rows(text)] for text in texts]
+    assert ok(post("late", "/embed_all", inputs="a", prompt_name="query")) == [[near(row) for row in rows("Q: a")]]
+
+
+def test_late_interaction_sums_the_best_cosine_of_each_token_of_the_query(post):
+    wanted = [most_alike("Q: a", "D: c"), most_alike("Q: a", "D: d")]
+    found = ok(post("late", "/v1/score", text_1="a", text_2=["c", "d"]))["data"]
+    assert [one["score"] for one in found] == near(wanted)
+    ranked = ok(post("late", "/v1/rerank", query="a", documents=["c", "d"]))["results"]
+    assert {one["index"]: one["relevance_score"] for one in ranked} == {0: near(wanted[0]), 1: near(wanted[1])}
+    assert ranked[0]["relevance_score"] >= ranked[1]["relevance_score"]
+    assert len(ok(post("late", "/rerank", query="a", texts=["c", "d"]))) == 2
+
+
+def test_vectors_of_tokens_and_of_texts_are_not_confused(post):
+    check(post("late", "/v1/embeddings", input="a"), 400, "invalid_request_error", "model")
+    for kind, cause in (("embed", "returns one vector for a text"), ("rerank", "is a reranker and has no embeddings")):
+        response = post(kind, "/embed_all", inputs="a")
+        assert response.status_code == 400
+        assert cause in response.json()["error"]
+    check(post("embed", "/pooling", input="a", task="token_embed"), 400, "invalid_request_error", "task")
+    assert len(ok(post("classify", "/pooling", input="a", task="classify"))["data"]) == 1
 
 
 # text-embeddings-inference

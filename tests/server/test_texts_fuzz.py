@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from penstock.serve.cohere.embed import CohereEmbedBody
 from penstock.serve.cohere.rerank import RerankBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
-from penstock.serve.tei.routes import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.tei.routes import EmbedAllBody, EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
 from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
 from penstock.serve.vllm.tokenize import TokenizeBody
 from support.server.fuzz import JSON, TEXT, as_json
-from support.server.harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runtime
+from support.server.harness import CLASSIFIER, EMBEDDER, LATE, RERANKER, NarrowExecutor, make_client, make_text_runtime
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXTS = TEXT | st.lists(TEXT.filter(bool), min_size=1, max_size=3) | st.lists(TEXT, max_size=3)
@@ -44,6 +44,8 @@ ROUTES = [
     ("embed", "/v2/embed", CohereEmbedBody, {"texts"}),
     ("embed", "/embed", EmbedBody, {"inputs"}),
     ("embed", "/pooling", PoolingBody, {"input"}),
+    ("late", "/embed_all", EmbedAllBody, {"inputs"}),
+    ("late", "/v1/score", ScoreBody, {"text_1", "text_2"}),
     ("embed", "/rerank", RerankBody, {"query", "documents"}),
     ("embed", "/tokenize", TeiTokenizeBody, {"inputs"}),
     ("embed", "/tokenize", TokenizeBody, set()),
@@ -61,6 +63,7 @@ def post():
     """Sends one body to an in-process server of an embedding model, a reranker or a classifier."""
     runtimes = {"embed": EMBEDDER, "rerank": RERANKER, "classify": CLASSIFIER}
     runtimes = {kind: make_text_runtime(encoder=encoder) for kind, encoder in runtimes.items()}
+    runtimes["late"] = make_text_runtime(NarrowExecutor(4), encoder=LATE)
     clients = {kind: make_client(runtime) for kind, runtime in runtimes.items()}
     with asyncio.Runner() as runner:
         yield lambda kind, path, content: runner.run(clients[kind].post(path, content=content))

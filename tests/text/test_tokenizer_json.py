@@ -46,6 +46,17 @@ def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_
     assert [from_file.is_special(token_id) for token_id in range(5)] == [True, True, False, False, False]
 
 
+def test_marks_of_queries_and_documents_are_tokens_of_their_own(byte_level_file):
+    plain = load_tokenizer(byte_level_file)
+    assert len(plain.encode("the", add_special_tokens=False)) == 1
+    mark = plain.encode("t", add_special_tokens=False)
+    marked = load_tokenizer(byte_level_file, special_tokens={"markers": ("t",)})
+    assert marked.encode("the", add_special_tokens=False)[:1] == mark
+    assert marked.vocab_size == plain.vocab_size
+    with pytest.raises(ModelError, match="no token 'hehe', which marks texts"):
+        load_tokenizer(byte_level_file, special_tokens={"markers": ("hehe",)})
+
+
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_sentencepiece_file_gives_the_same_tokens_and_texts_as_the_vocabulary(tmp_path, sentencepiece_vocab, has_prefix):
     vocab = sentencepiece_vocab(add_space_prefix=has_prefix)

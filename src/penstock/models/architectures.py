@@ -20,7 +20,7 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, ModelSpec, Pooling
 
 _ROWS = (
-    ("bert", "bert", "Bert*", "bert"),
+    ("bert", "bert", "Bert* HF_ColBERT", "bert"),
     ("bert", "distilbert", "DistilBert*", ""),
     ("bert", "electra", "Electra* ElectraForPreTraining", ""),
     ("bert", "eurobert", "EuroBert*", "eurobert"),

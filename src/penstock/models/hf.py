@@ -42,10 +42,11 @@ from penstock.models.hf_quantised import Stored, read_quantisation
 from penstock.models.layers import with_both_sides
 from penstock.models.packed import Mxfp4Cube, PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
-from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
+from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files, with_colbert
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, is_of_heads, row_slices
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
+from penstock.types.vocab import MARKERS
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
@@ -82,6 +83,8 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     architecture = architectures.find(name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
+    if hf_class == "HF_ColBERT":
+        files = with_colbert(path, config, files)
     ending = endings.choose_ending(
         config.path,
         architecture,
@@ -130,8 +133,8 @@ def load_hf_directory(
         tensors = _text_tensors(tensors, path)
     if ending is not None and not head:
         for number, folder in enumerate(files.dense):
-            top |= architectures.with_biases({f"{folder}/linear": f"dense.{number}"})
-            opened_dense = open_safetensors(path / folder / "model.safetensors")
+            top |= architectures.with_biases({f"{folder}/linear" if folder else "linear": f"dense.{number}"})
+            opened_dense = open_safetensors(path / folder / "model.safetensors") if folder else {}
             tensors |= {f"{folder}/{key}": tensor for key, tensor in opened_dense.items()}
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
@@ -187,7 +190,7 @@ def load_hf_directory(
         bos_token_id=read_bos_id(config, spec.vocab_size),
         eos_token_ids=read_eos_ids(config, generation, spec.vocab_size),
         path=path,
-        special_tokens=read_special_tokens(path),
+        special_tokens={**read_special_tokens(path), **({MARKERS: files.markers} if files.markers else {})},
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
         encoder=endings.encoder_info(spec, read_scores(config, usual_scores) if head else usual_scores, files),

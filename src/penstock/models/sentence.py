@@ -1,6 +1,7 @@
 """Reads the files of sentence-transformers beside a model: pooling, dense layers, prompts and the longest text.
 
-Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`).
+Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`); PyLate's
+models/colbert.py, and arXiv 2112.01488 (ColBERTv2).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class SentenceFiles:
     max_tokens: int | None = None  # special ones included
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    markers: tuple[str, ...] = ()
+    """Prompts that must be a token each, whether or not tokenizer.json says so."""
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
@@ -66,20 +69,37 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     file = path / "modules.json"
     if not file.is_file():
         return found
-    pooling: Pooling | None = None
+    modules, has_pylate = _read_modules(file)
+    is_late = bool(modules) and modules[0][0] == "Dense"
+    pooling: Pooling | None = "each" if is_late else None
     dense: dict[str, Dense] = {}
-    is_normalised = False
-    for kind, folder in _read_modules(file):
+    is_normalised = has_pylate and is_late  # PyLate has no module for it
+    if is_late:
+        found = _with_markers(path, found)
+    for kind, folder in modules:
         at = path / folder
         if kind == "Pooling" and pooling is None:
             pooling = _read_pooling(at, has_prompts=any(prompts.values()))
-        elif kind == "Dense" and pooling is not None and not is_normalised and folder not in dense:
-            dense[folder] = _read_dense(at)
+        elif kind == "Dense" and pooling is not None and (has_pylate or not is_normalised) and folder not in dense:
+            dense[folder] = _read_dense(at, "" if has_pylate else "token_embeddings" if is_late else "sentence_embedding")
         elif kind == "Normalize" and pooling is not None:
             is_normalised = True
         elif kind != "Dropout":  # dropout does nothing after training
             raise _unsupported(file, f"a module is of the type {kind} at this place")
     return replace(found, pooling=pooling, dense=dense, is_normalised=is_normalised)
+
+
+def with_colbert(path: Path, config: JsonFile, files: SentenceFiles) -> SentenceFiles:
+    """Return the settings of a directory of Stanford's class `HF_ColBERT`, with those in artifact.metadata."""
+    config.only("model_type", "bert")
+    metadata = read_json(path / "artifact.metadata")
+    metadata.only("similarity", "cosine")
+    metadata.only("attend_to_mask_tokens", False)
+    prompts = {name: metadata.require(f"{key}_token_id", str) for name, key in (("query", "query"), ("document", "doc"))}
+    dense = {"": Dense(width=_width(metadata, "dim"), has_bias=False)}
+    return replace(
+        files, pooling="each", dense=dense, is_normalised=True, prompts=prompts, default_prompt="", markers=(*prompts.values(),)
+    )
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
@@ -94,8 +114,21 @@ def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
     return _PROBLEMS.get(config.get("problem_type", str) or "", usual)
 
 
-def _read_modules(file: Path) -> list[tuple[str, str]]:
-    """Return (type, folder) of all modules but the first, which must be the model in the directory itself."""
+def _with_markers(path: Path, files: SentenceFiles) -> SentenceFiles:
+    """Return the settings with PyLate's marks of queries and documents as prompts.
+
+    Queries get no further mask tokens. Other tokens do not attend to these, unless the files say so.
+    """
+    config = read_json(path / "config_sentence_transformers.json", is_optional=True)
+    if config.get("do_query_expansion", bool) is not False:
+        config.only("attend_to_expansion_tokens", False)
+    named = {name: config.get(f"{name}_prefix", str) for name in ("query", "document")}
+    found = {name: text for name, text in named.items() if text}
+    return replace(files, prompts={**found, **files.prompts}, markers=tuple(found.values()))
+
+
+def _read_modules(file: Path) -> tuple[list[tuple[str, str]], bool]:
+    """Return (type, folder) of all modules but the first, the model in the directory itself, and whether any is PyLate's."""
     try:
         modules = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -103,16 +136,18 @@ def _read_modules(file: Path) -> list[tuple[str, str]]:
     if not isinstance(modules, list) or not 1 <= len(modules) <= MAX_MODULES:
         raise damaged(file, f"it is not a list of 1 to {MAX_MODULES} modules")
     found: list[tuple[str, str]] = []
+    has_pylate = False
     for module in modules:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if type(kind) is not str or type(folder) is not str or (folder and not _FOLDER.fullmatch(folder)):
             raise damaged(file, "a module has no type, or its path is not the name of a folder")
-        if not kind.startswith("sentence_transformers."):
+        has_pylate |= kind.startswith("pylate.models.")
+        if not kind.startswith(("sentence_transformers.", "pylate.models.")):
             raise _unsupported(file, f"a module is of the type {kind[:80]!r}, which is the repository's own code")
         found.append((kind.rpartition(".")[2][:80], folder))
     if found[0] != ("Transformer", ""):
         raise _unsupported(file, f"the first module is a {found[0][0]} in {found[0][1] or 'the directory itself'!r}")
-    return found[1:]
+    return found[1:], has_pylate
 
 
 def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
@@ -129,18 +164,26 @@ def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
     return known[0]
 
 
-def _read_dense(folder: Path) -> Dense:
+def _read_dense(folder: Path, changed: str) -> Dense:
+    """Read a dense module of what sentence-transformers calls `changed`; empty: PyLate's, which ignores its name."""
     config = read_json(folder / "config.json")
     config.only("use_residual", False)
-    for key in ("module_input_name", "module_output_name"):
-        config.only(key, "sentence_embedding")
+    for key in ("module_input_name", "module_output_name") if changed else ():
+        name = config.get(key, str) or "sentence_embedding"
+        if name != changed:
+            raise _unsupported(config.path, f"{key} is {name[:80]!r} at this place")
     name = config.get("activation_function", str) or "torch.nn.modules.activation.Tanh"
     kind = name.rpartition(".")[2]
     if not name.startswith("torch.") or kind not in _ACTIVATIONS:
         raise _unsupported(config.path, f"activation_function is {name[:80]!r}")
-    width = config.require("out_features", int)
-    checks.check_sizes({"hidden_size": width, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}, config.path)
+    width = _width(config, "out_features")
     return Dense(width=width, activation=_ACTIVATIONS[kind], has_bias=config.get("bias", bool) is not False)
+
+
+def _width(config: JsonFile, key: str) -> int:
+    width = config.require(key, int)
+    checks.check_sizes({"hidden_size": width, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}, config.path)
+    return width
 
 
 def _read_max_tokens(path: Path) -> int | None:

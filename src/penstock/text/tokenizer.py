@@ -18,7 +18,7 @@ from types import MappingProxyType
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, Ends, TextTable, find_ends, piece_decoder
 from penstock.types.encoder import TextTokens, TruncationSide
 from penstock.types.errors import Rejected, RejectReason
-from penstock.types.vocab import GgufVocab, SpecialTokens
+from penstock.types.vocab import MARKERS, GgufVocab, SpecialTokens
 
 
 def load_tokenizer(
@@ -48,7 +48,13 @@ def load_tokenizer(
         end = special_tokens.get("eos_token")
         if ends is not None and special_tokens.get("bos_token", "") is None:  # the files say that there is none
             ends = (False, ends[1])
-        backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None, ends=ends)
+        backend = load_backend(
+            source,
+            bos_token_id=bos_token_id,
+            eos_token=end if isinstance(end, str) else None,
+            ends=ends,
+            markers=special_tokens.get(MARKERS) or (),
+        )
     return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)
 
 

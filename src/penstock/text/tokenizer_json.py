@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,24 @@ MAX_ENDS = 1024
 
 
 def load_backend(
-    path: Path, *, bos_token_id: int | None, eos_token: str | None, ends: tuple[bool, bool] | None = None
+    path: Path,
+    *,
+    bos_token_id: int | None,
+    eos_token: str | None,
+    ends: tuple[bool, bool] | None = None,
+    markers: Sequence[str] = (),
 ) -> Backend:
     """Load a tokenizer.json. Raises `ModelError`. The file does not say which tokens are bos and eos.
 
     `ends`: whether to put bos and eos around a text, or None to follow the file. The file's truncation and padding are
-    disabled, since they would change prompts silently.
+    disabled, since they would change prompts silently. `markers`: tokens of the vocabulary that texts begin with.
     """
     encoder, expansion = _read(path)
+    for marker in markers:
+        if encoder.token_to_id(marker) is None:
+            remedy = "Fetch the file again, or correct the marks of queries and documents in the model's files."
+            raise ModelError(f"{path}: there is no token {marker[:80]!r}, which marks texts.", remedy=remedy)
+        encoder.add_tokens([tokenizers.AddedToken(marker, normalized=False)])
     encoder.no_truncation()
     encoder.no_padding()
     steps = [] if encoder.decoder is None else _flat(json.loads(encoder.decoder.__getstate__()), "decoders")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 SpecialTokens = Mapping[str, str | tuple[str, ...] | None]
 """By the name that chat templates use, such as `eos_token`. A name may stand for several; None: there is no such token."""
 
+MARKERS = "markers"
+"""The name of tokens that mark a text as a question or as a document."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GgufVocab:

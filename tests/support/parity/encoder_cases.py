@@ -69,11 +69,14 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
     path = write_case(replace(case, shapes=own), directory)
     if case.old_weights is not None:
         write_safetensors(path / "model.safetensors", case.old_weights(case.weights()), "f32")
-    modules: list[tuple[str, str, dict[str, Any]]] = [("Transformer", "", {}), ("Pooling", "1_Pooling", _pooling(case))]
+    modules: list[tuple[str, str, dict[str, Any]]] = [("Transformer", "", {})]
+    if case.pooling != "each":
+        modules.append(("Pooling", "1_Pooling", _pooling(case)))
     if case.has_dense:
         activation = "torch.nn.modules.activation.Tanh"
         config = {"in_features": case.config["hidden_size"], "out_features": DENSE_SIZE, "bias": True}
-        modules.append(("Dense", "2_Dense", {**config, "activation_function": activation}))
+        names = {f"module_{end}_name": "token_embeddings" for end in ("input", "output") if case.pooling == "each"}
+        modules.append(("Dense", "2_Dense", {**config, **names, "activation_function": activation}))
     if case.is_normalised:
         modules.append(("Normalize", "3_Normalize", {}))
     kinds = [{"type": f"sentence_transformers.models.{kind}", "path": folder} for kind, folder, _ in modules]
@@ -648,6 +651,15 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "bert_dense": replace(
             _BERT["bert"],
             seed=105,
+            is_mutated=True,
+            has_dense=True,
+            is_normalised=True,
+            shapes={**_BERT["bert"].shapes, **_linear("2_Dense/linear", DENSE_SIZE, 72)},
+        ),
+        "bert_late": replace(
+            _BERT["bert"],
+            seed=106,
+            pooling="each",
             is_mutated=True,
             has_dense=True,
             is_normalised=True,

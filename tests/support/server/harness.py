@@ -188,6 +188,8 @@ def make_runtime(
 
 TEXT_CAPACITY = text_capacity(128, max_rows=8, max_step_tokens=256)
 EMBEDDER = EncoderInfo(width=STATE_WIDTH, pooling="mean", max_tokens=128, prompts={"query": "Q: ", "document": "D: "})
+LATE = EncoderInfo(width=2, pooling="each", max_tokens=128, prompts={"query": "Q: ", "document": "D: "})
+"""A vector for each token. As an executor it has `NarrowExecutor(4)`, whose answers are two of them."""
 RERANKER = EncoderInfo(width=1, pooling="first", max_tokens=128, labels=("score",), scores=ScoreFunction.SIGMOID)
 CLASSIFIER = EncoderInfo(width=STATE_WIDTH, pooling="first", max_tokens=128, labels=tuple("abcd"), scores=ScoreFunction.SOFTMAX)
 

@@ -26,7 +26,7 @@ from penstock.serve.shapes import Count, Object, Vector
 from penstock.serve.texts import read
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
-from penstock.serve.texts.numbers import embedding, ranking, scores
+from penstock.serve.texts.numbers import embedding, ranking, rows, scores
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS, pieces_of
 from penstock.serve.texts.write import write_json
@@ -50,6 +50,11 @@ class EmbedBody(TruncatedBody):
     """False returns vectors of any length. The default is true: length 1."""
     prompt_name: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbedAllBody(TruncatedBody):
+    inputs: read.TextsOrIds
+    prompt_name: str | None = None
 
 
 class TeiRerankBody(TruncatedBody):
@@ -115,6 +120,18 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
     return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
 
 
+def embed_all(body: EmbedAllBody, asked: Asked) -> Answer:
+    """Return a vector for each token of one or more texts, as the model's files have it."""
+    opened = read.open_model(asked)
+    read.require_token_embeddings(opened)
+    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+
+    def write(results: TextResults) -> list[Vector]:
+        return [rows(result, opened.encoder) for result in results.results]
+
+    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
+
+
 def predict(body: PredictBody, asked: Asked) -> Answer:
     """Score the labels of a classifier for each text, best first."""
     opened = read.open_model(asked)
@@ -161,6 +178,7 @@ class TeiEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.embed = parts.texts.answers(EmbedBody, embed)
+        self.embed_all = parts.texts.answers(EmbedAllBody, embed_all)
         self.rerank = parts.texts.answers(TeiRerankBody, rerank)
         self.predict = parts.texts.answers(PredictBody, predict)
 
@@ -298,6 +316,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
     with_texts, with_inputs = parts.has_field("texts"), parts.has_field("inputs")
     return [
         Route("POST /embed", "Embed", tei.embed, EmbedBody, list[Vector]),
+        Route("POST /embed_all", "Embed each token", tei.embed_all, EmbedAllBody, list[list[Vector]]),
         Route("POST /predict", "Classify", tei.predict, PredictBody, _Labels),
         Route("POST /rerank", "Rerank", tei.rerank, TeiRerankBody, list[TeiRanked], when=with_texts),
         Route("POST /tokenize", "Tokenize", tei.tokenize, TeiTokenizeBody, list[list[TeiToken]], when=with_inputs),
@@ -313,4 +332,4 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths="/embed /predict /info"))
+API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths="/embed /embed_all /predict /info"))

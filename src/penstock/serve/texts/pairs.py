@@ -1,4 +1,4 @@
-"""Scores pairs of texts: with a reranker, or by the cosine of an embedding model's vectors.
+"""Scores pairs of texts: with a reranker, or by the cosines of an embedding model's vectors.
 
 Used by all APIs that rank or score, and by `LLM`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.serve.texts.call import TextResult, TextsCall, Truncation
-from penstock.serve.texts.numbers import cosine, embedding, scores
+from penstock.serve.texts.numbers import cosine, embedding, max_similarity, scores, unit_rows
 from penstock.serve.texts.read import DOCUMENT_PROMPTS, QUERY_PROMPTS, Opened, prompt_for, require_scores
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
@@ -35,11 +35,12 @@ class Pairs:
     def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
         """Return the texts that the model reads: pairs for a reranker, otherwise the firsts followed by the seconds.
 
-        `is_search` adds the model's prompts: for questions to the firsts, for documents to the seconds.
+        `is_search` adds the model's prompts: for questions to the firsts, for documents to the seconds. A model with vectors of
+        tokens always gets them.
         """
         if encoder.task is Task.RERANK:
             return [(self._first(index), second) for index, second in enumerate(self.seconds)]
-        query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search else ((), ())
+        query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search or encoder.is_per_token else ((), ())
         first_prompt, second_prompt = prompt_for(encoder, *query), prompt_for(encoder, *document)
         return [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
 
@@ -51,9 +52,10 @@ class Pairs:
         if encoder.task is Task.RERANK:
             function = ScoreFunction.NONE if is_raw else encoder.scores
             return [scores(result, function)[0] for result in results]
-        vectors = [embedding(result, encoder) for result in results]
+        read, compare = (unit_rows, max_similarity) if encoder.is_per_token else (embedding, cosine)
+        vectors = [read(result, encoder) for result in results]
         firsts, seconds = vectors[: len(self.firsts)], vectors[len(self.firsts) :]
-        return [cosine(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]
+        return [compare(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]
 
     def _first(self, index: int) -> str:
         return self.firsts[0 if len(self.firsts) == 1 else index]

@@ -250,15 +250,23 @@ def require_embeddings(opened: Opened) -> None:
     if encoder.task is not Task.EMBED:
         _refuse_task(opened, "has no embeddings")
     if encoder.is_per_token:
-        raise invalid(f"{opened.running.name} returns a vector for each token, not one for the text. Use /pooling.", "model")
+        cause = f"{opened.running.name} returns a vector for each token, not one for the text"
+        raise invalid(f"{cause}. Use /pooling or /embed_all.", "model")
+
+
+def require_token_embeddings(opened: Opened) -> None:
+    """Raise 400 unless the model returns a vector for each token."""
+    if opened.encoder.task is not Task.EMBED:
+        _refuse_task(opened, "has no embeddings")
+    if not opened.encoder.is_per_token:
+        cause = f"{opened.running.name} returns one vector for a text, not one for each token"
+        raise invalid(f"{cause}. Use /embed, or serve it with --pooling each.", "model")
 
 
 def require_scores(opened: Opened) -> None:
     """Raise 400 unless the model scores pairs of texts, or has embeddings to compare."""
     if opened.encoder.task is Task.CLASSIFY:
         _refuse_task(opened, "has no scores for pairs of texts")
-    if opened.encoder.task is Task.EMBED:
-        require_embeddings(opened)
 
 
 def require_labels(opened: Opened) -> None:

@@ -15,7 +15,7 @@ from penstock.serve.texts.call import TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import as_base64, rows, scores
 from penstock.serve.texts.pairs import Pairs
-from penstock.types.encoder import ScoreFunction
+from penstock.types.encoder import ScoreFunction, Task
 
 
 @has_not_yet("add_special_tokens=true")
@@ -39,6 +39,8 @@ class PoolingBody(read.TextsBody):
     input: read.TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    """Names the model's task, which its files decide."""
 
 
 class TextsUsage(TokenUsage):
@@ -118,6 +120,10 @@ def classify(body: ClassifyBody, asked: Asked) -> Answer:
 def pooling(body: PoolingBody, asked: Asked) -> Answer:
     """Return the model's raw output for each text: a vector, a row for each token, or numbers before the activation."""
     opened = read.open_body(asked, body)
+    encoder = opened.encoder
+    task = ("token_" if encoder.is_per_token else "") + ("embed" if encoder.task is Task.EMBED else "classify")
+    if body.task not in (None, task):
+        raise invalid(f"'task' is {body.task!r}, and {opened.running.name} does {task!r}. Leave it out.", "task")
     texts = read.read_prompted(body.input, "input", opened, body.prompt_name)
 
     def write(results: TextResults) -> Pooling:
