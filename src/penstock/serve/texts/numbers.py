@@ -65,8 +65,9 @@ def unit_rows(result: TextResult, encoder: EncoderInfo) -> Vector:
     import numpy as np
 
     found = rows(result, encoder)
-    lengths = np.linalg.norm(found, axis=1, keepdims=True).astype(np.float32)
-    return found if encoder.is_normalised else found / np.where(lengths == 0.0, np.float32(1.0), lengths)
+    lengths = np.linalg.norm(found, axis=1, keepdims=True)
+    lengths[lengths == 0.0] = 1.0
+    return found if encoder.is_normalised else (found / lengths).astype(np.float32)
 
 
 def scores(result: TextResult, function: ScoreFunction) -> list[float]:
