@@ -47,6 +47,7 @@ _ROWS = (
     ("gemma", "gemma2", "Gemma2ForCausalLM", "gemma2"),
     ("gemma", "gemma3", "Gemma3ForCausalLM Gemma3ForConditionalGeneration", "gemma3"),
     ("gemma4", "gemma4", "Gemma4ForCausalLM Gemma4ForConditionalGeneration", "gemma4"),
+    ("gemma4", "gemma4_unified", "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration", ""),
     ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
     ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
     ("gemma", "olmo3", "Olmo3ForCausalLM", ""),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ _DEFAULTS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     },
+}
+_UNIFIED_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
 }
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 
@@ -93,9 +100,9 @@ def _mlp(build: Decoder, spec: ModelSpec, layer: int, x: str) -> str:
     return build.add(out, build.norm(mixture, f"{at}.post_mixture_norm", mixture))
 
 
-def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _values(values: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS) -> Mapping[str, Any]:
     """Fill in transformers' defaults. The last layer has no window, whatever `layer_types` says."""
-    found = with_defaults(values, _DEFAULTS)
+    found = with_defaults(values, defaults)
     num_layers, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None and type(num_layers) is int and num_layers <= checks.LIMITS["num_layers"]:
         kinds = [_LOCAL if (number + 1) % 6 else _FULL for number in range(num_layers)]
@@ -326,3 +333,5 @@ GEMMA4 = Architecture(
     has_local_base_in_gguf=True,
     has_sizes_by_layer_in_gguf=True,
 )
+GEMMA4_UNIFIED = replace(GEMMA4, hf_values=partial(_values, defaults=_UNIFIED_DEFAULTS))
+"""The 12B: it has neither experts nor a second embedding."""

@@ -1232,11 +1232,20 @@ _GEMMA4_MOE = {
     "moe_intermediate_size": 40,
     "final_logit_softcapping": 1.5,
 }
+_GEMMA4_UNIFIED = {
+    **{key: value for key, value in _GEMMA4_KEYS_AS_VALUES.items() if key != "hidden_size_per_layer_input"},
+    "architectures": ["Gemma4UnifiedForCausalLM"],
+    "model_type": "gemma4_unified_text",
+    "num_hidden_layers": 5,
+    "layer_types": [_LOCAL, _GLOBAL, _LOCAL, _LOCAL, _GLOBAL],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 
 
 def _gemma4_shapes(config: Mapping[str, Any]) -> Shapes:
     hidden, num_layers, num_heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    size, reuses_keys = config["hidden_size_per_layer_input"], config.get("attention_k_eq_v", False)
+    size, reuses_keys = config.get("hidden_size_per_layer_input", 0), config.get("attention_k_eq_v", False)
     first_shared = num_layers - config.get("num_kv_shared_layers", 0)
     found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     if size:
@@ -1286,7 +1295,7 @@ def _gemma4_shapes(config: Mapping[str, Any]) -> Shapes:
 
 def _gemma4(config: Mapping[str, Any], seed: int) -> TinyCase:
     return TinyCase(
-        architecture="gemma4",
+        architecture=config["model_type"].removesuffix("_text"),
         config=config,
         shapes=_gemma4_shapes(config),
         seed=seed,
@@ -1309,6 +1318,7 @@ _GEMMA4_GGUF: Mapping[str, Any] = {
 _GEMMA4_FACTORS = {"rope_freqs.weight": (1.0,) * 9 + (1e30,) * 11}
 _GEMMA4_SHARED_CASE = _gemma4(_GEMMA4_SHARED, seed=177)
 _GEMMA4_MOE_CASE = _gemma4(_GEMMA4_MOE, seed=204)
+_GEMMA4_UNIFIED_CASE = _gemma4(_GEMMA4_UNIFIED, seed=221)
 _GEMMA4_CASES = {
     "gemma4": _gemma4(_GEMMA4, seed=160),
     "gemma4_keys_as_values": _gemma4(_GEMMA4_KEYS_AS_VALUES, seed=161),
@@ -1318,6 +1328,16 @@ _GEMMA4_CASES = {
         _GEMMA4_SHARED_CASE,
         wrapper={"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {}},
         golden="gemma4_shared",
+    ),
+    "gemma4_unified": _GEMMA4_UNIFIED_CASE,
+    "gemma4_unified_of_pictures": replace(
+        _GEMMA4_UNIFIED_CASE,
+        wrapper={
+            "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+            "model_type": "gemma4_unified",
+            "vision_config": {},
+        },
+        golden="gemma4_unified",
     ),
     "gemma4_gguf": replace(
         _GEMMA4_SHARED_CASE,
