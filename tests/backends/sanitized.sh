@@ -29,13 +29,14 @@ case $kind in
       tests/backends/test_native_experts.py::test_a_row_is_the_same_to_the_bit_whatever_rows_come_with_it
       tests/backends/test_native_adapter_bits.py::test_a_row_alone_is_the_row_among_others
       tests/backends/test_native_texts.py::test_a_texts_bits_are_the_same_alone_and_beside_others
-      tests/backends/test_paged_state.py::test_threads_change_no_bit)
+      tests/backends/test_paged_state.py::test_threads_change_no_bit
+      tests/backends/test_latent_attention.py::test_answers_do_not_depend_on_chunks_batches_or_threads)
     processes=1
     ;;
   memory)
     sanitizers=address,undefined libraries=(libasan.so libstdc++.so)  # the latter, for the former to find who throws
     TESTS=(tests/contracts tests/backends/test_native_{kernels,formats,adapter_bits,experts,heads,row8,texts,fetching,logits}.py
-      tests/backends/test_{tiles,adapters,recurrent_state,paged_state}.py)  # those that take long first; strands are races'
+      tests/backends/test_{tiles,adapters,recurrent_state,paged_state,latent_attention}.py)  # those that take long first; strands are races'
     set -- -k "not reference and not hash" "$@"
     processes=$(nproc)
     ;;
