@@ -177,6 +177,13 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
     ("name", "changes"),
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("olmo", {"clip_qkv": 8.0}),
+        ("olmo", {"hidden_act": "gelu"}),
+        ("nanochat", {"hidden_act": "mish"}),
+        ("vaultgemma", {"hidden_activation": "gelu"}),
+        ("cwm", {"hidden_act": "gelu"}),
+        ("hyperclovax", {"hidden_act": "gelu"}),
+        ("hyperclovax", {"use_post_norm": False}),
         ("gpt2", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "mish"}),
         ("seed_oss", {"hidden_act": "gelu"}),

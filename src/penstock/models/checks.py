@@ -94,7 +94,7 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     if not all(factor == 0.0 or 2.0**-64 <= factor <= 2.0**64 for factor in factors):
         raise damaged(path, "a factor or cap of embeddings, scores, layers or logits is negative, too large or not a number")
     rotations = {turn for attention in attentions if (turn := attention.rotation) is not None}
-    numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
+    numbers = [number for turn in rotations for number in (*map(abs, turn.inv_freq), turn.attention_factor, turn.query_growth)]
     if not all(0.0 <= number <= 2.0**20 for number in numbers):
         raise damaged(path, "a rotary frequency or factor is negative, too large or not a number")
 

@@ -29,6 +29,10 @@ LATENT_EPS = 1e-6
 """Epsilon of the norms of latents and of what queries are made of, whatever that of other norms is."""
 
 
+ONES = "ones"
+"""The weight of layer norms in a model whose norms have none."""
+
+
 class Decoder:
     """Builds the program of one model. `x` and `to` are names of buffers. Weights are named as in `LoadedModel.weights`."""
 
@@ -83,6 +87,7 @@ class Decoder:
             return self._rms_norm(x, weight, out)
         normed = self._buffer(out, self._widths[x])
         bias = f"{weight}_bias" if self._spec.has_norm_bias else None
+        weight = weight if self._spec.has_norm_weights else ONES
         self._ops.append(prog.LayerNorm(normed, x, weight, bias, self._spec.norm_eps))
         return normed
 
@@ -93,6 +98,7 @@ class Decoder:
 
     def _rms_norm(self, x: str, weight: str | None, out: str, *, group: int = 0, is_by_column: bool = False) -> str:
         normed = self._buffer(out, self._widths[x])
+        weight = weight if self._spec.has_norm_weights else None
         self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group, is_by_column))
         return normed
 

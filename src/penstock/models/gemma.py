@@ -167,6 +167,11 @@ GEMMA3 = replace(
 )
 
 
+# VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind the halves.
+
+VAULTGEMMA = replace(GEMMA2, describe=llama.describe, hf_layer={**HF_LAYER, "pre_feedforward_layernorm.weight": "mlp_norm"})
+
+
 # EmbeddingGemma (arXiv 2509.20354): Gemma 3 whose tokens see each other both ways, half a window to each side.
 
 

@@ -25,7 +25,7 @@ MOST_GROUPS = 64
 """Groups of experts of a layer: `kMostGroups` of native/experts.h."""
 _PERIODS = {
     **{"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4},
-    **{"embedding_gemma": 6, "smollm3": 4},
+    **{"embedding_gemma": 6, "smollm3": 4, "vaultgemma": 2},
 }
 """The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 

@@ -44,14 +44,17 @@ def describe(
     qk_norms: QkNorms = None,
     norms: Literal["before", "behind", "both"] = "before",
     has_positions: bool = False,
+    has_embed_norm: bool = False,
 ) -> Program:
     """Return the program of one step of a Llama-like model. Attention and MLP both add to the residual stream.
 
     `norms`: both have a norm before them, behind them, or both. `has_positions`: positions are learned embeddings.
+    `has_embed_norm`: the embeddings are normed, too.
     """
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.add_positions(x) if has_positions else x
+    x = build.norm(x, "embed_norm", x) if has_embed_norm else x
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
         normed = x if norms == "behind" else build.norm(x, f"{at}.attn_norm")
@@ -125,6 +128,31 @@ MISTRAL = Architecture(
     hf_head=_hf_head,
     is_interleaved_in_gguf=True,
 )
+
+
+# CWM (Meta; arXiv 2510.02387): Llama 3 with windows in three of four layers.
+
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _cwm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192, **values}
+    has_rope = values.get("rope_parameters") or values.get("rope_scaling")
+    return found if has_rope else {**found, "rope_parameters": _CWM_ROPE}
+
+
+def _of_cwm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return with_windows(config, of_hf(config, spec), config.get("sliding_window", int), local_layers(spec, 4, first=0))
+
+
+CWM = Architecture(describe=describe, of_hf=_of_cwm, hf_values=_cwm_values)
 
 
 # Qwen 2 and 2.5, which have biases on q, k and v; and Qwen 3 (arXiv 2505.09388), dense, with norms of q and k per head.
@@ -297,6 +325,25 @@ GRANITE = Architecture(
     of_gguf=of_granite_gguf,
     hf_values=granite_values,
     is_interleaved_in_gguf=True,
+)
+
+
+# HyperCLOVA X SEED Think (NAVER): Granite with norms behind a layer's halves, too. Its last factor multiplies the logits.
+
+
+def _of_hyperclovax(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("use_post_norm", True)
+    head_scale = spec.layers[0].attention.head_dim ** -0.5
+    given = {"attention_multiplier": head_scale, **{key: value for key, value in config.values.items() if value is not None}}
+    embed, scores, residual, logits = (JsonFile(config.path, given).positive(key) for key in _FACTORS)
+    return _with_factors(of_hf(config, spec), embed, scores, residual, 1.0 / logits)
+
+
+HYPERCLOVAX = Architecture(
+    describe=partial(describe, norms="both"),
+    of_hf=_of_hyperclovax,
+    hf_values=lambda values: {**{key: 1.0 for key in _FACTORS if key != "attention_multiplier"}, **values},
+    hf_layer={**HF_LAYER, "post_norm1.weight": "post_attn_norm", "post_norm2.weight": "post_mlp_norm"},
 )
 
 

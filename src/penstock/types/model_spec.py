@@ -232,6 +232,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     norm: Literal["rms", "layer"] = "rms"
     has_norm_bias: bool = False
+    has_norm_weights: bool = True
     has_parallel_halves: bool = False  # attention and MLP read the same input, in architectures that have both forms
     num_types: int = 0
     """Token types with an embedding: with 2, a pair's second text has the second type."""

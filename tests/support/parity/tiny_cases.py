@@ -2320,8 +2320,72 @@ _LATENT_CASES = {
 }
 
 
+_OLMO = settings("olmo", "OlmoForCausalLM", head_dim=None, rms_norm_eps=None, clip_qkv=None)
+_UNWEIGHTED = dict.fromkeys(("input_layernorm__weight", "post_attention_layernorm__weight"))
+_NANOCHAT = settings("nanochat", "NanoChatForCausalLM", hidden_act="gelu", rms_norm_eps=0.5, final_logit_softcapping=3.0)
+_NANOCHAT_MLP: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(f"mlp__{name}_proj__weight" for name in ("gate", "up", "down")),
+    "mlp__fc1__weight": (100, 72),
+    "mlp__fc2__weight": (72, 100),
+}
+_VAULTGEMMA = {**_GEMMA2, "model_type": "vaultgemma", "architectures": ["VaultGemmaForCausalLM"]}
+_CWM = {
+    **settings("cwm", "CwmForCausalLM", num_hidden_layers=5, sliding_window=6),
+    "rope_parameters": {**_LLAMA3["rope_parameters"], "rope_theta": 3000.0},
+}
+_HYPERCLOVAX = settings(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    rms_norm_eps=0.05,
+    embedding_multiplier=3.0,
+    attention_multiplier=0.3,
+    residual_multiplier=0.5,
+    logits_scaling=0.4,
+    use_post_norm=True,
+)
+
+
+def _without_last_norm(found: Shapes) -> Shapes:
+    return {name: shape for name, shape in found.items() if name != "model.norm.weight"}
+
+
+_RELATIVES = {
+    "olmo": TinyCase(
+        architecture="olmo",
+        config=_OLMO,
+        shapes=_without_last_norm(shapes({**_OLMO, "head_dim": 24}, **_UNWEIGHTED)),
+        seed=230,
+        # The epsilon is not a setting, and far below usual variances.
+        factors={"embed_tokens.weight": 0.05, "o_proj.weight": 0.05, "down_proj.weight": 0.05},
+    ),
+    "nanochat": TinyCase(
+        architecture="nanochat",
+        config=_NANOCHAT,
+        shapes=_without_last_norm(shapes(_NANOCHAT, **_UNWEIGHTED, **_NANOCHAT_MLP)),
+        seed=231,
+        factors={"embed_tokens.weight": 4.0, "q_proj.weight": 2.0, "k_proj.weight": 2.0},
+        refused_by={"cuda": "RMSNorm without weight"},
+    ),
+    "vaultgemma": TinyCase(
+        architecture="vaultgemma",
+        config=_VAULTGEMMA,
+        shapes=shapes(_VAULTGEMMA, post_attention_layernorm__weight=None, pre_feedforward_layernorm__weight=(72,)),
+        seed=232,
+        norm_centre=0.0,
+    ),
+    "cwm": TinyCase(architecture="cwm", config=_CWM, shapes=shapes(_CWM), seed=233),
+    "hyperclovax": TinyCase(
+        architecture="hyperclovax",
+        config=_HYPERCLOVAX,
+        shapes=shapes(_HYPERCLOVAX, post_norm1__weight=(72,), post_norm2__weight=(72,)),
+        seed=234,
+    ),
+}
+"""Small differences of other families."""
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
+        **_RELATIVES,
         "mamba2": _MAMBA2_CASE,
         "nemotron_h": _NEMOTRON_H_CASE,
         "nemotron_h_gguf": replace(_NEMOTRON_H_CASE, gguf=_NEMOTRON_H_GGUF, golden="nemotron_h"),

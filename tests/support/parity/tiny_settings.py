@@ -80,6 +80,8 @@ def settings(value: Any) -> Iterator[tuple[str, Any]]:
             continue
         if field.name in IF_THERE and found is None:
             continue
+        if field.name == "norm" and not value.has_norm_weights:  # of layer norms they are in the model
+            continue
         if field.name in NOTHING_WITHOUT and not getattr(value, NOTHING_WITHOUT[field.name]):
             continue
         if is_dataclass(found) and not isinstance(found, type):
