@@ -9,7 +9,7 @@ import pytest
 from penstock.text.answers import AnswerForm, CallArguments, gather
 from penstock.text.dialects import BY_NAME
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
-from penstock.text.parameters import ANY_TYPE, as_json, types_of
+from penstock.text.parameters import ANY_TYPE, as_json, parameter_types, types_of
 from penstock.text.tool_grammar import Tool, tool_source, types_in
 from penstock.types.errors import GrammarFailure, Rejected
 from support.answering import END_ID, PLAIN, allowed, make_tokenizer, say, wander
@@ -217,7 +217,7 @@ def test_other_parameters_are_those_that_the_schema_allows():
     "odd",
     [
         {"properties": {"a": {"type": "string", "pattern": "a+"}}},
-        {"properties": {"a": {"type": "string", "maxLength": 5000}}},
+        {"properties": {"a": {"type": "string", "maxLength": 3000}}},
         {"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}}},
         {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}}},
         {"properties": {"a": {"allOf": [{"type": "string", "minLength": 2}]}}},
@@ -254,6 +254,87 @@ def test_a_schema_that_is_none_breaks_nothing(odd):
         tool = Tool("f", {"type": "object", "properties": {"a": odd, "b": {"type": "integer"}}}, is_strict=is_strict)
         with contextlib.suppress(Rejected):
             assert "<" in texts_of(tool, "")
+
+
+def test_definitions_that_name_others_often_cost_no_more():
+    definitions = {f"d{nth}": {"anyOf": [{"$ref": f"#/$defs/d{nth + 1}"}] * 40} for nth in range(14)}
+    schema = {"$defs": {**definitions, "d14": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/d0"}}}
+    assert parameter_types(schema) == {"a": {"null"}}
+    schema["$defs"]["d14"] = {"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "null"}]}
+    assert parameter_types(schema) == {"a": ANY_TYPE}
+
+
+def arguments_of(name, schema, text, *, is_special=False, is_strict=True):
+    """Arguments that the grammar allows, as they are read."""
+    tool, tokenizer = Tool("f", schema, is_strict=is_strict), special(name) if is_special else PLAIN
+    matcher = Grammars(tokenizer, vocab_size=tokenizer.vocab_size).matcher(grammar_of(name, tool))
+    say(matcher, tokenizer, text)
+    assert END_ID in allowed(matcher, tokenizer)
+    [call] = gather(read(form_of(name, tool), list(text))).calls
+    return json.loads(call.arguments)
+
+
+def call_of(*parameters):
+    texts = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in parameters)
+    return f"<tool_call>\n<function=f>\n{texts}</function>\n</tool_call>"
+
+
+def only(schema):
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+
+
+def test_json_may_have_the_closing_tag_in_a_string():
+    schema = only({"type": "array", "items": {"type": "string"}})
+    text = call_of(("a", r'["</parameter>", "\"</parameter>", "\\"]'))
+    assert arguments_of("qwen3_coder", schema, text) == {"a": ["</parameter>", '"</parameter>', "\\"]}
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_string_never_misses_its_length(is_special):
+    schema = only({"type": "string", "minLength": 3, "maxLength": 30})
+
+    def text_of(value):
+        return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+    assert arguments_of("glm45", schema, text_of("a\n\n"), is_special=is_special) == {"a": "a\n\n"}
+    for value in ("", "ab"):
+        with pytest.raises((AssertionError, GrammarFailure)):
+            arguments_of("glm45", schema, text_of(value), is_special=is_special)
+
+
+def test_no_string_spells_the_closing_tag_in_letters():
+    """A reader would take it for the token."""
+    tokenizer = special("glm45")
+    matcher = Grammars(tokenizer, vocab_size=tokenizer.vocab_size).matcher(grammar_of("glm45"))
+    say(matcher, tokenizer, "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>x")
+    for char in "</arg_value":
+        say(matcher, tokenizer, char)
+    assert ">" not in {tokenizer.token_text(token_id) for token_id in allowed(matcher, tokenizer)}
+
+
+def test_the_line_break_before_the_closing_tag_is_no_character_of_a_string():
+    schema = only({"type": "string", "minLength": 3})
+    for value in ("a\n\n", "abc"):
+        assert arguments_of("qwen3_coder", schema, call_of(("a", value))) == {"a": value}
+    assert arguments_of("qwen3_coder", schema, call_of(("a", "abc")).replace("c\n", "c")) == {"a": "abc"}
+    with pytest.raises(AssertionError):
+        arguments_of("qwen3_coder", schema, call_of(("a", "ab")))
+    assert arguments_of("qwen3_coder", only({"enum": ["x\n", 1]}), call_of(("a", "x\n"))) == {"a": "x\n"}
+
+
+def test_further_parameters_have_no_names_of_the_schema():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b|c": {}}, "required": ["a"]}
+    assert arguments_of("qwen3_coder", schema, call_of(("a", 1), ("b", 2), ("ab", "x"))) == {"a": 1, "b": 2, "ab": "x"}
+    for name in ("a", "b|c"):
+        with pytest.raises(AssertionError):
+            arguments_of("qwen3_coder", schema, call_of(("a", 1), ("d", 1), (name, "x")))
+
+
+@pytest.mark.parametrize("values", [["x</parameter>", "y"], ["1", 2]])
+def test_values_of_an_enum_that_tags_can_t_tell_are_refused_for_strict_tools(values):
+    with pytest.raises(Rejected, match="can't tell from another"):
+        arguments_of("qwen3_coder", only({"enum": values}), "")
+    assert arguments_of("qwen3_coder", only({"enum": values}), call_of(("a", values[1])), is_strict=False) == {"a": values[1]}
 
 
 def test_strict_strings_may_have_lengths_an_enum_or_other_types_beside_them():
@@ -322,4 +403,4 @@ def test_a_value_is_of_a_type_that_is_allowed(text, types, expected):
 )
 def test_types_are_those_that_a_schema_allows(schema, expected):
     root = {"$defs": {"a": {"type": "array"}, "b": {"$ref": "#/$defs/b"}}}
-    assert types_of(schema, root) == expected
+    assert types_of(schema, root, {}) == expected

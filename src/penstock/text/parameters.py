@@ -6,6 +6,7 @@ Strings stand in the tags as they are, and other values as JSON. So reading them
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ _NAMES: Mapping[type, str] = {
     str: "string",
 }
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 Types = Mapping[str, frozenset[str]]
 """A parameter's name -> its types."""
 
@@ -60,8 +62,11 @@ class Tags:
         return "".join(f"{before}{key}{between}{text}{after}" for key, text in texts.items())
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows. `root` has the definitions to which it refers."""
+def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]], depth: int = 0) -> frozenset[str]:
+    """Return the types that a schema allows. `root` has the definitions to which it refers.
+
+    `known` keeps their types, for other calls with this root: definitions that name others twice would take forever.
+    """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return ANY_TYPE
     allowed = ANY_TYPE
@@ -72,12 +77,15 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if isinstance(values, list):
         allowed &= {_NAMES.get(type(value), "") for value in values}
     if isinstance(ref := schema.get("$ref"), str):
-        allowed &= types_of(_referred(root, ref), root, depth + 1)
+        if ref not in known:
+            known[ref] = ANY_TYPE  # of a definition within itself
+            known[ref] = types_of(_referred(root, ref), root, known, depth + 1)
+        allowed &= known[ref]
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list):
-            allowed &= frozenset().union(*(types_of(option, root, depth + 1) for option in options[:64]))
-    for part in schema["allOf"][:64] if isinstance(schema.get("allOf"), list) else ():
-        allowed &= types_of(part, root, depth + 1)
+            allowed &= frozenset().union(*(types_of(option, root, known, depth + 1) for option in options))
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        allowed &= types_of(part, root, known, depth + 1)
     return allowed
 
 
@@ -93,7 +101,8 @@ def parameter_types(schema: Mapping[str, Any] | None) -> Types:
     properties = (schema or {}).get("properties")
     if schema is None or not isinstance(properties, dict):
         return {}
-    return {name: types_of(part, schema) for name, part in properties.items()}
+    known: dict[str, frozenset[str]] = {}
+    return {name: types_of(part, schema, known) for name, part in properties.items()}
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -127,6 +136,8 @@ class ParameterReader:
         self._types = types
         self._num_keys = 0
         self._of_value = ANY_TYPE
+        self._num_searched = 0
+        """Characters of a value without its end. No JSON string goes on behind them."""
         self._is_in_value = self._is_at_start = False
         self.is_closed = False
         self.is_wrong = False
@@ -170,6 +181,7 @@ class ParameterReader:
         key = text[first:last]
         self._num_keys += 1
         self._is_in_value = self._is_at_start = True
+        self._num_searched = 0
         self._of_value = self._types.get(key, ANY_TYPE)
         quote = '"' if self._of_value == {"string"} else ""
         return last + num, f"{', ' if self._num_keys > 1 else '{'}{_json(key)}: {quote}"
@@ -177,7 +189,7 @@ class ParameterReader:
     def _read_value(self, text: str) -> tuple[int, str]:
         is_string, close, has_lines = self._of_value == {"string"}, self._tags.close, self._tags.has_lines
         first = int(has_lines and self._is_at_start and text.startswith("\n"))
-        end = text.find(close)
+        end = self._find(text, close)
         if end >= 0:
             self._is_in_value = False
             value = text[first:end].removesuffix("\n") if has_lines else text[:end]
@@ -189,6 +201,17 @@ class ParameterReader:
             return 0, ""
         self._is_at_start = False
         return last, _json(text[first:last])[1:-1]
+
+    def _find(self, text: str, close: str) -> int:
+        """Return where a value ends, or -1. Texts end at the first mark, and JSON at the first outside of its strings."""
+        end = text.find(close, self._num_searched)
+        while "string" not in self._of_value and (quote := text.find('"', self._num_searched, max(end, 0))) >= 0:
+            string = _STRING.match(text, quote)
+            if string is None:
+                return -1
+            self._num_searched = string.end()
+            end = text.find(close, self._num_searched)
+        return end
 
 
 def match_literal(text: str, literal: str) -> int | None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from penstock.text import json_schema
 from penstock.text.dialects import BY_NAME, SPELLED_PARTS, ToolFormat, Way
-from penstock.text.parameters import Tags, Types, parameter_types, types_of
+from penstock.text.parameters import Tags, Types, as_json, parameter_types, types_of
 from penstock.types.errors import Rejected, RejectReason
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
 _LENGTHS = ("minLength", "maxLength")
-_MAX_LENGTH = 4096
+_MAX_LENGTH = 2048
+"""A longer string that is written in full exceeds llguidance's `max_lexer_states`, and its request would fail."""
 _KEY = r"[^\s<>\"=]{1,64}"
 """Names of tagged parameters."""
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
@@ -172,6 +173,8 @@ class _Parameters:
         self._count, self._check = count, check
         self._is_followed = True
         self._schema: dict[str, Any] = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
+        self._types: dict[str, frozenset[str]] = {}
+        """Types of the schema's definitions."""
         self._lines: list[str] = []
 
     def rules(self) -> tuple[list[str], bool]:
@@ -193,7 +196,10 @@ class _Parameters:
             self._parameter(f"{self._rule}_{nth}", self._spell_key(name), properties[name])
             items.append(f"{self._rule}_{nth}{'' if name in needed else '?'}")
         if schema.get("additionalProperties", True):
-            self._parameter(f"{self._rule}_more", f"/{escaped(self._glued[0])}{_KEY}{escaped(self._glued[1])}/", {})
+            named = "|".join(map(escaped, names))
+            before, after = map(escaped, self._glued)
+            self._lines.append(f"{self._rule.upper()}_KEY: /{before}{_KEY}{after}/ & ~/{before}({named}){after}/")
+            self._parameter(f"{self._rule}_more", f"{self._rule.upper()}_KEY", {})
             items.append(f"{self._rule}_more*")
         return [f"{self._rule}: {' '.join(items) or self._spell('')}", *self._lines], self._is_followed
 
@@ -217,38 +223,49 @@ class _Parameters:
         between = _flexible(tags.between.removeprefix(self._glued[1]), self._spell)
         line = self._spell("\n") if tags.has_lines else ""
         close = self._spell(tags.close)
-        types = types_of(schema, self._schema)
+        types = types_of(schema, self._schema, self._types)
         if "string" not in types:
             self._lines += [
                 f"{rule}: {before}{key} {between} W? {rule}_v W? {close} W?",
                 f"{rule}_v: %json {self._json(schema, types)}",
             ]
             return
-        texts = _texts(schema, types)
+        values = _values(schema, types)
+        texts = [text for text in values if tags.close not in text and json.loads(as_json(text, types)) == values[text]]
+        if len(texts) < len(values):
+            self._leave("its enum has a value that tagged parameters can't tell from another.")
         if texts:
-            values = " | ".join(map(json.dumps, texts))
-            self._lines.append(f"{rule}: {before}{key} {between} {line} ({values}) {line and line + '?'} {close} W?")
+            spelled = " | ".join(map(json.dumps, texts))
+            self._lines.append(f"{rule}: {before}{key} {between} {line} ({spelled}) {line} {close} W?")
             return
         if self._tool.is_strict and not _is_text(schema, _LENGTHS if types == {"string"} else ()):
             self._leave("of a string that stands in tags only its type, lengths and enum can be followed.")
-        times = self._times(schema) if isinstance(schema, dict) and types == {"string"} else "*"
-        self._lines.append(f"{rule}: {before}{key} {between} {line} {rule}_v W?")
-        if close.startswith("<["):  # a special token, which no text holds
-            self._lines += [f"{rule}_v: {rule}_t? {close}", f"{rule}_t: /(.|\\n){times}/"]
+        text = self._text(schema if isinstance(schema, dict) and types == {"string"} else {})
+        self._lines += [
+            f"{rule}: {before}{key} {between} {line} {rule}_v W?",
+            f"{rule.upper()}: /{text}/ & ~/(.|\\n)*{escaped(tags.close)}(.|\\n)*/",
+        ]
+        if close.startswith("<["):  # a special token
+            self._lines.append(f"{rule}_v: {rule.upper()} {close}")
         else:
-            last = "\\n?" if tags.has_lines else ""
-            self._lines.append(f"{rule}_v[lazy]: /(.|\\n){times}{last}{escaped(tags.close)}/")
+            self._lines.append(f"{rule}_v[lazy]: {rule.upper()} {close}")
 
-    def _times(self, schema: Mapping[str, Any]) -> str:
-        """Return how often a regex repeats a character of a string, by the schema's lengths."""
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        """Return a regex of strings of the schema's lengths."""
         least, most = (schema.get(name) for name in _LENGTHS)
         is_known = all(number is None or (type(number) is int and 0 <= number <= _MAX_LENGTH) for number in (least, most))
         is_known = is_known and (least or 0) <= (most if most is not None else _MAX_LENGTH)
         if self._tool.is_strict and not is_known:
             self._leave(f"lengths of more than {_MAX_LENGTH} can't be followed in tagged parameters.")
-        if not is_known or (least is None and most is None):
-            return "*"
-        return f"{{{least or 0},{'' if most is None else most}}}"
+        least, most = (least or 0, most) if is_known else (0, None)
+
+        def characters(less: int) -> str:
+            return f"(.|\\n){{{least - less},{'' if most is None else most - less}}}"
+
+        if not self._tags.has_lines:
+            return characters(0)
+        # A line break at the end does not count.
+        return f"({characters(0)}\\n|{characters(1)}[^\\n])" if least else f"{characters(0)}\\n?"
 
     def _json(self, schema: Any, types: frozenset[str]) -> str:
         definitions = {name: self._schema[name] for name in ("$defs", "definitions") if name in self._schema}
@@ -271,14 +288,14 @@ def _is_text(schema: Any, others: Sequence[str]) -> bool:
     return schema.keys() <= {"type", "anyOf", "oneOf", *others} and all(_is_text(option, ()) for option in options)
 
 
-def _texts(schema: Any, types: frozenset[str]) -> list[str]:
-    """Return the texts of an enum's values of these types, or () if any text may be the value."""
+def _values(schema: Any, types: frozenset[str]) -> dict[str, Any]:
+    """Return an enum's values of these types by their text, or nothing if any text may be the value."""
     told = schema if isinstance(schema, dict) else {}
     values = [told["const"]] if "const" in told else told.get("enum")
     if not isinstance(values, list):
-        return []
-    allowed = [value for value in values if types_of({"const": value}, {}) <= types]
-    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in allowed]
+        return {}
+    allowed = [value for value in values if types_of({"const": value}, {}, {}) <= types]
+    return {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False): value for value in allowed}
 
 
 def _close(schema: Any) -> None:
