@@ -487,6 +487,7 @@ def attention_probe(
     num_threads: int = 2,
     kv_format: KvFormat = KvFormat.INT8,
     sinks: F32 | None = None,
+    num_latent: int = 0,
     **options: float,
 ) -> Probe:
     probe = Probe(
@@ -495,7 +496,7 @@ def attention_probe(
         variant=variant,
         num_threads=num_threads,
         kv_format=kv_format,
-        kv_shapes=[(kv_heads, head_dim)],
+        kv_shapes=[(kv_heads, head_dim, num_latent)],
         num_blocks=int(options.get("num_blocks", 60)),
         block_size=int(options.get("block_size", 16)),
     )
@@ -676,7 +677,7 @@ def test_a_sink_far_above_or_below_all_scores_breaks_nothing(variant: str, kv_fo
         assert (found[:, 16:] == 0).all()
 
 
-@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("which", ["key", "value", "latent"])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @KV_FORMATS
 def test_what_is_broken_spoils_what_sees_it_and_nothing_before(
@@ -685,11 +686,12 @@ def test_what_is_broken_spoils_what_sees_it_and_nothing_before(
     rng = np.random.default_rng(3)
     q, k, v = (random_rows(rng, 60, width) for width in (128, 64, 64))
     table = np.arange(1, 6, dtype=np.int32)[None]
-    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "kv_format": kv_format}
-    run = {"query_lens": [60], "block_tables": table}
-    sound = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
-    (k if which == "key" else v)[20, 7] = broken
-    spoilt = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
+    num_latent = 32 if which == "latent" else 0
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "kv_format": kv_format, "num_latent": num_latent}
+    run, sums = {"query_lens": [60], "block_tables": table}, np.arange(128) % 64 < (num_latent or 64)
+    sound = attention_probe(q, k, v, variant, **shape).run(range(60), **run)[:, sums]
+    (v if which == "value" else k)[20, 7] = broken
+    spoilt = attention_probe(q, k, v, variant, **shape).run(range(60), **run)[:, sums]
     assert (spoilt[:20] == sound[:20]).all()
     assert not np.isfinite(spoilt[20:]).any()
 

@@ -35,7 +35,7 @@ class Probe:
         num_threads: int = 2,
         kv_format: KvFormat = KvFormat.INT8,
         memory_nodes: Sequence[int] = (),
-        kv_shapes: Sequence[tuple[int, int]] = ((1, 16),),
+        kv_shapes: Sequence[tuple[int, int] | tuple[int, int, int]] = ((1, 16),),
         num_blocks: int = 4,
         block_size: int = 16,
         **states: int,
