@@ -322,6 +322,7 @@ def test_sizes_of_latent_attention_that_can_not_be_are_errors(
         ({"nextn_predict_layers": 2}, "nextn_predict_layers is 2"),
         ({"rope.scaling.yarn_log_multiplier": None}, "has no deepseek2.rope.scaling.yarn_log_multiplier"),
         ({"rope.dimension_count": 11}, "even head_dim, not 11"),
+        ({"attention.temperature_scale": 0.1}, "queries grow with their position"),
     ],
 )
 def test_settings_of_latents_in_a_gguf_file_that_can_not_be_are_errors(

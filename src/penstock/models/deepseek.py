@@ -156,11 +156,6 @@ def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
         config.only(key, value)
     config.only("num_key_value_heads", spec.attentions[0].num_heads)
-    turns = {attention.rotation for attention in spec.attentions}
-    if len(turns) > 1 or any(turn is None or turn.query_growth for turn in turns):
-        raise checks.unsupported(
-            config.path, "layers rotate in several ways, or queries grow with their position", "one rotation is"
-        )
     names = ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
     key_dim, value_dim, rotary_dim = (config.require(name, int) for name in names)
     query_rank = config.get("q_lora_rank", int)
@@ -175,6 +170,9 @@ def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, 
     for size in (rank, latent.key_dim, latent.value_dim, latent.query_rank + 1):
         if not 1 <= size <= checks.LIMITS["head_dim"]:
             raise damaged(path, f"a head or a projection of latent attention has {size} columns")
+    turns = {attention.rotation for attention in spec.attentions}
+    if len(turns) > 1 or any(turn is None or turn.query_growth for turn in turns):
+        raise checks.unsupported(path, "layers rotate in several ways, or queries grow with their position", "one rotation is")
     head_dim, scale = rank + latent.rotary_dim, (latent.key_dim + latent.rotary_dim) ** -0.5 * growth**2
     return spec.with_attention(
         lambda _, attention: replace(
