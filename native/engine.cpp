@@ -607,21 +607,21 @@ void Engine::run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
     const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
     const KvLayer& kv = kv_.layer(op.layer);
-    const int heads_per_kv = op.num_heads / kv.num_kv_heads;
-    const int64_t head = int64_t{tile.kv_head} * heads_per_kv, column = head * kv.head_dim;
+    const int64_t column = int64_t{tile.first_head} * kv.head_dim;
     const float* const sinks = weights_.vector(op.sinks);
     return {q.row(tile.token) + column,
             out.row(tile.token) + column,
             q.width,
             input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
-            tile.kv_head,
+            tile.first_head / (op.num_heads / kv.num_kv_heads),
             tile.num_queries,
-            heads_per_kv,
+            tile.first_head,
+            tile.num_heads,
             tile.position,
             op.window,
             op.scale,
             op.softcap,
-            sinks ? sinks + head : nullptr,
+            sinks ? sinks + tile.first_head : nullptr,
             nullptr,
             tile.split < 0 ? nullptr : partials_.data() + planner_.last().splits[tile.split].partials,
             tile.first_segment,

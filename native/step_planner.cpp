@@ -219,21 +219,25 @@ void StepPlanner::plan_attention(Strand& strand) {
 }
 
 TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples) {
-    const int queries = std::max(1, kernels_.attention_queries / tiling.heads_per_kv);
+    // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
+    const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
+    const int queries = kernels_.attention_queries / heads;
     TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
         if (begin >= end) continue;
         // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
-        for (int head = 0; head < tiling.num_kv_heads; ++head) {
+        for (int head = 0; head < tiling.num_kv_heads * tiling.heads_per_kv;) {
+            const int num_heads = std::min(heads, tiling.heads_per_kv - head % tiling.heads_per_kv);
             for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
-                const int token = begin + tile * queries;
-                add_tile({row, token, input_.context_lens[row] + token - first, std::min(queries, end - token), head}, of_samples);
+                const int token = begin + tile * queries, position = input_.context_lens[row] + token - first;
+                add_tile({row, token, position, std::min(queries, end - token), head, num_heads}, of_samples);
             }
+            head += num_heads;
         }
     }
-    if (takers() > 1 && tiling.heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, tiling);
+    if (takers() > 1) split_long_tiles(tiles, tiling);
     tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
 }
@@ -243,7 +247,7 @@ TileRange StepPlanner::add_text_tiles(const Strand& strand) {
     const int32_t* const starts = input_.query_start_loc;
     for (int row = input_.row_of(strand.first_token); row < input_.num_rows && starts[row] < strand.end_token; ++row) {
         for (int token = starts[row]; token < starts[row + 1]; token += kTextQueries) {
-            plan_.tiles.push_back({row, token, token - starts[row], std::min(kTextQueries, starts[row + 1] - token), 0});
+            plan_.tiles.push_back({row, token, token - starts[row], std::min(kTextQueries, starts[row + 1] - token), 0, 0});
         }
     }
     return {first_tile, static_cast<int32_t>(plan_.tiles.size()), false};
@@ -286,7 +290,7 @@ void StepPlanner::split_long_tiles(TileRange& tiles, const Tiling& tiling) {
         }
         tile.split = static_cast<int32_t>(plan_.splits.size());
         plan_.splits.push_back({plan_.num_partials, num_pieces});
-        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * tiling.heads_per_kv, tiling.head_dim);
+        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * tile.num_heads, tiling.head_dim);
         for (int piece = 0; piece < num_pieces; ++piece) {
             tile.first_segment = num_segments * piece / num_pieces;
             tile.end_segment = num_segments * (piece + 1) / num_pieces;

@@ -61,10 +61,10 @@ struct Stage {
     }
 };
 
-// Queries of a row and a key-value head that attend together, over all positions or, as a piece of a long one, over some segments.
-// In programs that compute texts whole: of all heads, and `position` is the first query's in its text.
+// Queries of a row, and heads that share those of keys and values, that attend together, over all positions or, as a piece of a long one,
+// over some segments. In programs that compute texts whole: of all heads, and `position` is the first query's in its text.
 struct AttentionTile {
-    int32_t row, token, position, num_queries, kv_head;
+    int32_t row, token, position, num_queries, first_head, num_heads;
     int32_t split = -1;  // of which this is a piece
     int32_t first_segment = 0, end_segment = 0;
 };

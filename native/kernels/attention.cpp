@@ -201,7 +201,7 @@ void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
 
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
     const Scratch scratch = make_scratch(memory, kv.head_dim);
-    const Pairs pairs = make_pairs(kv, t, 0, t.num_queries * t.heads_per_kv);
+    const Pairs pairs = make_pairs(kv, t, 0, t.num_queries * t.num_heads);
     clear(pairs, kv.value_dim(), scratch.merged);
     for (int begin = pairs.first[0] / kSegment * kSegment; begin <= pairs.last[pairs.count - 1]; begin += kSegment) {
         const State next = partial(t, pairs.count, kv.value_dim(), begin);

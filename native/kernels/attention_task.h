@@ -46,15 +46,15 @@ PENSTOCK_INLINE int first_seen(const AttentionTask& t, int position) {
 Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int count) {
     Pairs pairs;
     pairs.count = count;
-    int query = first_pair / t.heads_per_kv, head = first_pair % t.heads_per_kv;
+    int query = first_pair / t.num_heads, head = first_pair % t.num_heads;
     for (int p = 0; p < count; ++p) {
         const int last = t.first_position + query;
         pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
         pairs.last[p] = last;
         pairs.first[p] = first_seen(t, last);
         pairs.head[p] = head;
-        pairs.dither[p] = Dither::begin(last, t.kv_head * t.heads_per_kv + head);
-        if (++head == t.heads_per_kv) head = 0, ++query;
+        pairs.dither[p] = Dither::begin(last, t.first_head + head);
+        if (++head == t.num_heads) head = 0, ++query;
     }
     return pairs;
 }
@@ -134,7 +134,7 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
 
 template <typename Products>
 void attend(const KvLayer& kv, const AttentionTask& t, const Scratch& scratch, Products&& products) {
-    const int pairs = t.num_queries * t.heads_per_kv;
+    const int pairs = t.num_queries * t.num_heads;
     for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
         attend_some(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch, products);
     }

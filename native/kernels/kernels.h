@@ -147,15 +147,16 @@ struct UpcomingKv {
 constexpr float kLargestInteger = 32767.0f;
 constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 576 integers
 
-// One query tile of one row of the step, for one KV head.
+// One query tile of one row of the step, for query heads that share a KV head.
 struct AttentionTask {
-    const float* q;              // first query of the tile, at the first query head of this KV head
+    const float* q;              // first query of the tile, at the first of these heads
     float* out;                  // likewise
     int64_t ld;                  // floats from one token to the next, in q and out
     const int32_t* block_table;  // of the row
     int32_t kv_head;
     int32_t num_queries;         // consecutive tokens
-    int32_t heads_per_kv;        // query heads that share this KV head
+    int32_t first_head;          // of all query heads
+    int32_t num_heads;
     int32_t first_position;      // of the first query: it sees positions [0, first_position]
     int32_t window;              // 0, or how many last positions a query sees
     float scale;
