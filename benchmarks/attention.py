@@ -1,6 +1,6 @@
 """How near does the attention of the native backend come to what the machine can do, by rows and context?
 
-The attention of one layer of two models, over keys and values of 8 bits that exceed the caches. The bound is the larger of the
+The attention of one layer of some models, over keys and values of 8 bits that exceed the caches. The bound is the larger of the
 operations (scores and weighted sums of the positions that each query sees, both products of bytes) at the peak of multiply-adds
 in int8, and of the keys and values of every row, once, at the speed of memory; both are measured in between. Figures are of the
 fastest run and the best peaks. Products: `kernels.py`.
@@ -19,12 +19,18 @@ from peaks import PeakMeter, Work, fastest_s, usable_threads
 from printed import origin, percent, table
 
 from penstock.backends.native._native import usable_variants
+from penstock.models.program import KvShape
 from penstock.types.kv_dtype import KvDtype
 
 LAYERS = 8
 """Each with KV of its own."""
 MAX_TOKENS = 512
-MODELS = {"smollm2": AttentionShape(9, 3, 64), "qwen2.5": AttentionShape(12, 2, 128)}
+MODELS = {
+    "smollm2": AttentionShape(9, 3, 64),
+    "qwen2.5": AttentionShape(12, 2, 128),
+    "deepseek-v2-lite": AttentionShape(16, 1, 576, 512),
+    "deepseek-v3": AttentionShape(128, 1, 576, 512),
+}
 CASES = (
     AttentionCase(1, 1, 128),
     AttentionCase(1, 1, 1024),
@@ -40,8 +46,10 @@ CASES = (
 
 def attention_work(shape: AttentionShape, case: AttentionCase) -> Work:
     visible = case.query_len * case.context_len + case.query_len * (case.query_len + 1) // 2
-    kv_bytes = case.rows * (case.context_len + case.query_len) * shape.num_kv_heads * KvDtype.INT8.head_bytes(shape.head_dim)
-    return Work(4.0 * case.rows * visible * shape.num_heads * shape.head_dim, kv_bytes)
+    kv = KvShape(shape.num_kv_heads, shape.head_dim, shape.num_latent)
+    kv_bytes = case.rows * (case.context_len + case.query_len) * kv.num_bytes(KvDtype.INT8)
+    columns = shape.head_dim + (shape.num_latent or shape.head_dim)
+    return Work(2.0 * case.rows * visible * shape.num_heads * columns, kv_bytes)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -87,6 +87,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_latent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ class AttentionEngine(_Runner):
     ) -> None:
         num_blocks = 1 + -(-num_positions // BLOCK_SIZE)
         engine = Engine(
-            kv_shapes=[(shape.num_kv_heads, shape.head_dim)] * num_layers,
+            kv_shapes=[(shape.num_kv_heads, shape.head_dim, shape.num_latent)] * num_layers,
             vocab_size=max_tokens,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
