@@ -480,7 +480,8 @@ void bind_engine(nb::module_& m) {
         .value("SCALE", RowOpKind::kScale)
         .value("PREPARE_STATE", RowOpKind::kPrepareState)
         .value("COLUMNS", RowOpKind::kColumns)
-        .value("PLACE_HEADS", RowOpKind::kPlaceHeads);
+        .value("PLACE_HEADS", RowOpKind::kPlaceHeads)
+        .value("SPARSE", RowOpKind::kSparse);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",

@@ -456,10 +456,12 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             std::memcpy(out.row(row), buffers_[op.x].row(token), static_cast<size_t>(out.width) * sizeof(float));
             return;
         }
-        case RowOpKind::kMean: {
+        case RowOpKind::kMean:
+        case RowOpKind::kSparse: {
             const Buffer& out = buffers_[op.out];
-            const int64_t last = input_.logit_tokens[row];
-            return mean_of_rows(buffers_[op.x].data(), out.width, input_.query_start_loc[input_.row_of(last)], last + 1, out.row(row));
+            const int64_t last = input_.logit_tokens[row], first = input_.query_start_loc[input_.row_of(last)];
+            const auto pool = op.kind == RowOpKind::kMean ? mean_of_rows : sparse_of_rows;
+            return pool(buffers_[op.x].data(), out.width, first, last + 1, out.row(row));
         }
         case RowOpKind::kNormalise: return normalise(k, buffers_[op.x].row(row), buffers_[op.out].width, buffers_[op.out].row(row));
         case RowOpKind::kGatherColumns: {

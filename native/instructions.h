@@ -20,7 +20,7 @@ enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
     kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding, kScale, kPrepareState,
-    kColumns, kPlaceHeads,
+    kColumns, kPlaceHeads, kSparse,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.

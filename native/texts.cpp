@@ -15,6 +15,17 @@ void mean_of_rows(const float* x, int64_t width, int64_t first, int64_t end, flo
     for (int64_t i = 0; i < width; ++i) out[i] /= count;
 }
 
+void sparse_of_rows(const float* x, int64_t width, int64_t first, int64_t end, float* out) {
+    std::fill_n(out, width, 0.0f);
+    for (int64_t row = first; row < end; ++row) {
+        const float* const values = x + row * width;
+        for (int64_t i = 0; i < width; ++i) out[i] = values[i] <= out[i] ? out[i] : values[i];  // NaN stays NaN
+    }
+    for (int64_t i = 0; i < width; ++i) {
+        if (out[i] != 0.0f) out[i] = std::log1p(out[i]);
+    }
+}
+
 void normalise(const KernelTable& kernels, const float* x, int64_t width, float* out) {
     float square;
     kernels.dot_rows(&square, x, x, 1, static_cast<int>(width));

@@ -14,6 +14,9 @@ namespace penstock {
 // out = the mean of x's rows [first, end). x is [., width], out [width]
 void mean_of_rows(const float* x, int64_t width, int64_t first, int64_t end, float* out);
 
+// out = ln(1 + max(0, the largest of the rows [first, end) of x)), column by column. [width]
+void sparse_of_rows(const float* x, int64_t width, int64_t first, int64_t end, float* out);
+
 // out = x / |x|, or as good as zero for a shorter x than 1e-12. [width]; out may be x
 void normalise(const KernelTable& kernels, const float* x, int64_t width, float* out);
 

@@ -30,6 +30,7 @@ from penstock.models.program import (
     Op,
     Program,
     Rope,
+    SparseRows,
     States,
     TextAttention,
 )
@@ -240,6 +241,8 @@ def encoder(ending: str, *, is_modern: bool = False) -> Case:
         ops.append(States("x", is_normalised=True))
     elif ending == "mean":
         ops += [MeanRows("pooled", "x"), States("pooled", is_normalised=True)]
+    elif ending == "sparse":
+        ops += [SparseRows("pooled", "x"), States("pooled")]
     elif ending == "last":
         ops += [GatherRows("pooled", "x"), Add("pooled", "pooled", "pooled", 0.5), States("pooled")]
     else:
@@ -252,7 +255,7 @@ PAIRS = [(token_ids(length, seed), length // 3) for seed, length in enumerate((2
 
 
 @pytest.mark.parametrize("is_modern", [False, True])
-@pytest.mark.parametrize("ending", ["first", "last", "mean", "each"])
+@pytest.mark.parametrize("ending", ["first", "last", "mean", "each", "sparse"])
 def test_an_encoder_answers_as_the_reference_does(ending: str, is_modern: bool) -> None:
     """In bf16, and with more distance in int8: so few columns are harder for it than a model's."""
     case = encoder(ending, is_modern=is_modern)

@@ -20,6 +20,7 @@ from support.tiny_models import write_safetensors
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.base.modules.pooling.Pooling", "path": "1_Pooling"}
 DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+SPLADE = {"type": "sentence_transformers.sparse_encoder.models.SpladePooling", "path": "1_SpladePooling"}
 PYLATE = {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}
 NORMALIZE = {"type": "sentence_transformers.models.Normalize", "path": "3_Normalize"}
 
@@ -91,6 +92,13 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"modules": [TRANSFORMER, NORMALIZE]}, "of the type Normalize at this place"),
         ({"modules": [TRANSFORMER, PYLATE, POOLING]}, "of the type Pooling at this place"),
         ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE]}, "of the type Dense at this place"),
+        ({"modules": [{**TRANSFORMER, "type": "sentence_transformers.models.MLMTransformer"}, POOLING]}, "is a MLMTransformer"),
+        ({"modules": [TRANSFORMER, SPLADE, DENSE]}, "of the type Dense at this place"),
+        (
+            {"modules": [TRANSFORMER, SPLADE], "1_SpladePooling__config": {"pooling_strategy": "sum"}},
+            "is 'sum'",
+        ),
+        ({"modules": [TRANSFORMER, SPLADE], "1_SpladePooling__config": {"activation_function": "log1p_relu"}}, "log1p_relu"),
         ({"1_Pooling__config": {"pooling_mode": "max"}}, "the pooling is .'max'."),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "the pooling is .'cls', 'mean'."),
         ({"1_Pooling__config": {"pooling_mode": [1]}}, "the pooling is .1."),
@@ -112,6 +120,7 @@ def test_what_is_not_computed_is_refused(tmp_path, files, cause):
         "1_Pooling__config": {},
         "2_Dense__config": {"out_features": 7},
         "1_Dense__config": {"out_features": 7},
+        "1_SpladePooling__config": {"pooling_strategy": "max", "activation_function": "relu", "word_embedding_dimension": 9},
         "config_sentence_transformers": {"prompts": {"query": "query: "}},
     }
     write(tmp_path, **(good | files))
@@ -261,6 +270,23 @@ def test_the_function_of_the_scores(classifier, values, scores):
 def test_what_a_head_can_not_do_is_refused(classifier, task, pooling, values, cause):
     with pytest.raises(ModelError, match=cause):
         load_hf_directory(change(classifier, **values), task=task, pooling=pooling)
+
+
+def test_a_splade_pooling_needs_a_head_of_words(tmp_path):
+    path = write_encoder(ENCODERS["bert_sparse"], tmp_path / "model")
+    model = load_hf_directory(path)
+    assert model.encoder == EncoderInfo(width=263, pooling="sparse", max_tokens=48, has_own_lengths=True)
+    assert read_hf_spec(path) == model.spec
+    before = (path / "config.json").read_text()
+    for values, cause in (
+        ({"architectures": ["BertModel"]}, "follows BertModel"),
+        ({"tie_word_embeddings": False}, "is False"),
+    ):
+        with pytest.raises(ModelError, match=cause):
+            load_hf_directory(change(path, **values))
+        (path / "config.json").write_text(before)
+    with pytest.raises(ModelError, match="vectors are sparse"):
+        load_hf_directory(path, pooling="mean")
 
 
 @pytest.mark.parametrize("task", ["rerank", "classify"])

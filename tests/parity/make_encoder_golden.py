@@ -97,6 +97,8 @@ def answer(case: EncoderCase, model: PreTrainedModel | None, text: Text) -> Floa
             logits = model(**inputs).logits
             return logits.reshape(-1, logits.shape[-1]).numpy()
         found = model(**inputs, output_hidden_states=True)
+        if case.pooling == "sparse":
+            return torch.log1p(torch.relu(found.logits[0])).amax(0, keepdim=True).numpy()
         states = found.get("last_hidden_state", found.hidden_states[-1])[0]
         means = states.mean(0, keepdim=True)
         pooled = {"first": states[:1], "last": states[-1:], "mean": means, "each": states}[case.pooling]

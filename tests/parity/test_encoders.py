@@ -94,7 +94,7 @@ def settings_of(model: LoadedModel) -> Iterator[tuple[str, LoadedModel]]:
     for setting, changed in variants(spec):
         yield setting, replace(model, spec=changed)
     yield "normalised", replace(model, spec=replace(spec, ending=replace(ending, is_normalised=not ending.is_normalised)))
-    for pooling in {"first", "last", "mean"} - {ending.pooling} if ending.pooling != "each" else ():
+    for pooling in {"first", "last", "mean"} - {ending.pooling} if ending.pooling not in ("each", "sparse") else ():
         yield pooling, replace(model, spec=replace(spec, ending=replace(ending, pooling=pooling)))
     for number, dense in enumerate(ending.dense):
         others = (*ending.dense[:number], replace(dense, activation="relu"), *ending.dense[number + 1 :])
@@ -114,6 +114,7 @@ def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], na
 MUTATED = (
     "bert_dense",
     "bert_late",
+    "bert_sparse",
     "bert_classes",
     "electra_classes",
     "embedding_gemma",
@@ -126,7 +127,7 @@ MUTATED = (
     "qwen3_score",
     "xlm_roberta_xl",
 )
-FILES = ("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json")
+FILES = ("config.json", "modules.json", "1_Pooling/config.json", "1_SpladePooling/config.json", "2_Dense/config.json")
 
 
 def answers_or_refusal(path: Path, backend: str, of: list[Text]) -> list[FloatArray] | ModelError:

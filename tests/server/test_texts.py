@@ -4,6 +4,7 @@ import asyncio
 import base64
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from penstock.admission.door import AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
+from penstock.serve.tei import routes
 from penstock.serve.texts.desk import ENTRY_BYTES, Desk, Urgency
 from penstock.serve.texts.tokens import named
 from penstock.testing import expected_state, make_request
@@ -47,11 +49,12 @@ def softmax(values):
 
 @pytest.fixture(scope="module")
 def post():
-    """Sends a body to one of four models by its kind: `post(kind, path, **body)`."""
+    """Sends a body to one of five models by its kind: `post(kind, path, **body)`."""
     runtimes = {
         kind: make_text_runtime(encoder=encoder)
         for kind, encoder in (("embed", EMBEDDER), ("rerank", RERANKER), ("classify", CLASSIFIER))
     }
+    runtimes["sparse"] = make_text_runtime(encoder=replace(EMBEDDER, pooling="sparse"))
     runtimes["late"] = make_text_runtime(NarrowExecutor(4), encoder=LATE)
     clients = {kind: make_client(runtime) for kind, runtime in runtimes.items()}
     with asyncio.Runner() as runner:
@@ -332,6 +335,33 @@ def test_vectors_of_tokens_and_of_texts_are_not_confused(post):
         assert cause in response.json()["error"]
     check(post("embed", "/pooling", input="a", task="token_embed"), 400, "invalid_request_error", "task")
     assert len(ok(post("classify", "/pooling", input="a", task="classify"))["data"]) == 1
+
+
+# Sparse vectors
+
+
+def pairs(text):
+    return [{"index": index, "value": near(value)} for index, value in enumerate(numbers(text))]
+
+
+def test_sparse_vectors_are_pairs_of_index_and_value(post):
+    assert ok(post("sparse", "/embed_sparse", inputs="hello")) == [pairs("hello")]
+    assert ok(post("sparse", "/embed_sparse", inputs=["a", "b"], prompt_name="query")) == [pairs("Q: a"), pairs("Q: b")]
+    [found] = ok(post("sparse", "/v1/score", text_1="a", text_2="b"))["data"]
+    assert found["score"] == near(sum(x * y for x, y in zip(numbers("a"), numbers("b"), strict=True)))
+    check(post("sparse", "/v1/embeddings", input="a"), 400, "invalid_request_error", "model")
+    for kind, cause in (("embed", "has no sparse vectors"), ("classify", "has no embeddings")):
+        response = post(kind, "/embed_sparse", inputs="a")
+        assert response.status_code == 400
+        assert cause in response.json()["error"]
+
+
+def test_the_numbers_of_sparse_vectors_are_bounded(post, monkeypatch):
+    monkeypatch.setattr(routes, "MAX_PAIRS", 8)
+    assert len(ok(post("sparse", "/embed_sparse", inputs=["a", "b"]))) == 2
+    response = post("sparse", "/embed_sparse", inputs=["a", "b", "c"])
+    assert response.status_code == 400
+    assert "more than 8 numbers" in response.json()["error"]
 
 
 # text-embeddings-inference

@@ -1,6 +1,7 @@
 """A client of an encoder gets numbers or an error that names the cause, whatever it sends: never a 422, never a 500."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.serve.cohere.embed import CohereEmbedBody
 from penstock.serve.cohere.rerank import RerankBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
-from penstock.serve.tei.routes import EmbedAllBody, EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.tei.routes import EmbedBody, InputsBody, PredictBody, TeiRerankBody, TeiTokenizeBody
 from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
 from penstock.serve.vllm.tokenize import TokenizeBody
 from support.server.fuzz import JSON, TEXT, as_json
@@ -44,7 +45,8 @@ ROUTES = [
     ("embed", "/v2/embed", CohereEmbedBody, {"texts"}),
     ("embed", "/embed", EmbedBody, {"inputs"}),
     ("embed", "/pooling", PoolingBody, {"input"}),
-    ("late", "/embed_all", EmbedAllBody, {"inputs"}),
+    ("sparse", "/embed_sparse", InputsBody, {"inputs"}),
+    ("late", "/embed_all", InputsBody, {"inputs"}),
     ("late", "/v1/score", ScoreBody, {"text_1", "text_2"}),
     ("embed", "/rerank", RerankBody, {"query", "documents"}),
     ("embed", "/tokenize", TeiTokenizeBody, {"inputs"}),
@@ -63,6 +65,7 @@ def post():
     """Sends one body to an in-process server of an embedding model, a reranker or a classifier."""
     runtimes = {"embed": EMBEDDER, "rerank": RERANKER, "classify": CLASSIFIER}
     runtimes = {kind: make_text_runtime(encoder=encoder) for kind, encoder in runtimes.items()}
+    runtimes["sparse"] = make_text_runtime(encoder=replace(EMBEDDER, pooling="sparse"))
     runtimes["late"] = make_text_runtime(NarrowExecutor(4), encoder=LATE)
     clients = {kind: make_client(runtime) for kind, runtime in runtimes.items()}
     with asyncio.Runner() as runner:

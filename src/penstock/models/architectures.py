@@ -275,12 +275,13 @@ class Head:
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
     is_pooled_last: bool = False  # the mean is that of the tokens' scores
+    bias: str = ""  # name of the bias of logits, in a head of words
 
     @property
     def names(self) -> dict[str, str]:
         ours = {layer.name: f"dense.{number}" for number, layer in enumerate(self.layers)}
         norms = {layer.norm: f"dense.{number}_norm" for number, layer in enumerate(self.layers) if layer.norm}
-        return with_biases(ours | norms)
+        return with_biases(ours | norms) | ({self.bias: "output_bias"} if self.bias else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +312,7 @@ class Architecture:
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     hf_layers: str = "model.layers."  # beginning of the layers' names, before the number
     hf_head: Callable[[str, JsonFile], Head | None] = lambda *_: None  # returns the head of a class, or None
+    hf_words: Callable[[JsonFile], Head] | None = None  # returns the head of masked words before the tied embeddings
     hf_unread: tuple[str, ...] = ()  # beginnings of tensors' names that are left out, unless the head reads them
     gguf_head: Callable[[GgufFile], Head | None] = lambda *_: None
     made: Mapping[str, Made] = field(default_factory=dict)

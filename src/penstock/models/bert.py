@@ -168,6 +168,26 @@ _GGUF_TOP = {
     "token_types.weight": "types",
 }
 _GGUF_LAYER = {**GGUF_LAYER, **with_biases({"attn_output_norm": "post_attn_norm", "layer_output_norm": "post_mlp_norm"})}
+
+
+def _bert_words(config: JsonFile) -> Head:
+    at = "cls.predictions"
+    activation = read_activation(config, "hidden_act", "gelu")
+    layer = HeadLayer(f"{at}.transform.dense", activation=activation, norm=f"{at}.transform.LayerNorm")
+    return Head("sparse", (layer,), bias=f"{at}.bias")
+
+
+def _roberta_words(_: JsonFile) -> Head:
+    layer = HeadLayer("lm_head.dense", activation="gelu", norm="lm_head.layer_norm")
+    return Head("sparse", (layer,), bias="lm_head.bias")
+
+
+def _distilbert_words(config: JsonFile) -> Head:
+    activation = read_activation(config, "hidden_act", "gelu")
+    layer = HeadLayer("vocab_transform", activation=activation, norm="vocab_layer_norm")
+    return Head("sparse", (layer,), bias="vocab_projector.bias")
+
+
 BERT = Architecture(
     describe=_describe,
     is_encoder=True,
@@ -194,6 +214,7 @@ BERT = Architecture(
         }
     ),
     hf_head=_bert_head,
+    hf_words=_bert_words,
     hf_unread=("embeddings.position_ids", "cls.", "pooler."),
     of_gguf=_of_gguf,
     gguf_top={**_GGUF_TOP, "position_embd.weight": "positions"},
@@ -205,10 +226,12 @@ ROBERTA = replace(
     of_hf=_of_roberta,
     hf_values=partial(_values_after_padding, vocab_size=50265),
     hf_head=_roberta_head,
+    hf_words=_roberta_words,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 XLM_ROBERTA_XL = replace(
     ROBERTA,
+    hf_words=None,
     describe=partial(llama.describe, has_positions=True),
     hf_values=partial(
         _values_after_padding,
@@ -239,6 +262,7 @@ def _of_electra(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 ELECTRA = replace(
     BERT,
+    hf_words=None,
     of_hf=_of_electra,
     hf_values=partial(_bert_values, embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
     hf_name=lambda name: _bare_name(name.removeprefix("electra.")),
@@ -284,6 +308,7 @@ DISTILBERT = replace(
         }
     ),
     hf_head=_distilbert_head,
+    hf_words=_distilbert_words,
     hf_unread=(*BERT.hf_unread, "vocab_"),
 )
 
@@ -325,6 +350,7 @@ def _nomic_name(name: str) -> str:
 
 NOMIC_BERT = replace(
     BERT,
+    hf_words=None,
     describe=partial(_describe, has_positions=False),
     of_hf=_of_nomic,
     hf_values=_nomic_values,
@@ -389,6 +415,7 @@ def _of_mpnet(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 MPNET = replace(
     BERT,
+    hf_words=_roberta_words,
     of_hf=_of_mpnet,
     hf_values=_mpnet_values,
     hf_name=lambda name: _bare_name(name.removeprefix("mpnet.")),
@@ -441,6 +468,7 @@ def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 JINA_BERT = replace(
     BERT,
+    hf_words=None,
     describe=partial(_describe, has_positions=False, has_down_bias=True),
     of_hf=_of_jina,
     hf_values=partial(_bert_values, vocab_size=30528, max_position_embeddings=8192),

@@ -323,7 +323,7 @@ class Decoder:
         Call this before the output projection of each layer, so that a prompt skips most of the last layer.
         """
         pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
-        if layer < self._spec.num_layers - 1 or pooling in ("mean", "each"):
+        if layer < self._spec.num_layers - 1 or pooling in ("mean", "each", "sparse"):
             return buffers
         widths = [self._widths[name] for name in buffers]
         self._prefix = SAMPLED
@@ -458,7 +458,7 @@ class Decoder:
 
     def _finish_with_states(self, x: str, ending: TextEnding) -> None:
         if ending.pooling == "mean" and not ending.is_pooled_last:
-            x = self._mean(x)
+            x = self._pooled(prog.MeanRows, x)
         for i, dense in enumerate(ending.dense):
             x = self.linear(x, f"dense.{i}", f"dense_{i}", dense.width, bias=f"dense.{i}_bias" if dense.has_bias else None)
             if dense.activation is not None:
@@ -466,13 +466,15 @@ class Decoder:
             if dense.has_norm:
                 x = self.norm(x, f"dense.{i}_norm", out=f"dense_{i}")
         if ending.pooling == "mean" and ending.is_pooled_last:
-            x = self._mean(x)
+            x = self._pooled(prog.MeanRows, x)
+        if ending.pooling == "sparse":
+            x = self._pooled(prog.SparseRows, self.linear(x, "embed", "logits", self._spec.vocab_size, bias="output_bias"))
         self._ops.append(prog.States(x, ending.is_normalised))
 
-    def _mean(self, x: str) -> str:
+    def _pooled(self, kind: type[prog.MeanRows | prog.SparseRows], x: str) -> str:
         self._prefix = SAMPLED
         pooled = self._buffer("x", self._widths[x])
-        self._ops.append(prog.MeanRows(pooled, x))
+        self._ops.append(kind(pooled, x))
         return pooled
 
     def _finish_with_logits(self, x: str) -> None:

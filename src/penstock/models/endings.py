@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +48,10 @@ def choose_ending(
             raise ModelError(f"{path}: the model has no pooling: it writes text.", remedy="Add --task embed.")
         return None
     dense = tuple(files.dense.values())
-    if head is None:
+    if files.pooling == "sparse" and pooling not in (None, "sparse"):
+        raise ModelError(f"{path}: the model's vectors are sparse.", remedy="Leave out --pooling.")
+    if head is None or files.pooling == "sparse":
+        dense = tuple(_layers(head, hidden_size, 0)) if head else dense
         if is_asked and task != Task.EMBED:
             raise ModelError(f"{path}: the model has no head for --task {task}.", remedy="It can --task embed.")
         usual: Pooling = "mean" if architecture.is_encoder else "last"  # a decoder's last token has seen all others
@@ -60,21 +63,23 @@ def choose_ending(
     if pooling not in (None, head.pooling) or dense:
         cause = "has dense modules after its head" if dense else f"must pool as its head expects ({head.pooling})"
         raise ModelError(f"{path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
-    layers = tuple(
-        Dense(
-            width=len(labels) if layer.is_last else hidden_size,
+    layers = tuple(_layers(head, hidden_size, len(labels)))
+    return TextEnding(pooling=head.pooling, dense=layers, is_pooled_last=head.is_pooled_last, labels=labels)
+
+
+def _layers(head: Head, hidden_size: int, num_labels: int) -> Iterator[Dense]:
+    for layer in head.layers:
+        yield Dense(
+            width=num_labels if layer.is_last else hidden_size,
             activation=layer.activation,
             has_bias=layer.has_bias,
             has_norm=bool(layer.norm),
         )
-        for layer in head.layers
-    )
-    return TextEnding(pooling=head.pooling, dense=layers, is_pooled_last=head.is_pooled_last, labels=labels)
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """Return the spec with this ending. An ending replaces the output matrix, so no matrix is shared with the embedding."""
-    return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
+    """Return the spec with this ending. An ending replaces the output matrix, and a sparse one has that of the embedding."""
+    return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=ending.pooling == "sparse")
 
 
 def read_labels(config: JsonFile) -> tuple[str, ...]:

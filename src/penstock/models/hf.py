@@ -85,6 +85,13 @@ def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
     if hf_class == "HF_ColBERT":
         files = with_colbert(path, config, files)
+    if files.pooling == "sparse":
+        if architecture.hf_words is None or not hf_class.endswith("ForMaskedLM"):
+            raise checks.unsupported(
+                config.path, f"a SpladePooling follows {hf_class}", "BERT's, DistilBERT's, RoBERTa's and MPNet's are"
+            )
+        whole.only("tie_word_embeddings", True)
+        head = architecture.hf_words(config)
     ending = endings.choose_ending(
         config.path,
         architecture,

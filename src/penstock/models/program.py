@@ -353,6 +353,14 @@ class MeanRows(Map):
 
 
 @dataclass(frozen=True, slots=True)
+class SparseRows(Map):
+    """out = ln(1 + max(0, the largest of x over the tokens of each row that samples)), column by column.
+
+    The row's whole input must be in one step. Source: arXiv 2109.10086 (SPLADE).
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Softcap(Op):
     """x = cap * tanh(x / cap), in place."""
 

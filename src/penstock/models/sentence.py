@@ -1,7 +1,7 @@
 """Reads the files of sentence-transformers beside a model: pooling, dense layers, prompts and the longest text.
 
 Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`); PyLate's
-models/colbert.py, and arXiv 2112.01488 (ColBERTv2).
+models/colbert.py, arXiv 2112.01488 (ColBERTv2) and 2109.10086 (SPLADE).
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ def read_sentence_files(path: Path) -> SentenceFiles:
         at = path / folder
         if kind == "Pooling" and pooling is None:
             pooling = _read_pooling(at, has_prompts=any(prompts.values()))
-        elif kind == "Dense" and pooling is not None and (has_pylate or not is_normalised) and folder not in dense:
+        elif kind == "SpladePooling" and pooling is None:
+            config = read_json(at / "config.json")
+            config.only("pooling_strategy", "max")
+            config.only("activation_function", "relu")
+            pooling = "sparse"
+        elif kind == "Dense" and pooling not in (None, "sparse") and (has_pylate or not is_normalised) and folder not in dense:
             dense[folder] = _read_dense(at, "" if has_pylate else "token_embeddings" if is_late else "sentence_embedding")
         elif kind == "Normalize" and pooling is not None:
             is_normalised = True
@@ -145,7 +150,8 @@ def _read_modules(file: Path) -> tuple[list[tuple[str, str]], bool]:
         if not kind.startswith(("sentence_transformers.", "pylate.models.")):
             raise _unsupported(file, f"a module is of the type {kind[:80]!r}, which is the repository's own code")
         found.append((kind.rpartition(".")[2][:80], folder))
-    if found[0] != ("Transformer", ""):
+    is_sparse = any(kind == "SpladePooling" for kind, _ in found)
+    if found[0] not in (("Transformer", ""), ("MLMTransformer", "") if is_sparse else None):
         raise _unsupported(file, f"the first module is a {found[0][0]} in {found[0][1] or 'the directory itself'!r}")
     return found[1:], has_pylate
 

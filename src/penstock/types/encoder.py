@@ -48,6 +48,11 @@ class EncoderInfo:
     def is_per_token(self) -> bool:
         return self.pooling == "each"
 
+    @property
+    def is_sparse(self) -> bool:
+        """The model's vectors have a number for each token of the vocabulary, mostly 0."""
+        return self.pooling == "sparse"
+
 
 class TextTokens(NamedTuple):
     token_ids: tuple[int, ...]

@@ -11,7 +11,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2",
 Scoring = Literal["softmax", "sigmoid"]
 Mask = Literal["causal", "all"]
 """The tokens of its text that a token sees: itself and earlier ones, or all."""
-Pooling = Literal["first", "last", "mean", "each"]
+Pooling = Literal["first", "last", "mean", "each", "sparse"]
 """How a text's tokens become its answer: the first or last state, the mean, or one state per token."""
 
 
@@ -207,7 +207,7 @@ class Dense:
 class TextEnding:
     """How a model that only reads texts makes its answer: an embedding, or a head's scores."""
 
-    pooling: Pooling
+    pooling: Pooling  # `sparse`: after the dense layers, that of the logits of all tokens of the vocabulary
     dense: tuple[Dense, ...] = ()  # poolers, heads and sentence-transformers' dense modules, in order
     is_pooled_last: bool = False  # the mean comes after the dense layers
     is_normalised: bool = False
@@ -242,6 +242,8 @@ class ModelSpec:
     @property
     def result_width(self) -> int:
         if self.ending is None:
+            return self.vocab_size
+        if self.ending.pooling == "sparse":
             return self.vocab_size
         return self.ending.dense[-1].width if self.ending.dense else self.hidden_size
 

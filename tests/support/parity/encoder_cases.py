@@ -70,7 +70,9 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
     if case.old_weights is not None:
         write_safetensors(path / "model.safetensors", case.old_weights(case.weights()), "f32")
     modules: list[tuple[str, str, dict[str, Any]]] = [("Transformer", "", {})]
-    if case.pooling != "each":
+    if case.pooling == "sparse":
+        modules = [("MLMTransformer", "", {}), ("SpladePooling", "1_SpladePooling", {"pooling_strategy": "max"})]
+    elif case.pooling != "each":
         modules.append(("Pooling", "1_Pooling", _pooling(case)))
     if case.has_dense:
         activation = "torch.nn.modules.activation.Tanh"
@@ -665,6 +667,10 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
             is_normalised=True,
             shapes={**_BERT["bert"].shapes, **_linear("2_Dense/linear", DENSE_SIZE, 72)},
         ),
+        "bert_sparse": replace(_BERT["bert_masked_lm"], seed=107, pooling="sparse", is_mutated=True),
+        "distilbert_sparse": replace(_DISTILBERT["distilbert_masked_lm"], seed=108, pooling="sparse"),
+        "mpnet_sparse": replace(_MPNET["mpnet_masked_lm"], seed=109, pooling="sparse"),
+        "roberta_sparse": replace(_ROBERTA["roberta_masked_lm"], seed=119, pooling="sparse"),
         "bert_masked_lm": replace(_BERT["bert_masked_lm"], has_modules=False),
         "bert_classes": _BERT["bert_classes"],
         "bert_tokens": _BERT["bert_tokens"],

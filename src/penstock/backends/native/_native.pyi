@@ -131,6 +131,7 @@ class RowOpKind(Enum):
     PREPARE_STATE = 28
     COLUMNS = 29
     PLACE_HEADS = 30
+    SPARSE = 31
 
 class RowOp:
     def __init__(

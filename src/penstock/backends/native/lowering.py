@@ -56,7 +56,7 @@ COMPUTED = frozenset(
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns"),
-        *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
+        *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows", "SparseRows"),
         *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
         *("Logits", "Logits.scale", "Logits.bias", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
@@ -362,7 +362,7 @@ class _Emitter:
                 self._map(RowOpKind.COLUMNS, group, n=group.first)
             case prog.Softcap():
                 pass  # `set_logits` gets the cap
-            case prog.GatherRows() | prog.FirstRows() | prog.MeanRows():
+            case prog.GatherRows() | prog.FirstRows() | prog.MeanRows() | prog.SparseRows():
                 if not self._on_samples:
                     self.flush_all()
                 self._on_samples = True
@@ -741,6 +741,7 @@ _GATHERINGS: Mapping[type[Op], RowOpKind] = {
     prog.GatherRows: RowOpKind.GATHER,
     prog.FirstRows: RowOpKind.GATHER_FIRST,
     prog.MeanRows: RowOpKind.MEAN,
+    prog.SparseRows: RowOpKind.SPARSE,
 }
 _CONVERSIONS = {_Form.GROUPS: RowOpKind.QUANTIZE, _Form.ROWS: RowOpKind.ROUND, _Form.BF16: RowOpKind.TO_BF16}
 

@@ -92,6 +92,7 @@ class Interpreter:
             prog.GatherRows: self._gather_rows,
             prog.FirstRows: self._first_rows,
             prog.MeanRows: self._mean_rows,
+            prog.SparseRows: self._sparse_rows,
             prog.Softcap: self._softcap,
             prog.Logits: self._logits,
             prog.States: self._states,
@@ -370,6 +371,13 @@ class Interpreter:
         x = row.buffers[op.x]
         means = [x[: last + 1].mean(axis=0, keepdims=True) for last in row.gathered.tolist()]
         return np.concatenate(means) if means else x[:0]
+
+    def _sparse_rows(self, op: prog.SparseRows, row: RowRun) -> F32:
+        if row.context_len:
+            raise ValueError("the largest numbers of a row's tokens need all of them in one step")
+        x = row.buffers[op.x]
+        found = [np.log1p(np.maximum(x[: last + 1].max(axis=0, keepdims=True), 0)) for last in row.gathered.tolist()]
+        return np.concatenate(found) if found else x[:0]
 
     def _softcap(self, op: prog.Softcap, row: RowRun) -> None:
         cap = np.float32(op.cap)

@@ -26,12 +26,14 @@ from penstock.serve.shapes import Count, Object, Vector
 from penstock.serve.texts import read
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer
-from penstock.serve.texts.numbers import embedding, ranking, rows, scores
+from penstock.serve.texts.numbers import embedding, ranking, rows, scores, sparse
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS, pieces_of
 from penstock.serve.texts.write import write_json
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
+MAX_PAIRS = 1 << 19
+"""Most numbers of sparse vectors in an answer: 20 MB of JSON."""
 Side = Literal["left", "right", "Left", "Right"]
 
 
@@ -52,7 +54,7 @@ class EmbedBody(TruncatedBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
-class EmbedAllBody(TruncatedBody):
+class InputsBody(TruncatedBody):
     inputs: read.TextsOrIds
     prompt_name: str | None = None
 
@@ -81,6 +83,7 @@ class TeiTokenizeBody(Body):
 
 
 TeiError = TypedDict("TeiError", {"error": str, "error_type": str})
+TeiSparse = TypedDict("TeiSparse", {"index": Count, "value": float})
 TeiLabel = TypedDict("TeiLabel", {"score": float, "label": str})
 TeiRanked = TypedDict("TeiRanked", {"index": Count, "text": NotRequired[str], "score": float})
 TeiToken = TypedDict("TeiToken", {"id": Count, "text": str, "special": bool, "start": None, "stop": None})
@@ -120,7 +123,7 @@ def embed(body: EmbedBody, asked: Asked) -> Answer:
     return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
 
 
-def embed_all(body: EmbedAllBody, asked: Asked) -> Answer:
+def embed_all(body: InputsBody, asked: Asked) -> Answer:
     """Return a vector for each token of one or more texts, as the model's files have it."""
     opened = read.open_model(asked)
     read.require_token_embeddings(opened)
@@ -128,6 +131,28 @@ def embed_all(body: EmbedAllBody, asked: Asked) -> Answer:
 
     def write(results: TextResults) -> list[Vector]:
         return [rows(result, opened.encoder) for result in results.results]
+
+    return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
+
+
+def embed_sparse(body: InputsBody, asked: Asked) -> Answer:
+    """Return the tokens of the vocabulary that stand for a text, each with its weight."""
+    opened = read.open_model(asked)
+    read.require_sparse(opened)
+    texts = read.read_prompted(body.inputs, "inputs", opened, body.prompt_name)
+
+    def write(results: TextResults) -> list[list[TeiSparse]]:
+        lists: list[list[TeiSparse]] = []
+        num_pairs = 0
+        for result in results.results:
+            columns, values = sparse(result)
+            num_pairs += len(columns)
+            if num_pairs > MAX_PAIRS:
+                cause = f"The answer has more than {MAX_PAIRS} numbers, the most that one request is answered with"
+                raise invalid(f"{cause}. Send the texts in several requests.", "inputs")
+            lists.append([{"index": index, "value": value} for index, value in zip(columns, values, strict=True)])
+            give_way()
+        return lists
 
     return Answer(opened.call(texts, read.name_in("inputs", body.inputs), _truncation(body, opened)), write)
 
@@ -178,7 +203,8 @@ class TeiEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.embed = parts.texts.answers(EmbedBody, embed)
-        self.embed_all = parts.texts.answers(EmbedAllBody, embed_all)
+        self.embed_all = parts.texts.answers(InputsBody, embed_all)
+        self.embed_sparse = parts.texts.answers(InputsBody, embed_sparse)
         self.rerank = parts.texts.answers(TeiRerankBody, rerank)
         self.predict = parts.texts.answers(PredictBody, predict)
 
@@ -316,7 +342,8 @@ def _routes(parts: Parts) -> Sequence[Route]:
     with_texts, with_inputs = parts.has_field("texts"), parts.has_field("inputs")
     return [
         Route("POST /embed", "Embed", tei.embed, EmbedBody, list[Vector]),
-        Route("POST /embed_all", "Embed each token", tei.embed_all, EmbedAllBody, list[list[Vector]]),
+        Route("POST /embed_all", "Embed each token", tei.embed_all, InputsBody, list[list[Vector]]),
+        Route("POST /embed_sparse", "Embed by words", tei.embed_sparse, InputsBody, list[list[TeiSparse]]),
         Route("POST /predict", "Classify", tei.predict, PredictBody, _Labels),
         Route("POST /rerank", "Rerank", tei.rerank, TeiRerankBody, list[TeiRanked], when=with_texts),
         Route("POST /tokenize", "Tokenize", tei.tokenize, TeiTokenizeBody, list[list[TeiToken]], when=with_inputs),
@@ -332,4 +359,4 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
-API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths="/embed /embed_all /predict /info"))
+API = Api("text-embeddings-inference", _routes, Wording(tei_words, paths="/embed /embed_all /embed_sparse /predict /info"))

@@ -84,8 +84,17 @@ def scores(result: TextResult, function: ScoreFunction) -> list[float]:
     return [float(value) for value in raw]
 
 
+def sparse(result: TextResult) -> tuple[list[int], list[float]]:
+    """Return the columns whose number is not 0, and these numbers."""
+    import numpy as np
+
+    values = np.frombuffer(result.states, np.float32)
+    found = np.flatnonzero(values)
+    return found.tolist(), values[found].tolist()
+
+
 def cosine(first: Vector, second: Vector) -> float:
-    """Return the cosine of two vectors of length 1."""
+    """Return the product of two vectors: their cosine if their lengths are 1."""
     import numpy as np
 
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))

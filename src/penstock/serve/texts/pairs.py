@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.serve.texts.call import TextResult, TextsCall, Truncation
 from penstock.serve.texts.numbers import cosine, embedding, max_similarity, scores, unit_rows
@@ -53,6 +54,8 @@ class Pairs:
             function = ScoreFunction.NONE if is_raw else encoder.scores
             return [scores(result, function)[0] for result in results]
         read, compare = (unit_rows, max_similarity) if encoder.is_per_token else (embedding, cosine)
+        if encoder.is_sparse:
+            read = partial(embedding, is_unit=False)  # SPLADE's similarity is the product
         vectors = [read(result, encoder) for result in results]
         firsts, seconds = vectors[: len(self.firsts)], vectors[len(self.firsts) :]
         return [compare(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]

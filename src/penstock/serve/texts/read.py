@@ -252,6 +252,16 @@ def require_embeddings(opened: Opened) -> None:
     if encoder.is_per_token:
         cause = f"{opened.running.name} returns a vector for each token, not one for the text"
         raise invalid(f"{cause}. Use /pooling or /embed_all.", "model")
+    if encoder.is_sparse:
+        raise invalid(f"{opened.running.name} has sparse vectors. Use /embed_sparse.", "model")
+
+
+def require_sparse(opened: Opened) -> None:
+    """Raise 400 unless the model's vectors are sparse."""
+    if opened.encoder.task is not Task.EMBED:
+        _refuse_task(opened, "has no embeddings")
+    if not opened.encoder.is_sparse:
+        raise invalid(f"{opened.running.name} has no sparse vectors: its files list no SpladePooling. Use /embed.", "model")
 
 
 def require_token_embeddings(opened: Opened) -> None:
