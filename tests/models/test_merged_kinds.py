@@ -268,6 +268,38 @@ def test_dora_that_can_t_be_computed_is_refused_by_name(tmp_path: Path, kind: st
         with_adapter(load(write_hf(tmp_path / "tiny", TINY)), folder)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_dora_of_all_experts_at_once_is_refused(tmp_path: Path, is_old: bool) -> None:
+    """PEFT has none."""
+    case = CASES["qwen3_moe"]
+    _, factors = factors_of_experts(case, rank=2, is_old=is_old)
+    extra = in_tensors({module: np.ones(len(b), np.float32) for module, (_, b) in factors.items()})
+    folder = write_adapter(tmp_path / "adapter", factors, r=2, use_dora=True, extra=extra)
+    with pytest.raises(ModelError, match="for all experts, of which DoRA is not computed"):
+        with_adapter(load(write_case(case, tmp_path / "base")), folder)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_a_pair_for_each_expert_is_refused_for_other_matrices(tmp_path: Path, num: int, is_merged: bool) -> None:
+    base = load(write_case(CASES["qwen3_moe_gguf"], tmp_path / "base"))
+    a, b = draw("q", 72, 72, 2)
+    outputs = base.weights["layers.0.q"].num_rows
+    pair = np.stack([a] * num), np.stack([np.resize(b, (outputs, 2))] * num)
+    single = np.stack([a] * num), np.stack([b[:40]] * num)
+    names = {"q": "blk.0.attn_q.weight", "up": "blk.0.ffn_up_exps.weight"}
+    odd = [
+        write_adapter(tmp_path / "q", {Q: pair}, r=2),
+        write_adapter(tmp_path / "single", {"model.layers.0.mlp.experts.5.up_proj": single}, r=2),
+        write_gguf_adapter(tmp_path / "q.gguf", {"q": pair}, names, architecture="qwen3moe", dtype="F32"),
+    ]
+    if num < 7:
+        odd.append(write_gguf_adapter(tmp_path / "up.gguf", {"up": single}, names, architecture="qwen3moe", dtype="F32"))
+    for path in odd:
+        with pytest.raises(ModelError, match=r"not \[rank, inputs\]|not computed beside|wants \[rank"):
+            load_adapter(path, base.spec, architectures.describe(base.spec), max_rank=64, is_merged=is_merged)
+
+
 def test_rows_without_a_length_can_t_get_one(tmp_path: Path) -> None:
     """The change takes them to 0."""
     base = load(write_hf(tmp_path / "tiny", TINY, dtype="f32"))

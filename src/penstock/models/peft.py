@@ -178,6 +178,8 @@ def read_peft(
                 factors[name] = _scaled(*pair.of_experts(a, b), scales[name], path, pair.module)
             magnitudes: dict[str, F32] = {}
             for name, pair in pairs.items() if lengths else ():
+                if len(pair.shapes[0]) == 3:
+                    raise _refused(path, f"{pair.module} is a matrix for all experts, of which DoRA is not computed")
                 magnitudes[name] = _values(read_tensor(file, entries[lengths[pair.module]], path)).reshape(-1)
                 if not np.isfinite(magnitudes[name]).all():
                     cause = f"{lengths[pair.module]} has numbers that are not finite"
@@ -226,6 +228,8 @@ def _by_name(
     found: dict[str, _Pair] = {}
     for module, (a, b) in read.items():
         shapes = entries[a].shape, entries[b].shape
+        if len(shapes[0]) != 2 or len(shapes[1]) != 2:
+            raise _misshapen(path, module, *shapes)
         name, pair = hf.name_in_tables(architecture, f"{module}.weight"), _Pair(module, module, shapes)
         if (stack := _stack_of(module, shapes, architecture, experts, path)) is not None:
             name, pair = stack
@@ -250,7 +254,7 @@ def _stack_of(
     owner = re.sub(r"(\.base_layer)+$", "", module)
     name = hf.name_in_tables(architecture, f"{owner}.weight").removesuffix(".weight")
     match = re.fullmatch(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)", name)
-    if match is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
+    if match is None:
         return None
     (rows, a_width), (b_width, cols) = shapes
     stacks: dict[str, tuple[int, int, int]] = {}
@@ -313,8 +317,7 @@ def _place(
     experts = expert_sites(program) if is_merged else {}
     for name, (a, b) in shapes.items():
         if len(a) not in (2, 3) or len(b) != len(a) or a[-2] != b[-1]:
-            cause = f"the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank]"
-            raise _refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
+            raise _misshapen(path, name, a, b)
         if not 1 <= a[-2] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[-2], max_rank)
     used = without_shared_keys(pieces, spec)
@@ -333,6 +336,7 @@ def _place(
         of_experts = range(num_experts) if len(a) == 3 else [piece.expert] if num_experts else [None]
         keys = [site if expert is None else f"{site}.{expert}" for expert in of_experts]
         is_there = piece.expert < max(1, num_experts) and all(key not in placed for key in keys)
+        is_there = is_there and (len(a) == 2 or a[0] == b[0] == num_experts)
         if (sum(num for _, num, _ in runs), a[-1]) != (outputs, inputs) or not is_there:
             cause = f"the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants [rank, {inputs}] and"
             of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
@@ -347,6 +351,11 @@ def _place(
             rows, columns = (None, order) if site.endswith(".mix_out") else (order if rows is None else rows[order], None)
         placed |= {key: _Target(piece.tensor, rows, columns, expert) for key, expert in zip(keys, of_experts, strict=True)}
     return placed
+
+
+def _misshapen(path: Path, name: str, a: tuple[int, ...], b: tuple[int, ...]) -> ModelError:
+    cause = f"the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank]"
+    return _refused(path, cause, "Save the adapter again. If its training was sharded, gather the parts first.")
 
 
 def _put(
