@@ -335,6 +335,12 @@ def test_settings_of_latents_in_a_gguf_file_that_can_not_be_are_errors(
         load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
 
 
+@pytest.mark.parametrize("dim", [-1, 26, 10**400], ids=["fewer than none", "too many", "far too many"])
+def test_columns_that_heads_of_minimax_m2_lack_can_not_rotate(tmp_path: Path, dim: int) -> None:
+    with pytest.raises(ModelError, match="partial_rotary_factor"):
+        spec_of(tmp_path, {**CASES["minimax_m2"].config, "rope_parameters": None, "rotary_dim": dim})
+
+
 def test_a_minicpm_3_without_factors_has_none(tmp_path: Path) -> None:
     config = {key: value for key, value in CASES["minicpm3"].config.items() if key != "v_head_dim"}
     spec = spec_of(tmp_path, {**config, "scale_depth": None, "dim_model_base": None})

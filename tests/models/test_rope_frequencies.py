@@ -177,6 +177,7 @@ WITHOUT_MEASURE: dict[str, dict[str, Any]] = {
     "tiny share": {"partial_rotary_factor": 1e-9},
     "factors": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 9},
     "factor that is no number": {"rope_type": "longrope", "short_factor": [1.0] * 7 + ["1"], "long_factor": [1.0] * 8},
+    "factor out of range": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [10**400], "long_factor": [1.0] * 8},
     "type of layer": {"full_attention": {"rope_theta": 1e4}},
 }
 

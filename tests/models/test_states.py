@@ -52,12 +52,16 @@ from support.tiny_models import write_hf_files
         ("granite_hybrid", {"mamba_conv_bias": False}, "not part of this architecture"),
         ("granite_hybrid", {"time_step_limit": [0.5, 0.1]}, "not a least and a largest step"),
         ("granite_hybrid", {"time_step_limit": [0.5]}, "not a least and a largest step"),
+        ("granite_hybrid", {"time_step_limit": [10**400, 10**401]}, "not a least and a largest step"),
+        ("granite_hybrid", {"time_step_limit": [1e30, {"__float__": "Infinity"}]}, "not a least and a largest step"),
         ("granite_hybrid_dense", {"shared_intermediate_size": 0}, "shared_intermediate_size is 0"),
         ("bamba", {"attn_layer_indices": []}, "missing"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias is True"),
-        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "not 5 positive numbers"),
-        ("falcon_h1", {"mlp_multipliers": [0.0, 1.0]}, "not 2 positive numbers"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "not a list of 5 positive numbers"),
+        ("falcon_h1", {"mlp_multipliers": [0.0, 1.0]}, "not a list of 2 positive numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 10**400]}, "not a list of 2 positive numbers"),
+        ("falcon_h1", {"attention_in_multiplier": 1e300}, "too large"),
         ("falcon_h1", {"key_multiplier": -1.0}, "key_multiplier is -1.0"),
         ("falcon_h1", {"key_multiplier": 1e30}, "too large"),
         ("falcon_h1", {"mamba_d_ssm": 90}, "are not mamba_d_ssm"),
@@ -74,6 +78,10 @@ from support.tiny_models import write_hf_files
         ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("olmo_hybrid", {"layer_types": ["linear_attention", "full_attention", "conv", "conv"]}, "layer_types has conv"),
         ("olmo_hybrid", {"linear_num_key_heads": 4}, "linear attention is not possible"),
+        ("olmo_hybrid", {"linear_num_key_heads": "3"}, "linear_num_key_heads is '3'"),
+        ("olmo_hybrid", {"linear_key_head_dim": [1]}, "linear_key_head_dim is"),
+        ("olmo_hybrid_defaults", {"hidden_size": 10**400}, "hidden_size is 1000"),
+        ("olmo_hybrid_defaults", {"num_attention_heads": 10**400}, "num_heads is 1000"),
         ("olmo_hybrid", {"linear_num_value_heads": None}, "not possible with 3 value heads"),
         ("mamba2", {"expand": 3}, "are not expand times 72"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -89,6 +97,13 @@ def test_settings_that_are_not_possible_are_refused(tmp_path: Path, name: str, c
     write_hf_files(tmp_path, {**case.config, **changes}, case.weights(), case.vocab_size)
     with pytest.raises(ModelError, match=words):
         load_hf_directory(tmp_path)
+
+
+@pytest.mark.parametrize("limits", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0, 10**400]])
+def test_steps_without_a_largest_are_read_as_all_releases_of_transformers_write_them(tmp_path: Path, limits: object) -> None:
+    case = CASES["mamba2"]
+    write_hf_files(tmp_path, {**case.config, "time_step_limit": limits}, case.weights(), case.vocab_size)
+    assert {(net.min_step, net.max_step) for net in read_hf_spec(tmp_path).linear_attentions} == {(0.0, float("inf"))}
 
 
 def test_names_and_kinds_of_layers_of_both_forms_of_nemotron_h_are_read(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ class Decoder:
                 key_length=length,
                 is_tiled=spec.has_tiled_heads,
                 min_step=spec.min_step,
-                max_step=math.inf if spec.max_step is None else spec.max_step,
+                max_step=spec.max_step,
             )
         )
         if spec.has_delta_rule:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
+from penstock.models.checks import LIMITS
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
@@ -251,22 +252,23 @@ def _describe_olmo(spec: ModelSpec) -> Program:
 
 
 def _olmo_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with transformers' defaults."""
+    """Return config.json with transformers' defaults, if its sizes are possible."""
     found = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-6, **values}
-    num_heads, hidden, number = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    if type(num_heads) is int and type(hidden) is int and type(number) is int and num_heads > 0 and 0 < number <= 4096:
-        num_key_heads = found.get("linear_num_key_heads") or num_heads
-        key_dim = found.get("linear_key_head_dim") or int(0.75 * hidden / num_key_heads)
-        sizes = {
-            "linear_num_key_heads": num_key_heads,
-            "linear_num_value_heads": num_heads,
-            "linear_key_head_dim": key_dim,
-            "linear_value_head_dim": 2 * key_dim,
-            "layer_types": ["linear_attention" if layer % 4 < 3 else "full_attention" for layer in range(number - 1)]
-            + ["linear_attention" if number > 3 and number % 4 else "full_attention"],
-        }
-        found |= {key: value for key, value in sizes.items() if found.get(key) is None}
-    return found
+    told = {key: value for key, value in found.items() if type(value) is int and 0 < value <= LIMITS["hidden_size"]}
+    if not {"num_attention_heads", "hidden_size", "num_hidden_layers"} <= told.keys():
+        return found
+    num_heads, number = told["num_attention_heads"], told["num_hidden_layers"]
+    usual = int(0.75 * told["hidden_size"] / told.get("linear_num_key_heads", num_heads))
+    key_dim = told.get("linear_key_head_dim", usual)
+    sizes = {
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": 2 * key_dim,
+        "layer_types": ["linear_attention" if layer % 4 < 3 else "full_attention" for layer in range(number - 1)]
+        + ["linear_attention" if number > 3 and number % 4 else "full_attention"],
+    }
+    return found | {key: value for key, value in sizes.items() if found.get(key) is None}
 
 
 def _of_olmo(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -55,6 +55,13 @@ class JsonFile:
             raise self.error(f"{key} is {value}, not a positive number")
         return value
 
+    def positives(self, key: str, number: int) -> tuple[float, ...]:
+        """Return a list of so many finite numbers above 0. Raises ModelError."""
+        values, most = self.require(key, list), sys.float_info.max
+        if len(values) != number or not all(type(value) in (int, float) and 0 < value <= most for value in values):
+            raise self.error(f"{key} is not a list of {number} positive numbers")
+        return tuple(map(float, values))
+
     def only(self, key: str, value: object) -> None:
         """Raise ModelError if the key has another value than this one, the only supported one. It may be missing."""
         found = self.values.get(key)
@@ -335,18 +342,10 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
         mscale=settings.get("mscale", float),
         mscale_all_dim=settings.get("mscale_all_dim", float),
         truncate=settings.get("truncate", bool) is not False,
-        short_factor=_factors(settings, "short_factor", dim // 2) if kind == "longrope" else (),
-        long_factor=_factors(settings, "long_factor", dim // 2) if kind == "longrope" else (),
+        short_factor=settings.positives("short_factor", dim // 2) if kind == "longrope" else (),
+        long_factor=settings.positives("long_factor", dim // 2) if kind == "longrope" else (),
         query_growth=settings.get("llama_4_scaling_beta", float) or 0.0,
     )
-
-
-def _factors(settings: JsonFile, name: str, num_pairs: int) -> tuple[float, ...]:
-    values = settings.require(name, list)
-    is_right = len(values) == num_pairs and all(type(value) in (int, float) and 0 < value < math.inf for value in values)
-    if not is_right:
-        raise settings.error(f"{name} is not a list of {num_pairs} positive numbers")
-    return tuple(map(float, values))
 
 
 # Tokenizers and chat templates

@@ -38,6 +38,9 @@ _DEFAULTS = {
     "mamba_proj_bias": False,
 }
 
+_LARGEST_STEP = 2.0**64
+"""Larger limits bound nothing: states would not be finite."""
+
 
 def describe(spec: ModelSpec, *, dense: str = "") -> Program:
     """Return the program of one step. `dense` begins the names of the matrices of an MLP without experts."""
@@ -72,7 +75,7 @@ def _read_mamba(config: JsonFile, spec: ModelSpec, **others: Any) -> LinearAtten
         has_bias=config.require("mamba_proj_bias", bool),
         has_conv_bias=config.require("mamba_conv_bias", bool),
         min_step=least,
-        max_step=None if math.isinf(most) else most,
+        max_step=most,
         **others,
     )
 
@@ -96,9 +99,11 @@ def read_limits(config: JsonFile) -> tuple[float, float]:
     limits = config.get("time_step_limit", list)
     if limits is None:
         return 0.0, math.inf
-    if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits) or not 0 <= limits[0] <= limits[1]:
+    found = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]  # as transformers 5 writes it
+    is_right = len(found) == 2 and all(type(limit) in (int, float) for limit in found)
+    if not is_right or not 0 <= found[0] <= min(found[1], _LARGEST_STEP):
         raise config.error(f"time_step_limit is {limits!r}, not a least and a largest step")
-    return float(limits[0]), float(limits[1])
+    return float(found[0]), math.inf if found[1] > _LARGEST_STEP else float(found[1])
 
 
 def _with_mamba(path: Path, spec: ModelSpec, net: LinearAttentionSpec, attends: Sequence[bool]) -> ModelSpec:
@@ -257,8 +262,8 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     def factor(name: str) -> float:
         return config.positive(f"{name}_multiplier")
 
-    gate, *conv, steps = (factor("ssm_in") * each for each in _read_factors(config, "ssm_multipliers", 5))
-    mlp_in, mlp_down = _read_factors(config, "mlp_multipliers", 2)
+    gate, *conv, steps = (factor("ssm_in") * each for each in config.positives("ssm_multipliers", 5))
+    mlp_in, mlp_down = config.positives("mlp_multipliers", 2)
     attention_in = factor("attention_in")
     factors = LayerFactors(
         gate=gate,
@@ -269,18 +274,10 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         mlp_in=mlp_in,
         mlp_out=mlp_down / mlp_in,
     )
-    scale = attention_in**2 * factor("key") * spec.attentions[0].head_dim ** -0.5
+    scale = attention_in * attention_in * factor("key") * spec.attentions[0].head_dim ** -0.5
     spec = spec.with_attention(lambda _, attention: replace(attention, scale=scale))
     spec = replace(spec, embed_scale=factor("embedding"), logit_scale=factor("lm_head"))
     return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=factors))
-
-
-def _read_factors(config: JsonFile, key: str, number: int) -> list[float]:
-    found = config.get(key, list)
-    factors = [1.0] * number if found is None else found
-    if len(factors) != number or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors):
-        raise config.error(f"{key} is {found!r}, not {number} positive numbers")
-    return [float(factor) for factor in factors]
 
 
 def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -300,7 +297,9 @@ def _multiply_conv(spec: ModelSpec, values: NDArray[np.float32]) -> NDArray[np.f
 
 
 _FALCON_FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+_FALCON_LISTS = {"ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2}
 _FALCON_DEFAULTS = {
+    **_FALCON_LISTS,
     **_DEFAULTS,
     **{f"{name}_multiplier": 1.0 for name in _FALCON_FACTORS},
     "num_key_value_heads": 8,
@@ -308,12 +307,19 @@ _FALCON_DEFAULTS = {
     "mamba_d_ssm": 1024,
     "mamba_norm_before_gate": True,
 }
+
+
+def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    told = {key: value for key, value in values.items() if value is not None or key not in _FALCON_LISTS}
+    return {**_FALCON_DEFAULTS, **told}
+
+
 FALCON_H1 = replace(
     BAMBA,
     describe=_describe_beside,
     of_hf=_of_falcon,
     of_gguf=_of_falcon_gguf,
-    hf_values=lambda values: {**_FALCON_DEFAULTS, **values},
+    hf_values=_falcon_values,
     gguf_layer={**GGUF_LAYER, **GGUF_MAMBA, "ffn_norm": "mlp_norm"},  # the converter leaves the name without an end
     has_partial_rope=False,
     hf_changed={"mix_decay": negative_exp, "mix_conv": _multiply_conv},

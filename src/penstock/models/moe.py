@@ -240,7 +240,7 @@ def _m2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "rms_norm_eps": 1e-6, **values}
     dim, head_dim = found.get("rotary_dim"), found["head_dim"]
     if type(dim) is int and type(head_dim) is int and head_dim > 0:
-        found = {"partial_rotary_factor": dim / head_dim, **found}
+        found = {"partial_rotary_factor": max(0, min(dim, 2 * head_dim)) / head_dim, **found}
     return found
 
 

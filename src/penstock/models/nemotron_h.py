@@ -7,7 +7,6 @@ and nemotron-h.cpp of llama.cpp.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -126,7 +125,7 @@ def _read_net(config: JsonFile, *keys: str, has_bias: bool = False) -> LinearAtt
         has_bias=has_bias,
         has_conv_bias=config.require("use_conv_bias", bool),
         min_step=least,
-        max_step=None if math.isinf(most) else most,
+        max_step=most,
         num_norm_groups=num_groups,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -94,7 +95,7 @@ class LinearAttentionSpec:
     has_bias: bool = False  # on the projections
     has_conv_bias: bool = False
     min_step: float = 0.0
-    max_step: float | None = None
+    max_step: float = math.inf
     has_tiled_heads: bool = False  # value head h reads key head h % num_key_heads, and not h // (num_heads // num_key_heads)
     num_norm_groups: int = 1
     """Parts of Mamba-2's output that are normed each by itself, with a weight for each column; 0: its output is not normed."""
