@@ -58,13 +58,12 @@ const EngineShape& checked(const EngineShape& s) {
 // The last block that a row's state is kept in or saved to, or 0.
 int64_t last_state_block(const StepInput& input, int num_blocks) {
     int64_t last = 0;
-    for (int i = 0; i < input.num_saves; ++i) {
-        const std::vector<int32_t>& blocks = input.saves[i].blocks;
-        last = std::max<int64_t>(last, *std::max_element(blocks.begin(), blocks.end()));
-    }
+    const auto count = [&](const int32_t* blocks) {
+        for (int i = 0; i < num_blocks; ++i) last = std::max<int64_t>(last, blocks[i]);
+    };
+    for (int i = 0; i < input.num_saves; ++i) count(input.saves[i].blocks.data());
     for (int row = 0; input.row_states && row < input.num_rows; ++row) {
-        const int32_t* const blocks = input.row_states[row].blocks;
-        if (blocks) last = std::max<int64_t>(last, *std::max_element(blocks, blocks + num_blocks));
+        if (input.row_states[row].blocks) count(input.row_states[row].blocks);
     }
     return last;
 }
