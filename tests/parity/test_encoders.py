@@ -117,6 +117,7 @@ MUTATED = (
     "bert_sparse",
     "bert_classes",
     "electra_classes",
+    "gte_old_names",
     "embedding_gemma",
     "eurobert_classes",
     "mpnet",

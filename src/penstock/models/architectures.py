@@ -27,6 +27,7 @@ _ROWS = (
     ("bert", "nomic_bert", "NomicBert*", "nomic-bert"),
     ("bert", "roberta", "Roberta* XLMRoberta* Camembert*", ""),
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
+    ("bert", "gte", "Gte* New*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
     ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek2"),

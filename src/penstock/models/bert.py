@@ -1,8 +1,9 @@
-"""Encoders: BERT and its kin, ModernBERT and EuroBERT.
+"""Encoders: BERT and its kin, GTE, ModernBERT and EuroBERT.
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
 (its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT),
-2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
+2407.19669 (GTE, also its makers' modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500
+(EuroBERT) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from penstock.models.architectures import (
     HF_LAYER,
     OLD_KEYS,
     QKV,
+    QKV_BIAS,
     Architecture,
     Head,
     HeadLayer,
@@ -376,6 +378,68 @@ NOMIC_BERT = replace(
     gguf_top=_GGUF_TOP,
     gguf_layer={**_GGUF_LAYER, "attn_qkv.weight": QKV},
     gguf_head=lambda _: None,
+)
+
+
+# GTE (`new` in its makers' files): rotation, gated MLPs, and biases of all products but the MLP's first two.
+
+
+def _gte_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with defaults. The makers' `ntk` is a scaling of their own, which `_of_gte` reads."""
+    found = _bert_values(values, max_position_embeddings=8192, type_vocab_size=1)
+    scaling = found.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "ntk":
+        found |= {"rope_scaling": None, "ntk": scaling}
+    is_old = found.get("model_type") == "new"
+    return {"rope_theta": 10_000.0 if is_old else 160_000.0, **found}
+
+
+def _of_gte(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("position_embedding_type", "rope")
+    config.only("layer_norm_type", "layer_norm")
+    config.only("logn_attention_scale", False)
+    num_types = config.require("type_vocab_size", int) and _read_num_types(config)
+    spec = with_gated_mlps(spec, read_activation(config, "hidden_act", "gelu"), has_bias=False)
+    spec = replace(spec, norm="layer", has_norm_bias=True, num_types=num_types)
+    turn = spec.attentions[0].rotation
+    if (scaling := config.get("ntk", dict)) is not None:
+        turn = _stretched(JsonFile(config.path, scaling), config.positive("rope_theta"), spec.attentions[0].head_dim)
+    return _with_biased_attention(spec).with_attention(lambda _, attention: replace(attention, rotation=turn))
+
+
+def _stretched(scaling: JsonFile, theta: float, head_dim: int) -> Rotation:
+    """Return a rotation whose first pair turns slower by factor^(2 / head_dim), and whose last one slower by the factor."""
+    factor = scaling.positive("factor")
+    if scaling.values.get("mixed_b") is not None or not 1.0 < factor < 1e6:
+        raise scaling.error(f"rope_scaling is {str(scaling.values)[:80]}")
+    slower = factor ** (2 / head_dim)
+    return Rotation(inv_freq=tuple(freq / slower for freq in rope.inverse_frequencies(head_dim, theta * factor)))
+
+
+GTE = replace(
+    BERT,
+    describe=partial(_describe, has_positions=False, has_down_bias=True),
+    of_hf=_of_gte,
+    hf_values=_gte_values,
+    hf_name=lambda name: name.removeprefix("gte.").removeprefix("new.").replace("encoder.layer.", "layers.", 1),
+    hf_layers="layers.",
+    hf_layer={
+        **HF_LAYER,
+        **with_biases(
+            {
+                "post_attention_layernorm": "post_attn_norm",
+                "post_mlp_layernorm": "post_mlp_norm",
+                "attn_ln": "post_attn_norm",
+                "mlp_ln": "post_mlp_norm",
+                **{f"attention.{part}_proj": part for part in "qkvo"},
+            }
+        ),
+        "attention.qkv_proj.weight": QKV,
+        "attention.qkv_proj.bias": QKV_BIAS,
+        "mlp.up_gate_proj.weight": Parts(("up", "gate")),
+    },
+    hf_words=None,
+    hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 
 

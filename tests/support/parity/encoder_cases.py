@@ -413,6 +413,80 @@ def _nomic_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _gte_cases() -> dict[str, EncoderCase]:
+    """The rotation is that of the makers' `ntk` of 8, in heads of 24 columns."""
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate({**CLASSES, "_without_types": "Model"}.items()):
+        turn = {"rope_type": "linear", "factor": 8 ** (2 / 24), "rope_theta": 8 * 30.0}
+        num_types = 0 if name == "_without_types" else 2
+        config = _config("gte", f"Gte{end}", rope_parameters=turn, type_vocab_size=num_types)
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72)} | _norm("embeddings.LayerNorm", 72)
+        found |= {"embeddings.token_type_embeddings.weight": (2, 72)} if num_types else {}
+        for layer in range(2):
+            at = f"layers.{layer}"
+            for part in "qkvo":
+                found |= _linear(f"{at}.self_attn.{part}_proj", 72, 72)
+            for part in ("gate", "up"):
+                found |= _matrix(f"{at}.mlp.{part}_proj", 100, 72)
+            found |= _linear(f"{at}.mlp.down_proj", 72, 100)
+            found |= _norm(f"{at}.post_attention_layernorm", 72) | _norm(f"{at}.post_mlp_layernorm", 72)
+        others: Shapes = {}
+        if end == "ForMaskedLM":
+            others = _linear("lm_head.dense", 72, 72) | _norm("lm_head.layer_norm", 72) | {"lm_head.decoder.bias": (263,)}
+        elif end != "Model":
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others |= _linear("gte.pooler.dense", 72, 72)
+        cases[f"gte{name}"] = _case("gte", config, found, others, "gte.", 270 + number)
+    return cases
+
+
+OLD_GTE = {
+    "architectures": ["NewModel"],
+    "model_type": "new",
+    "hidden_act": "gelu",
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "layer_norm_eps": 0.05,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "max_position_embeddings": 48,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+    "rope_scaling": {"factor": 8.0, "type": "ntk"},
+    "rope_theta": 30,
+    "type_vocab_size": 2,
+    "vocab_size": 263,
+}
+
+
+def old_gte_weights(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Tensors by the names that the makers of the model gave them."""
+    renamed = {
+        "post_attention_layernorm": "attn_ln",
+        "post_mlp_layernorm": "mlp_ln",
+        "self_attn.": "attention.",
+        "layers.": "encoder.layer.",
+    }
+    found: dict[str, FloatArray] = {}
+    for name, values in weights.items():
+        if "q_proj" in name:
+            parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            name, values = name.replace("q_proj", "qkv_proj"), np.concatenate(parts)
+        if "up_proj" in name:
+            parts = [values, weights[name.replace("up_proj", "gate_proj")]]
+            name, values = name.replace("up_proj", "up_gate_proj"), np.concatenate(parts)
+        if ".k_proj" in name or ".v_proj" in name or ".gate_proj" in name:
+            continue
+        for new, old in renamed.items():
+            name = name.replace(new, old)
+        found[f"new.{name}"] = values
+    return found
+
+
 def _jina_cases() -> dict[str, EncoderCase]:
     """Five heads, which are no power of two."""
     cases: dict[str, EncoderCase] = {}
@@ -617,6 +691,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
+_GTE = _gte_cases()
 _JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -736,6 +811,9 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "qwen3_embedding": EncoderCase(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),
+        **_GTE,
+        "gte": replace(_GTE["gte"], is_mutated=True),
+        "gte_old_names": replace(_GTE["gte"], old_config=OLD_GTE, old_weights=old_gte_weights, golden="gte"),
         **_ELECTRA,
         "electra": replace(_ELECTRA["electra"], is_mutated=True),
         **_EUROBERT,
