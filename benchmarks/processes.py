@@ -58,7 +58,7 @@ def started(contender: Contender, log: Path) -> Iterator[tuple[subprocess.Popen[
             stdin=pipe or subprocess.DEVNULL,
             stdout=pipe or file,
             stderr=file,
-            env={**os.environ, **contender.environ},
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **contender.environ},  # pip leaves byte code, too
             cwd=log.parent,  # nothing in the caller's folder is imported by chance
             start_new_session=True,
         )

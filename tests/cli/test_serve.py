@@ -216,6 +216,23 @@ def test_a_server_that_fails_closes_the_engine(penstock: Penstock, tiny_model: P
     assert (result.returncode, result.stderr) == (1, "error: It broke.\n")
 
 
+def test_the_garbage_collector_rests_during_a_start(environment: dict[str, str], tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import gc, sys\n"
+        "import penstock.deploy.factory as factory\n"
+        "start = factory.start_deployment\n"
+        "def runs():\n    return sum(generation['collections'] for generation in gc.get_stats())\n"
+        "def count(*args, **kwargs):\n"
+        "    before, deployment = runs(), start(*args, **kwargs)\n"
+        "    print('collected', runs() - before, 'times', file=sys.stderr)\n"
+        "    return deployment\n"
+        "factory.start_deployment = count\n"
+    )
+    with serving({**environment, "PYTHONPATH": str(tmp_path)}, tiny_model) as served:
+        _, error = served.end()
+    assert "collected 0 times" in error
+
+
 def test_unknown_variables_are_warned_of_and_quiet_logs_are_quiet(environment: dict[str, str], tiny_model: Path) -> None:
     with serving({**environment, "PENSTOCK_MAX_NUM_SEQ": "32"}, tiny_model, "--log-level", "warning") as served:
         _, error = served.end()

@@ -413,8 +413,9 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
         for token_id, text in enumerate(vocab.tokens)
         if text in _ENDS and vocab.token_types[token_id] in (_CONTROL, _USER_DEFINED)
     ]
-    if any(texts.issubset(vocab.tokens) for texts in _ENDS_OF_REPLIES):
-        by_text = [token_id for token_id in by_text if vocab.tokens[token_id] != "<|end|>"]
+    others = [token_id for token_id in by_text if vocab.tokens[token_id] != "<|end|>"]
+    if others != by_text and any(texts.issubset(vocab.tokens) for texts in _ENDS_OF_REPLIES):
+        by_text = others
     return tuple(dict.fromkeys([*named, *by_text]))
 
 
