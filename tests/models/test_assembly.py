@@ -245,6 +245,8 @@ def test_of_a_model_of_text_and_pictures_the_text_part_is_served(prefix: str, tm
 OF_DOCS = (
     *(
         "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
         "MambaForCausalLM",
     ),
     *("FalconMambaForCausalLM", "Llama4ForConditionalGeneration", "MiniMaxText01ForCausalLM", "minimax-m3"),

@@ -23,7 +23,17 @@ Factors = dict[str, tuple[FloatArray, FloatArray]]
 EMBEDDINGS = ("embed_in", "embed_tokens", "embed_tokens_per_layer", "embeddings", "wte", "word_embeddings")
 """Ends of the names of modules that look rows up."""
 _NO_PRODUCTS = (
-    *("wpe", "embed_positions", "conv.conv", "kv_b_proj", "mlp.gate", "feed_forward.gate", "mixer.gate", "router"),
+    *(
+        "wpe",
+        "embed_positions",
+        "conv.conv",
+        "kv_b_proj",
+        "mlp.gate",
+        "feed_forward.gate",
+        "router.gate",
+        "mixer.gate",
+        "router",
+    ),
     *("shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))),
 )
 

@@ -425,6 +425,14 @@ class Decoder:
         bias = f"{at}down_bias" if mlp.has_bias or has_down_bias else None
         return self.add_linear(to, self._activated(at, mlp, x), f"{at}down", bias=bias, factor=factor)
 
+    def mlp(self, layer: int, x: str) -> str:
+        """Return the output of the layer's MLP, for a norm behind it. [., hidden_size]"""
+        mlp = self._spec.layers[layer].mlp
+        if not isinstance(mlp, ExpertsMlp):
+            return self.linear(self.activated(layer, x), f"layers.{layer}.down", "projected", self._spec.hidden_size)
+        out = self.experts(layer, x)
+        return self._add_shared(layer, out, x, mlp) if mlp.shared_size else out
+
     def _add_shared(self, layer: int, to: str, x: str, mlp: ExpertsMlp) -> str:
         """to += the shared expert of x. One with a gate is a mixture of one expert, whose share is a sigmoid."""
         at = f"layers.{layer}.shared_"

@@ -1,7 +1,7 @@
-"""Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, GLM-4.7-Flash, and MiniCPM 3.
+"""Latent attention: DeepSeek V2 and V3, which Kimi K2 and Moonlight share, GLM-4.7-Flash, Youtu, and MiniCPM 3.
 
 Sources: arXiv 2405.04434 and 2412.19437, transformers' modeling_deepseek_v2.py, modeling_deepseek_v3.py,
-modeling_glm4_moe_lite.py and modeling_minicpm3.py, and llama.cpp's src/models/deepseek2.cpp.
+modeling_glm4_moe_lite.py, modeling_youtu.py and modeling_minicpm3.py, and llama.cpp's src/models/deepseek2.cpp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, Run, with_defaults
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
-from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
+from penstock.models.layers import (
+    GGUF_EXPERTS,
+    dense_layers_of_hf,
+    experts_of_hf,
+    groups_of_hf,
+    read_gguf_experts,
+    sigmoid_experts_of_hf,
+    with_experts,
+)
 from penstock.models.moe import GATE_UP_DOWN, SHARED
 from penstock.types.errors import damaged
 from penstock.types.model_spec import LatentSpec, ModelSpec
@@ -74,9 +82,17 @@ def _of_v2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     groups: Mapping[str, int] = {}
     if config.require("topk_method", str) != "greedy":
         config.only("topk_method", "group_limited_greedy")
-        groups = _groups(config)
-    dense = range(config.require("first_k_dense_replace", int))
-    return _with_experts(config, _with_latents(config, spec), dense, is_renormalised=False, **groups)
+        groups = groups_of_hf(config)
+    return experts_of_hf(
+        config,
+        _with_latents(config, spec),
+        width="moe_intermediate_size",
+        dense=range(config.require("first_k_dense_replace", int)),
+        is_renormalised=False,
+        share_factor=config.require("routed_scaling_factor", float),
+        shared_size=config.require("moe_intermediate_size", int) * config.require("n_shared_experts", int),
+        **groups,
+    )
 
 
 def _of_v3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -84,13 +100,9 @@ def _of_v3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_glm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    kinds = config.get("mlp_layer_types", list)
-    if kinds is None:
+    if config.values.get("mlp_layer_types") is None:
         config.only("first_k_dense_replace", 1)
-        kinds = ["dense"] + ["sparse"] * (spec.num_layers - 1)
-    if len(kinds) != spec.num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise config.error(f"mlp_layer_types does not say for {spec.num_layers} layers whether they are dense or sparse")
-    return _with_v3_experts(config, spec, [number for number, kind in enumerate(kinds) if kind == "dense"])
+    return _with_v3_experts(config, spec, dense_layers_of_hf(config, spec))
 
 
 def _minicpm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,36 +131,7 @@ def _of_minicpm(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def _with_v3_experts(config: JsonFile, spec: ModelSpec, dense: Container[int]) -> ModelSpec:
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         config.only(key, value)
-    return _with_experts(
-        config,
-        _with_latents(config, spec),
-        dense,
-        scoring="sigmoid",
-        is_renormalised=config.require("norm_topk_prob", bool),
-        has_selection_bias=True,
-        num_group_scores=2,
-        **_groups(config),
-    )
-
-
-def _groups(config: JsonFile) -> Mapping[str, int]:
-    """Return the fields of `ExpertsMlp` for the groups of experts. One group is none."""
-    number, chosen = config.require("n_group", int), config.require("topk_group", int)
-    if number < 1:
-        raise config.error(f"n_group is {number}")
-    return {} if number == chosen == 1 else {"num_groups": number, "num_chosen_groups": chosen}
-
-
-def _with_experts(config: JsonFile, spec: ModelSpec, dense: Container[int], **others: Any) -> ModelSpec:
-    return experts_of_hf(
-        config,
-        spec,
-        width="moe_intermediate_size",
-        dense=dense,
-        share_factor=config.require("routed_scaling_factor", float),
-        shared_size=config.require("moe_intermediate_size", int) * config.require("n_shared_experts", int),
-        **others,
-    )
+    return sigmoid_experts_of_hf(config, _with_latents(config, spec), dense)
 
 
 def _with_latents(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -320,6 +303,11 @@ DEEPSEEK_V3 = replace(
     has_further_layers=True,
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, of_hf=_of_glm, hf_values=lambda values: _values(values, _GLM_DEFAULTS))
+YOUTU = replace(
+    DEEPSEEK_V2,
+    of_hf=_with_latents,
+    hf_values=lambda values: _values(values, {**_V3_DEFAULTS, "tie_word_embeddings": True}),
+)
 _QUERIES_IN_HALVES = replace(_QUERIES, runs=partial(_query_rows, turning=_halves))
 MINICPM3 = Architecture(
     describe=llama.describe,

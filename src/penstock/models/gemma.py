@@ -246,7 +246,7 @@ def _of_olmo3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return _with_local_rotations(config, spec, "rope_theta")
 
 
-def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Apply EXAONE's keys. A `sliding_window` of null means none; a missing one 4096, as in transformers."""
     config.only("hidden_act", "silu")
     window = config.get("sliding_window", int) if "sliding_window" in config.values else 4096
@@ -286,6 +286,6 @@ OLMO3 = replace(OLMO2, of_hf=_of_olmo3_hf, hf_values=lambda values: {"rope_theta
 EXAONE4 = replace(
     OLMO2,
     describe=partial(llama.describe, norms="behind", qk_norms="heads"),
-    of_hf=_of_exaone4_hf,
+    of_hf=of_exaone4_hf,
     of_gguf=_of_exaone4_gguf,
 )

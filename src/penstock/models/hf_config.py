@@ -157,7 +157,7 @@ def told_biases(config: JsonFile, architecture: str, *, value: bool = True) -> d
     return {name: key for key, names in told.items() if config.get(key, bool) is value for name in names}
 
 
-_NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_vl", "seed_oss")
+_NO_OUTPUT_BIAS = ("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_vl", "seed_oss", "solar_open")
 """Architectures in which `attention_bias` does not include the output projection."""
 ALWAYS_BIASED = ("qwen2", "qwen2_vl")
 """Architectures whose q, k and v have biases whatever `attention_bias` says."""

@@ -24,8 +24,8 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
 MOST_GROUPS = 64
 """Groups of experts of a layer: `kMostGroups` of native/experts.h."""
 _PERIODS = {
-    **{"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4},
-    **{"embedding_gemma": 6, "smollm3": 4, "vaultgemma": 2},
+    **{"afmoe": 4, "cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3": 6},
+    **{"embedding_gemma": 6, "gpt_oss": 2, "modernbert": 3, "olmo2": 4, "olmo3": 4, "smollm3": 4, "vaultgemma": 2},
 }
 """The default n of an architecture: every n-th layer sees all positions (in SmolLM3: has no rotation)."""
 
@@ -45,6 +45,46 @@ def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, dense: Conta
         **others,
     )
     return with_experts(spec, mlp, config.path, dense=dense)
+
+
+def sigmoid_experts_of_hf(
+    config: JsonFile, spec: ModelSpec, dense: Container[int], *, num_shared: str = "n_shared_experts"
+) -> ModelSpec:
+    """Return the spec with experts chosen as in DeepSeek V3, in every layer that is not `dense`.
+
+    `num_shared` is the key with the number of shared experts.
+    """
+    return experts_of_hf(
+        config,
+        spec,
+        width="moe_intermediate_size",
+        dense=dense,
+        scoring="sigmoid",
+        is_renormalised=config.require("norm_topk_prob", bool),
+        share_factor=config.require("routed_scaling_factor", float),
+        has_selection_bias=True,
+        num_group_scores=2,
+        shared_size=config.require("moe_intermediate_size", int) * config.require(num_shared, int),
+        **groups_of_hf(config),
+    )
+
+
+def groups_of_hf(config: JsonFile) -> Mapping[str, int]:
+    """Return the fields of `ExpertsMlp` for the groups of experts. One group is none."""
+    number, chosen = config.require("n_group", int), config.require("topk_group", int)
+    if number < 1:
+        raise config.error(f"n_group is {number}")
+    return {} if number == chosen == 1 else {"num_groups": number, "num_chosen_groups": chosen}
+
+
+def dense_layers_of_hf(config: JsonFile, spec: ModelSpec) -> list[int]:
+    """Return the layers without experts: those that `mlp_layer_types` names, or else the first `first_k_dense_replace`."""
+    kinds = config.get("mlp_layer_types", list)
+    if kinds is None:
+        return list(range(min(config.require("first_k_dense_replace", int), spec.num_layers)))
+    if len(kinds) != spec.num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise config.error(f"mlp_layer_types does not say for {spec.num_layers} layers whether they are dense or sparse")
+    return [number for number, kind in enumerate(kinds) if kind == "dense"]
 
 
 def experts_of_gguf(file: GgufFile, spec: ModelSpec, **others: Any) -> ModelSpec:

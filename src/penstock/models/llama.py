@@ -67,7 +67,7 @@ def describe(
             branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
             build.add(x, build.norm(branch, f"{at}.post_attn_norm", branch))
             normed = x if norms == "behind" else build.norm(x, f"{at}.mlp_norm")
-            branch = build.linear(build.activated(layer, normed), f"{at}.down", "projected", spec.hidden_size)
+            branch = build.mlp(layer, normed)
             build.add(x, build.norm(branch, f"{at}.post_mlp_norm", branch))
     return build.finish(build.norm(x, "norm"))
 

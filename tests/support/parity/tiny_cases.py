@@ -1053,6 +1053,85 @@ _EXAONE4_GGUF = Gguf(
     architecture="exaone4",
     metadata={"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True]},
 )
+_SIGMOID_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "routed_scaling_factor": 1.7}
+_SOLAR = settings(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    **_SIGMOID_EXPERTS,
+    attention_bias=True,
+    n_routed_experts=7,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+)
+_SOLAR_CASE = TinyCase(
+    architecture="solar_open", config=_SOLAR, shapes=shapes(_SOLAR, **_GLM4_EXPERTS, **_qkv_bias(_SOLAR)), seed=423
+)
+_DOTS1 = settings(
+    "dots1",
+    "Dots1ForCausalLM",
+    **_SIGMOID_EXPERTS,
+    num_hidden_layers=3,
+    attention_bias=False,
+    n_routed_experts=7,
+    n_shared_experts=2,
+    norm_topk_prob=True,
+    first_k_dense_replace=1,
+    sliding_window=6,
+    max_window_layers=2,
+)
+_DOTS1_CASE = TinyCase(architecture="dots1", config=_DOTS1, shapes=_mixed(_DOTS1, _GLM4_EXPERTS, 0, **_HEAD_NORMS), seed=432)
+_EXAONE_MOE = settings(
+    "exaone_moe",
+    "ExaoneMoeForCausalLM",
+    **_SIGMOID_EXPERTS,
+    num_hidden_layers=3,
+    num_experts=7,
+    num_shared_experts=2,
+    norm_topk_prob=True,
+    mlp_layer_types=["dense", "sparse", "dense"],
+    sliding_window=6,
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL],
+)
+_EXAONE_MOE_CASE = TinyCase(
+    architecture="exaone_moe",
+    config=_EXAONE_MOE,
+    shapes=_mixed(_EXAONE_MOE, _GLM4_EXPERTS, 0, 2, **_HEAD_NORMS),
+    seed=441,
+)
+_AFMOE = settings(
+    "afmoe",
+    "AfmoeForCausalLM",
+    num_hidden_layers=3,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    num_dense_layers=1,
+    num_shared_experts=2,
+    route_scale=1.7,
+    global_attn_every_n_layers=2,
+    sliding_window=6,
+    mup_enabled=True,
+    rms_norm_eps=0.05,
+)
+_AFMOE_EXPERTS = {
+    **{name: shape for name, shape in _GLM4_EXPERTS.items() if not name.startswith("mlp__gate__")},
+    "mlp__router__gate__weight": (7, 72),
+    "mlp__expert_bias": (7,),
+}
+_AFMOE_CASE = TinyCase(
+    architecture="afmoe",
+    config=_AFMOE,
+    shapes=_mixed(
+        _AFMOE,
+        _AFMOE_EXPERTS,
+        0,
+        **_HEAD_NORMS,
+        self_attn__gate_proj__weight=(72, 72),
+        pre_mlp_layernorm__weight=(72,),
+        post_mlp_layernorm__weight=(72,),
+    ),
+    seed=404,
+)
 _PHI3_CASE = TinyCase(architecture="phi3", config=_PHI3, shapes=_phi3_shapes(_PHI3), seed=31)
 _PHI3_LONG_CASE = TinyCase(architecture="phi3", config=_PHI3_LONG, shapes=_phi3_shapes(_PHI3_LONG), seed=32)
 _GPT2_CASE = TinyCase(
@@ -2200,8 +2279,14 @@ _GLM4_MOE_LITE = _latent_settings(
     norm_topk_prob=True,
     mlp_layer_types=["dense", "sparse", "dense"],
 )
-
-
+_YOUTU = _latent_settings(
+    "youtu",
+    "YoutuForCausalLM",
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")),
+    **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group")),
+    tie_word_embeddings=True,
+    rope_parameters={**_LATENT_YARN, "mscale": 1.2},
+)
 _MINICPM3 = settings(
     "minicpm3",
     "MiniCPM3ForCausalLM",
@@ -2316,6 +2401,7 @@ _LATENT_CASES = {
     },
     "minicpm3": _latent_case(_MINICPM3, seed=306),
     "moonlight": _latent_case(_MOONLIGHT, 0, seed=313),
+    "youtu": _latent_case(_YOUTU, seed=307),
     "glm4_moe_lite": _latent_case(_GLM4_MOE_LITE, 0, 2, seed=304),
 }
 
@@ -2572,6 +2658,11 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "gpt_oss_mxfp4_gguf": replace(_MXFP4_CASE, gguf=_MXFP4_GGUF, golden="gpt_oss_mxfp4"),
         "exaone4": _EXAONE4_CASE,
         "exaone4_gguf": replace(_EXAONE4_CASE, gguf=_EXAONE4_GGUF, golden="exaone4"),
+        "solar_open": _SOLAR_CASE,
+        "dots1": _DOTS1_CASE,
+        "exaone_moe": _EXAONE_MOE_CASE,
+        "exaone_moe_per_expert": replace(_EXAONE_MOE_CASE, experts="mlp.experts.{}.{}.weight", golden="exaone_moe"),
+        "afmoe": _AFMOE_CASE,
         "phi3": _PHI3_CASE,
         "phi3_gguf": replace(
             _PHI3_CASE, gguf=Gguf(architecture="phi3", metadata={"attention.sliding_window": 6}), golden="phi3"
