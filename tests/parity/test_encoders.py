@@ -120,6 +120,7 @@ MUTATED = (
     "gte_old_names",
     "embedding_gemma",
     "eurobert_classes",
+    "jina_3",
     "mpnet",
     "modernbert",
     "nomic_bert_old_names",

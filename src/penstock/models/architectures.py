@@ -28,6 +28,7 @@ _ROWS = (
     ("bert", "roberta", "Roberta* XLMRoberta* Camembert*", ""),
     ("bert", "xlm_roberta_xl", "XLMRobertaXL*", ""),
     ("bert", "gte", "Gte* New*", ""),
+    ("bert", "jina_3", "JinaEmbeddingsV3*", ""),
     ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
     ("bert", "mpnet", "MPNet*", ""),
     ("deepseek", "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek2"),

@@ -2,8 +2,8 @@
 
 Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 2105.00572
 (its XL), 2003.10555 (ELECTRA), 1910.01108 (DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT),
-2407.19669 (GTE, also its makers' modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2503.05500
-(EuroBERT) and 2108.12409 (ALiBi).
+2407.19669 (GTE, also its makers' modeling.py), 2310.19923 (Jina BERT 2, as in llama.cpp's jina-bert-v2.cpp), 2409.10173
+(Jina 3), 2503.05500 (EuroBERT) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
@@ -440,6 +440,46 @@ GTE = replace(
     },
     hf_words=None,
     hf_unread=(*BERT.hf_unread, "lm_head."),
+)
+
+
+# Jina 3: XLM-RoBERTa with rotation. Adapters for its tasks lie in other folders, and are not read.
+
+
+def _of_jina_3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    turn = spec.attentions[0].rotation
+    spec = replace(_with_bert(spec, read_activation(config, "hidden_act", "gelu")), num_types=_read_num_types(config))
+    return spec.with_attention(lambda _, attention: replace(attention, rotation=turn))
+
+
+JINA_3 = replace(
+    ROBERTA,
+    describe=partial(_describe, has_positions=False),
+    of_hf=_of_jina_3,
+    hf_values=partial(
+        _bert_values,
+        vocab_size=250002,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        max_position_embeddings=8194,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        rope_theta=20_000.0,
+    ),
+    hf_layers="layers.",
+    hf_layer={
+        **HF_LAYER,
+        **with_biases(
+            {
+                "post_attention_layernorm": "post_attn_norm",
+                "post_mlp_layernorm": "post_mlp_norm",
+                "mlp.fc1": "up",
+                "mlp.fc2": "down",
+            }
+        ),
+    },
 )
 
 

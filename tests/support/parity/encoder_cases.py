@@ -487,6 +487,33 @@ def old_gte_weights(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     return found
 
 
+def _jina_3_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        turn = {"rope_type": "default", "rope_theta": 50.0}
+        config = _config("jina_embeddings_v3", f"JinaEmbeddingsV3{end}", rope_parameters=turn)
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72), "embeddings.token_type_embeddings.weight": (2, 72)}
+        found |= _norm("embeddings.LayerNorm", 72)
+        for layer in range(2):
+            at = f"layers.{layer}"
+            for part in "qkvo":
+                found |= _linear(f"{at}.self_attn.{part}_proj", 72, 72)
+            found |= _linear(f"{at}.mlp.fc1", 100, 72) | _linear(f"{at}.mlp.fc2", 72, 100)
+            found |= _norm(f"{at}.post_attention_layernorm", 72) | _norm(f"{at}.post_mlp_layernorm", 72)
+        others: Shapes = {}
+        if end == "Model":
+            found |= _linear("pooler.dense", 72, 72)
+        elif end == "ForMaskedLM":
+            others = _masked_lm(config, "Roberta")
+        else:
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others = _linear("classifier.dense", 72, 72) | _linear("classifier.out_proj", 3, 72)
+        cases[f"jina_3{name}"] = _case("jina_3", config, found, others, "roberta.", 294 + number)
+    return cases
+
+
 def _jina_cases() -> dict[str, EncoderCase]:
     """Five heads, which are no power of two."""
     cases: dict[str, EncoderCase] = {}
@@ -691,7 +718,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
-_GTE = _gte_cases()
+_GTE, _JINA_3 = _gte_cases(), _jina_3_cases()
 _JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -812,6 +839,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),
         **_GTE,
+        **_JINA_3,
         "gte": replace(_GTE["gte"], is_mutated=True),
         "gte_old_names": replace(_GTE["gte"], old_config=OLD_GTE, old_weights=old_gte_weights, golden="gte"),
         **_ELECTRA,
