@@ -115,13 +115,13 @@ void Engine::check_form(int weight, int activation) const {
     if (!fits || x.cols != w.cols) throw std::invalid_argument("an activation is in another form than its matrix multiplies, or has other columns");
 }
 
-// std::invalid_argument unless each head's matrix has whole panels, and fits its columns.
+// std::invalid_argument unless each head's matrix has whole panels, and fits its columns, which are read in pairs.
 void Engine::check_heads(const LinearOp& op) const {
     const PackedMatrix& w = weights_.packed(op.weight).matrix;
     const Activation& x = activations_.at(op.activation).view;
     const int64_t channels = op.out_columns;
     const bool fits = x.bf16 && w.kind == WeightKind::kBf16 && w.rows % (op.num_heads * kPanel) == 0 && w.rows / op.num_heads <= channels &&
-                      w.cols <= op.x_columns && op.num_heads * op.x_columns == x.cols && op.num_heads * channels == buffers_.at(op.out).width;
+                      w.cols + w.cols % 2 <= op.x_columns && op.num_heads * op.x_columns == x.cols && op.num_heads * channels == buffers_.at(op.out).width;
     if (!fits) throw std::invalid_argument("the matrices of heads do not fit the columns of what they multiply or make");
 }
 

@@ -151,6 +151,20 @@ def test_attention_of_no_layer_or_of_heads_that_share_none_evenly_is_refused(lay
             engine.add_rows([RowOp(RowOpKind.KV_WRITE, x=buffer, y=buffer, n=layer)], samples=False)
 
 
+@pytest.mark.parametrize(("columns", "x_columns", "out_columns"), [(3, 3, 16), (6, 4, 16), (4, 4, 15), (4, 5, 16)])
+def test_heads_that_do_not_fit_their_columns_are_refused(columns: int, x_columns: int, out_columns: int) -> None:
+    """Columns are read in pairs: the last head's odd one would be read with a column of the next row."""
+    engine = Engine(**SIZES)
+    weights = np.zeros((32, 2 * columns), np.uint8)
+    heads = {
+        "weight": engine.add_matrix(SourceFormat.BF16, 32, columns, weights),
+        "activation": engine.add_activation(8 if x_columns == 4 else 6, False, per_sample=False),
+        "out": engine.add_buffer(32, per_sample=False),
+    }
+    with pytest.raises(ValueError, match="matrices of heads do not fit"):
+        engine.add_heads(**heads, num_heads=2, x_columns=x_columns, out_columns=out_columns, samples=False)
+
+
 def run_alone(code: str) -> str:
     """The output of code in a process of its own, which must end well."""
     prelude = f"import sys\nsys.path[:] = {sys.path!r}\nimport resource\nfrom backends.test_native_engine import *\n"

@@ -153,6 +153,8 @@ def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, 
     for size in (rank, latent.key_dim, latent.value_dim, latent.query_rank + 1):
         if not 1 <= size <= checks.LIMITS["head_dim"]:
             raise damaged(path, f"a head or a projection of latent attention has {size} columns")
+    if latent.key_dim % 2:
+        raise checks.unsupported(path, f"keys of latent attention have {latent.key_dim} columns", "even numbers are")
     turns = {attention.rotation for attention in spec.attentions}
     if len(turns) > 1 or any(turn is None or turn.query_growth for turn in turns):
         raise checks.unsupported(path, "layers rotate in several ways, or queries grow with their position", "one rotation is")
