@@ -6,11 +6,12 @@ as `</think>`, so the result does not depend on how the text was cut. A call's a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.text.dialects import ReasoningFormat, ToolFormat, Way, marks_of
+from penstock.text.dialects import NAME_CHARS, ReasoningFormat, ToolFormat, Way, marks_of
 from penstock.text.parameters import ParameterReader, Types, held_back, match_literal
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_UNMARKED_CHARS = 256
 """A call without a mark such as `<tool_call>` must name its tool within this many characters."""
-_NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
+_NAME = re.compile(f"[{NAME_CHARS}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,11 +363,11 @@ class _CallReader:
         return True
 
     def _read_name(self, _parts: list[Part]) -> bool:
-        num = next((at for at, char in enumerate(self._held) if char not in _NAME_CHARS), None)
-        if num is None:
+        name = _NAME.match(self._held)
+        if name is None or name.end() == len(self._held):
             return False
-        self._name = self._held[:num]
-        self._take(num)
+        self._name = name[0]
+        self._take(name.end())
         self._step = self._read_middle
         return True
 

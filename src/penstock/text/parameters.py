@@ -25,7 +25,7 @@ _NAMES: Mapping[type, str] = {
     str: "string",
 }
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 Types = Mapping[str, frozenset[str]]
 """A parameter's name -> its types."""
 
@@ -137,7 +137,9 @@ class ParameterReader:
         self._num_keys = 0
         self._of_value = ANY_TYPE
         self._num_searched = 0
-        """Characters of a value without its end. No JSON string goes on behind them."""
+        """Characters of a JSON value that need not be read again."""
+        self._is_in_string = False
+        """A string of that value goes on behind them."""
         self._is_in_value = self._is_at_start = False
         self.is_closed = False
         self.is_wrong = False
@@ -181,7 +183,7 @@ class ParameterReader:
         key = text[first:last]
         self._num_keys += 1
         self._is_in_value = self._is_at_start = True
-        self._num_searched = 0
+        self._num_searched, self._is_in_string = 0, False
         self._of_value = self._types.get(key, ANY_TYPE)
         quote = '"' if self._of_value == {"string"} else ""
         return last + num, f"{', ' if self._num_keys > 1 else '{'}{_json(key)}: {quote}"
@@ -204,14 +206,20 @@ class ParameterReader:
 
     def _find(self, text: str, close: str) -> int:
         """Return where a value ends, or -1. Texts end at the first mark, and JSON at the first outside of its strings."""
-        end = text.find(close, self._num_searched)
-        while "string" not in self._of_value and (quote := text.find('"', self._num_searched, max(end, 0))) >= 0:
-            string = _STRING.match(text, quote)
-            if string is None:
-                return -1
-            self._num_searched = string.end()
-            end = text.find(close, self._num_searched)
-        return end
+        if "string" in self._of_value:
+            return text.find(close)
+        while True:
+            if self._is_in_string:
+                self._num_searched = _IN_STRING.match(text, self._num_searched).end()  # type: ignore[union-attr]
+                if not text.startswith('"', self._num_searched):
+                    return -1
+                self._num_searched += 1
+            quote = text.find('"', self._num_searched)
+            end = text.find(close, self._num_searched, len(text) if quote < 0 else quote)
+            self._is_in_string = quote >= 0 > end
+            if not self._is_in_string:
+                return end
+            self._num_searched = quote + 1
 
 
 def match_literal(text: str, literal: str) -> int | None:
