@@ -6,7 +6,7 @@ namespace penstock {
 
 namespace {
 
-constexpr int kRowsOfTile = 4;      // strands and tasks have whole ones; only the speed depends on it
+constexpr int kRowsOfTile = 4;      // strands and tasks are cut at multiples of it; only the speed depends on it
 constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 constexpr int kEagerMembers = 8;       // have so many tasks each; of larger teams the others have fewer,

@@ -483,8 +483,17 @@ def old_gte_weights(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
             continue
         for new, old in renamed.items():
             name = name.replace(new, old)
-        found[f"new.{name}"] = values
+        found[name if name.startswith(("classifier.", "lm_head.")) else f"new.{name.removeprefix('gte.')}"] = values
     return found
+
+
+def _old_gte_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for name, end in CLASSES.items():
+        config = {**OLD_GTE, "architectures": [f"New{end}"], **(_LABELS if end.endswith("Classification") else {})}
+        case = _GTE[f"gte{name}"]
+        cases[f"gte_old_names{name}"] = replace(case, old_config=config, old_weights=old_gte_weights, golden=f"gte{name}")
+    return cases
 
 
 def _jina_3_cases() -> dict[str, EncoderCase]:
@@ -841,7 +850,7 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         **_GTE,
         **_JINA_3,
         "gte": replace(_GTE["gte"], is_mutated=True),
-        "gte_old_names": replace(_GTE["gte"], old_config=OLD_GTE, old_weights=old_gte_weights, golden="gte"),
+        **_old_gte_cases(),
         **_ELECTRA,
         "electra": replace(_ELECTRA["electra"], is_mutated=True),
         **_EUROBERT,
