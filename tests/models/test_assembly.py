@@ -263,7 +263,9 @@ OF_DOCS = (
         "NeoBERTLMHead",
         "neo-bert",
         "T5ForConditionalGeneration",
-        "HunYuanMoEV1ForCausalLM",
+        "PhimoeForCausalLM",
+        "PersimmonForCausalLM",
+        "JetMoeForCausalLM",
         "hunyuan-moe",
     ),
 )

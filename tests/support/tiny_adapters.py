@@ -29,6 +29,7 @@ _NO_PRODUCTS = (
         "conv.conv",
         "kv_b_proj",
         "mlp.gate",
+        "mlp.gate.wg",
         "feed_forward.gate",
         "router.gate",
         "mixer.gate",

@@ -35,7 +35,8 @@ from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_local_layers, with_windows
 from penstock.models.program import Program
-from penstock.types.model_spec import Activation, LayerSpec, ModelSpec, PlainMlp
+from penstock.models.rope import inverse_frequencies
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, LayerSpec, ModelSpec, PlainMlp, Rotation
 
 
 def describe(
@@ -347,10 +348,61 @@ HYPERCLOVAX = Architecture(
 )
 
 
+# Granite with windows (IBM's Swash models): sinks, windows in three of four layers, and bases of the rotation by layer.
+
+
+def granite_swa_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return granite_values({"sliding_window": 128, **values})
+
+
+def with_granite_windows(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with sinks, windows, and rotations by `layer_rope_theta`, of which 0 means none."""
+    bases = config.get("layer_rope_theta", list)
+    if bases is not None:
+        if len(bases) != spec.num_layers or not all(
+            type(base) in (int, float) and (base == 0 or 1 < base < 1e12) for base in bases
+        ):
+            raise config.error(f"layer_rope_theta has not 0 or a base for each of {spec.num_layers} layers")
+        config.only("rope_scaling", None)
+        JsonFile(config.path, config.get("rope_parameters", dict) or {}).only("rope_type", "default")
+
+    def changed(layer: int, attention: AttentionSpec) -> AttentionSpec:
+        if bases is None:
+            return replace(attention, has_sinks=True)
+        base = float(bases[layer])
+        turn = Rotation(inv_freq=inverse_frequencies(attention.head_dim, base)) if base else None
+        return replace(attention, has_sinks=True, rotation=turn)
+
+    spec = spec.with_attention(changed)
+    return with_windows(config, spec, config.get("sliding_window", int), local_layers(spec, 4, first=0))
+
+
+GRANITE_SWA = Architecture(
+    describe=describe,
+    of_hf=lambda config, spec: with_granite_windows(config, of_granite_hf(config, spec)),
+    hf_values=lambda values: granite_swa_values({"tie_word_embeddings": True, **values}),
+    hf_layer={**HF_LAYER, "self_attn.sinks": "sinks"},
+)
+
+
+# Jais 2 (Inception; not the first, which has ALiBi): layer norms, biases, and an MLP without a gate.
+
+JAIS2 = Architecture(
+    describe=describe,
+    of_hf=lambda config, spec: with_gpt_layers(spec, read_activation(config, "hidden_act", "relu2")),
+    hf_values=lambda values: {
+        "attention_bias": True,
+        "mlp_bias": True,
+        **values,
+        "rms_norm_eps": values.get("layer_norm_eps", 1e-5),
+    },
+)
+
+
 # Hunyuan, dense (Tencent): norms of q and k behind their rotation, whose base has a fixed factor.
 
 
-def _hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return config.json with the kind `ntk_alpha` for a `dynamic` rotation that has an `alpha`, as transformers calls it."""
     for key in ("rope_scaling", "rope_parameters"):
         scaling = values.get(key)
@@ -370,7 +422,7 @@ def _of_hunyuan(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 HUNYUAN = Architecture(
     describe=partial(describe, qk_norms="rotated"),
     of_hf=_of_hunyuan,
-    hf_values=_hunyuan_values,
+    hf_values=hunyuan_values,
     hf_layer={**HF_LAYER, "self_attn.query_layernorm.weight": "q_norm", "self_attn.key_layernorm.weight": "k_norm"},
 )
 
@@ -526,7 +578,7 @@ def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
 def _gpt2_name(name: str) -> str | None:
     """Return a tensor's name without `transformer.`, which old files lack, or None for a causal mask: it is no weight."""
     bare = name.removeprefix("transformer.")
-    return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
+    return None if bare.endswith((".attn.bias", ".attention.bias", ".masked_bias")) else bare
 
 
 GPT2 = Architecture(
@@ -550,6 +602,67 @@ GPT2 = Architecture(
     },
     gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
     gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": QKV_BIAS},
+)
+
+
+# GPT-Neo (EleutherAI, 2021): GPT-2 with windows in some layers, and scores without a scale.
+
+_GPT_NEO_DEFAULTS = {
+    "vocab_size": 50257,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_types": [[["global", "local"], 12]],
+    "window_size": 256,
+}
+_GPT_NEO_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+
+
+def _gpt_neo_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_defaults(values, _GPT_NEO_DEFAULTS, _GPT_NEO_KEYS)
+    if type(found["hidden_size"]) is int:
+        found.setdefault("intermediate_size", 4 * found["hidden_size"])
+    return found
+
+
+def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Apply `attention_types`, which has lists of kinds, and how often each list is repeated."""
+    kinds: list[object] = []
+    for item in config.require("attention_types", list):
+        match item:
+            case [list(names), int(times)] if 0 <= times * len(names) <= spec.num_layers:
+                kinds += names * times
+            case _:
+                raise config.error(f"attention_types has {item!r}, not a list of kinds and a number")
+    if len(kinds) != spec.num_layers or not all(kind in ("global", "local") for kind in kinds):
+        raise config.error(f"attention_types has not global or local for each of {spec.num_layers} layers")
+    spec = _with_gpt2(spec, read_activation(config, "activation_function", "gelu_new"))
+    spec = spec.with_attention(lambda _, attention: replace(attention, scale=1.0))
+    return with_local_layers(spec, config.require("window_size", int), [kind == "local" for kind in kinds], config.path)
+
+
+GPT_NEO = replace(
+    GPT2,
+    of_hf=_of_gpt_neo,
+    of_gguf=lambda _, spec: spec,
+    hf_values=_gpt_neo_values,
+    hf_layer=with_biases(
+        {
+            "ln_1": "attn_norm",
+            "ln_2": "mlp_norm",
+            **{f"attn.attention.{name}_proj": name for name in "qkv"},
+            "attn.attention.out_proj": "o",
+            "mlp.c_fc": "up",
+            "mlp.c_proj": "down",
+        }
+    ),
 )
 
 

@@ -23,7 +23,7 @@ from penstock.models.delta_net import negative_exp
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
-from penstock.models.moe import GRANITE_MOE
+from penstock.models.moe import GRANITE_MOE_SHARED
 from penstock.models.program import Program
 from penstock.types.model_spec import GatedMlp, LayerFactors, LayerSpec, LinearAttentionSpec, ModelSpec
 
@@ -183,16 +183,14 @@ GGUF_MAMBA: Mapping[str, str | Parts] = {
 }
 _SHARED_OF_DENSE = {f"ffn_{name}.weight": f"shared_{name}" for name in ("gate", "up", "down")}
 GRANITE_HYBRID = replace(
-    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     describe=partial(describe, dense="shared_"),
     of_hf=_of_granite,
     of_gguf=_of_granite_gguf,
     hf_values=_granite_values,
     hf_layer={
-        **GRANITE_MOE.hf_layer,
+        **GRANITE_MOE_SHARED.hf_layer,
         **_HF_MAMBA,
-        "shared_mlp.input_linear.weight": Parts(("shared_gate", "shared_up")),
-        "shared_mlp.output_linear.weight": "shared_down",
     },
     gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS, **_SHARED_OF_DENSE, **GGUF_MAMBA},
     hf_changed={"mix_decay": negative_exp},

@@ -18,6 +18,7 @@ from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
 from penstock.models.layers import (
     GGUF_EXPERTS,
+    dense_layers_of_hf,
     experts_of_gguf,
     experts_of_hf,
     local_layers,
@@ -82,6 +83,23 @@ def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     return experts_of_gguf(file, spec, is_renormalised=False, share_factor=factor, shared_size=width, has_shared_gate=True)
 
 
+def _mellum_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"head_dim": 128, "rms_norm_eps": 1e-6, "sliding_window": 1024, "norm_topk_prob": True, "first_k_dense_replace": 0, **values}
+    if not values.get("rope_parameters"):
+        bases = {"full_attention": 5e5, "sliding_attention": 1e4}
+        turns = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+        found["rope_parameters"] = turns if values.get("layer_types") else turns["full_attention"]
+    return found
+
+
+def _of_mellum(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    spec = with_windows(config, spec, config.require("sliding_window", int), [False] * spec.num_layers)
+    dense = dense_layers_of_hf(config, spec)
+    is_renormalised = config.require("norm_topk_prob", bool)
+    return experts_of_hf(config, spec, width="moe_intermediate_size", dense=dense, is_renormalised=is_renormalised)
+
+
 def _of_qwen3_vl_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for key, value in (("hidden_act", "silu"), ("norm_topk_prob", True), ("use_sliding_window", False)):
         config.only(key, value)
@@ -117,6 +135,14 @@ QWEN3_MOE = Architecture(
     hf_layer={**HF_LAYER, **GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
+MELLUM = replace(
+    QWEN3_MOE,
+    of_hf=_of_mellum,
+    of_gguf=lambda _, spec: spec,
+    hf_values=_mellum_values,
+    hf_name=lambda name: None if name.startswith("mtp.") else name,  # predicts further tokens
+)
+"""Mellum 2 (JetBrains): Qwen 3 MoE with windows and dense layers by lists."""
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     of_hf=_of_qwen3_vl_moe,
@@ -142,6 +168,18 @@ OLMOE = Architecture(
     hf_layer={**HF_LAYER, **GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
+FLEX_OLMO = Architecture(
+    describe=partial(llama.describe, norms="behind", qk_norms="rows"),
+    of_hf=_of_olmoe,
+    hf_values=lambda values: {"rope_theta": 5e5, **values},
+    hf_layer={
+        **HF_LAYER,
+        **GATE_UP_DOWN,
+        "post_attention_layernorm.weight": "post_attn_norm",
+        "post_feedforward_layernorm.weight": "post_mlp_norm",
+    },
+)
+"""FlexOlmo (Ai2; arXiv 2507.07024): OLMo 2 with experts."""
 GRANITE_MOE = Architecture(
     describe=llama.describe,
     of_hf=lambda config, spec: experts_of_hf(config, llama.of_granite_hf(config, spec), width="intermediate_size"),
@@ -157,6 +195,65 @@ GRANITE_MOE = Architecture(
     },
     gguf_layer=_GGUF_LAYER,
     is_interleaved_in_gguf=True,
+)
+
+
+def _of_granite_shared(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    size = config.get("shared_intermediate_size", int) or 0
+    return experts_of_hf(config, llama.of_granite_hf(config, spec), width="intermediate_size", shared_size=size)
+
+
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    of_hf=_of_granite_shared,
+    hf_layer={
+        **GRANITE_MOE.hf_layer,
+        "shared_mlp.input_linear.weight": Parts(("shared_gate", "shared_up")),
+        "shared_mlp.output_linear.weight": "shared_down",
+    },
+)
+GRANITE_MOE_SWA = replace(
+    GRANITE_MOE_SHARED,
+    of_hf=lambda config, spec: llama.with_granite_windows(config, _of_granite_shared(config, spec)),
+    hf_values=llama.granite_swa_values,
+    hf_layer={**GRANITE_MOE_SHARED.hf_layer, "self_attn.sinks": "sinks"},
+)
+
+
+# Hunyuan A13B (Tencent): the attention of its dense models, and a shared expert as wide as the others.
+
+_HUNYUAN_LISTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
+
+
+def _hunyuan_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with one number for each list of equal ones. Others are refused, as no numbers."""
+    found = with_defaults(llama.hunyuan_values(values), {}, {"moe_topk": "num_experts_per_tok"})
+    for key in _HUNYUAN_LISTS:
+        match found.get(key):
+            case [first, *others] if all(other == first for other in others):
+                found[key] = first
+    return found
+
+
+def _of_hunyuan_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    width = config.require("intermediate_size", int)
+    for key, value in (("hidden_act", "silu"), ("use_qk_norm", True), ("use_cla", False), ("num_shared_expert", 1)):
+        config.only(key, value)
+    for key, value in (("moe_intermediate_size", width), ("moe_layer_num_skipped", 0)):
+        config.only(key, value)
+    return experts_of_hf(config, spec, width="intermediate_size", shared_size=width)
+
+
+HUNYUAN_MOE = Architecture(
+    describe=llama.HUNYUAN.describe,
+    of_hf=_of_hunyuan_moe,
+    hf_values=_hunyuan_values,
+    hf_layer={
+        **llama.HUNYUAN.hf_layer,
+        **GATE_UP_DOWN,
+        "mlp.gate.wg.weight": "router",
+        **{f"mlp.shared_mlp.{name}_proj.weight": f"shared_{name}" for name in ("gate", "up", "down")},
+    },
 )
 
 

@@ -22,6 +22,8 @@ from penstock.models.architectures import (
     QKV,
     QKV_BIAS,
     Architecture,
+    Parts,
+    Run,
     with_biases,
     with_defaults,
 )
@@ -216,8 +218,8 @@ _NEOX_KEYS = {"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_fa
 
 
 def _without_masks(name: str) -> str | None:
-    """Leave out the causal masks that old files of GPT-NeoX and GPT-J hold beside the weights."""
-    return None if re.search(r"\.(attention|attn)\.(masked_)?bias$", name) else name
+    """Leave out the causal masks that old files of GPT-NeoX, GPT-J and CodeGen hold beside the weights."""
+    return None if re.search(r"\.(attention|attn)\.((masked_)?bias|causal_mask)$", name) else name
 
 
 def _neox_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -358,3 +360,39 @@ GPTJ = Architecture(
     has_partial_rope=True,
 )
 """llama.cpp has no graph of GPT-J."""
+
+
+# CodeGen 1 (Salesforce; arXiv 2203.13474): GPT-J whose q, v and k are one tensor, by the parts of four devices.
+
+
+def _of_codegen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if (num_heads := spec.attentions[0].num_heads) % 4:
+        raise checks.unsupported(config.path, f"the number of heads is {num_heads}", "a multiple of 4 is")
+    return _of_gptj(config, spec)
+
+
+def _codegen_rows(spec: ModelSpec) -> list[list[Run]]:
+    """Return the rows of q, v and k. A head's neighbouring rows, which rotate as pairs, come apart into halves."""
+    attention, width = spec.attentions[0], spec.hidden_size // 4
+    head_dim, turn = attention.head_dim, attention.rotation
+    assert turn is not None
+    num_pairs = len(turn.inv_freq)
+
+    def by_head(part: int) -> list[Run]:
+        first = [device * 3 * width + part * width + row for device in range(4) for row in range(0, width, head_dim)]
+        rest = head_dim - 2 * num_pairs
+        runs = [[(row, num_pairs, 2), (row + 1, num_pairs, 2), (row + 2 * num_pairs, rest, 1)] for row in first]
+        return [run for head in runs for run in head if run[1]]
+
+    return [by_head(0), [(device * 3 * width + width, width, 1) for device in range(4)], by_head(2)]
+
+
+CODEGEN = replace(
+    GPTJ,
+    of_hf=_of_codegen,
+    hf_layer={
+        **with_biases({"ln_1": "attn_norm", "attn.out_proj": "o", "mlp.fc_in": "up", "mlp.fc_out": "down"}),
+        "attn.qkv_proj.weight": Parts(("q", "v", "k"), runs=_codegen_rows),
+    },
+    is_interleaved_in_hf=False,
+)

@@ -2435,7 +2435,175 @@ def _without_last_norm(found: Shapes) -> Shapes:
     return {name: shape for name, shape in found.items() if name != "model.norm.weight"}
 
 
+_GRANITE_MOE_SHARED = {
+    **_GRANITE_MOE,
+    "model_type": "granitemoeshared",
+    "architectures": ["GraniteMoeSharedForCausalLM"],
+    "shared_intermediate_size": 56,
+}
+_SWA = {"num_hidden_layers": 5, "sliding_window": 6, "layer_rope_theta": [3000.0, 500.0, 0, 3000.0, 0]}
+_GRANITE_SWA = {**_GRANITE, "model_type": "granite_swa", "architectures": ["GraniteSWAForCausalLM"], **_SWA}
+_GRANITE_MOE_SWA = {
+    **_GRANITE_MOE_SHARED,
+    "model_type": "granitemoe_swa",
+    "architectures": ["GraniteMoeSWAForCausalLM"],
+    "num_hidden_layers": 2,
+    "sliding_window": 6,
+}
+_GRANITE_SHARED_EXPERTS = {
+    **_experts(_GRANITE_MOE, 40),
+    **_GRANITE_EXPERTS,
+    "shared_mlp__input_linear__weight": (112, 72),
+    "shared_mlp__output_linear__weight": (72, 56),
+}
+_JAIS2 = settings(
+    "jais2",
+    "Jais2ForCausalLM",
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    hidden_act="gelu",
+    attention_bias=True,
+    mlp_bias=True,
+)
+_HUNYUAN_MOE = {
+    **_HUNYUAN,
+    "model_type": "hunyuan_v1_moe",
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "num_experts": 7,
+    "moe_topk": [3, 3],
+    "intermediate_size": 40,
+}
+_FLEX_OLMO = {**_OLMOE, "rms_norm_eps": 0.1, "model_type": "flex_olmo", "architectures": ["FlexOlmoForCausalLM"]}
+_MELLUM = settings(
+    "mellum",
+    "MellumForCausalLM",
+    num_hidden_layers=3,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    norm_topk_prob=True,
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL],
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    sliding_window=6,
+    rope_parameters={
+        _GLOBAL: {"rope_type": "default", "rope_theta": 3000.0},
+        _LOCAL: {"rope_type": "default", "rope_theta": 200.0},
+    },
+)
+_CODEGEN = {**_GPTJ, "model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_head": 4}
+_GPT_NEO = {
+    "architectures": ["GPTNeoForCausalLM"],
+    "model_type": "gpt_neo",
+    "vocab_size": 263,
+    "hidden_size": 72,
+    "num_layers": 3,
+    "num_heads": 3,
+    "intermediate_size": 100,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], 1], [["local"], 1]],
+    "window_size": 6,
+    "activation_function": "gelu",
+    "layer_norm_epsilon": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _gpt_neo_shapes() -> Shapes:
+    found: Shapes = {"wte.weight": (263, 72), "wpe.weight": (64, 72)}
+    for at in (f"h.{layer}" for layer in range(3)):
+        found |= {f"{at}.{name}.{end}": (72,) for name in ("ln_1", "ln_2") for end in ("weight", "bias")}
+        found |= {f"{at}.attn.attention.{name}_proj.weight": (72, 72) for name in ("q", "k", "v", "out")}
+        found |= {f"{at}.attn.attention.out_proj.bias": (72,)}
+        found |= {f"{at}.mlp.c_fc.weight": (100, 72), f"{at}.mlp.c_fc.bias": (100,)}
+        found |= {f"{at}.mlp.c_proj.weight": (72, 100), f"{at}.mlp.c_proj.bias": (72,)}
+    found |= {"ln_f.weight": (72,), "ln_f.bias": (72,)}
+    return {f"transformer.{name}": shape for name, shape in found.items()}
+
+
 _RELATIVES = {
+    "granite_moe_shared": TinyCase(
+        architecture="granite_moe_shared",
+        config=_GRANITE_MOE_SHARED,
+        shapes=shapes({**_GRANITE_MOE_SHARED, "head_dim": 24}, **_GRANITE_SHARED_EXPERTS),
+        seed=235,
+    ),
+    "granite_swa": TinyCase(
+        architecture="granite_swa", config=_GRANITE_SWA, shapes=shapes(_GRANITE_SWA, self_attn__sinks=(3,)), seed=236
+    ),
+    "granite_moe_swa": TinyCase(
+        architecture="granite_moe_swa",
+        config=_GRANITE_MOE_SWA,
+        shapes=shapes({**_GRANITE_MOE_SWA, "head_dim": 24}, **_GRANITE_SHARED_EXPERTS, self_attn__sinks=(3,)),
+        seed=237,
+    ),
+    "jais2": TinyCase(
+        architecture="jais2",
+        config=_JAIS2,
+        shapes={
+            **shapes(
+                _JAIS2,
+                **_qkv_bias(_JAIS2),
+                self_attn__o_proj__bias=(72,),
+                input_layernorm__bias=(72,),
+                post_attention_layernorm__bias=(72,),
+                mlp__gate_proj__weight=None,
+                mlp__up_proj__bias=(100,),
+                mlp__down_proj__bias=(72,),
+            ),
+            "model.norm.bias": (72,),
+        },
+        seed=238,
+        factors={"q_proj.weight": 2.0},
+    ),
+    "hunyuan_moe": replace(
+        _HUNYUAN_CASE,
+        architecture="hunyuan_moe",
+        config=_HUNYUAN_MOE,
+        shapes=shapes(
+            _HUNYUAN_MOE,
+            **_qkv_bias(_HUNYUAN),
+            **{**_experts(_HUNYUAN_MOE, 40), "mlp__gate__weight": None, "mlp__gate__wg__weight": (7, 72)},
+            **_shared(_HUNYUAN_MOE, "shared_mlp", 40),
+            self_attn__o_proj__bias=(72,),
+            self_attn__query_layernorm__weight=(24,),
+            self_attn__key_layernorm__weight=(24,),
+        ),
+        seed=239,
+    ),
+    "flex_olmo": TinyCase(
+        architecture="flex_olmo",
+        config=_FLEX_OLMO,
+        shapes=shapes(
+            {**_FLEX_OLMO, "head_dim": 24},
+            **_ROW_NORMS,
+            **_experts(_FLEX_OLMO, 40),
+            input_layernorm__weight=None,
+            post_feedforward_layernorm__weight=(72,),
+        ),
+        seed=244,
+        factors={"embed_tokens.weight": 5.0, "q_norm.weight": 2.0},
+    ),
+    "mellum": TinyCase(
+        architecture="mellum",
+        config=_MELLUM,
+        shapes=_mixed(_MELLUM, _experts(_MELLUM, 40), 0, **_HEAD_NORMS),
+        seed=246,
+    ),
+    "codegen": TinyCase(
+        architecture="codegen",
+        config=_CODEGEN,
+        shapes=_side_by_side(
+            {"attn.qkv_proj*": (216, 72), "attn.out_proj*": (72, 72), "mlp.fc_in": (100, 72), "mlp.fc_out": (72, 100)},
+            "transformer.h",
+            "ln_1",
+            ("transformer.wte", "transformer.ln_f"),
+        ),
+        seed=242,
+        norm_centre=2.0,
+        refused_by={"cuda": "Logits.bias"},
+    ),
+    "gpt_neo": TinyCase(architecture="gpt_neo", config=_GPT_NEO, shapes=_gpt_neo_shapes(), seed=243),
     "olmo": TinyCase(
         architecture="olmo",
         config=_OLMO,
