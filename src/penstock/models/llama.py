@@ -36,7 +36,7 @@ from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_gpt_layers, with_local_layers, with_windows
 from penstock.models.program import Program
 from penstock.models.rope import inverse_frequencies
-from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, LayerSpec, ModelSpec, PlainMlp, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, LayerSpec, ModelSpec, PlainMlp, Rotation
 
 
 def describe(

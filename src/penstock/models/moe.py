@@ -84,7 +84,14 @@ def _of_qwen2_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _mellum_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {"head_dim": 128, "rms_norm_eps": 1e-6, "sliding_window": 1024, "norm_topk_prob": True, "first_k_dense_replace": 0, **values}
+    found = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        **values,
+    }
     if not values.get("rope_parameters"):
         bases = {"full_attention": 5e5, "sliding_attention": 1e4}
         turns = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
