@@ -45,7 +45,7 @@ from support.tiny_models import write_hf_files
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("granite_hybrid", {"layer_types": ["mamba"] * 3}, "missing"),
         ("granite_hybrid", {"layer_types": ["mamba", "attention", "conv"]}, "layer_types has conv"),
-        ("granite_hybrid", {"mamba_n_groups": 2}, "2 groups, which is not supported"),
+        ("granite_hybrid", {"mamba_n_groups": 4}, "linear attention is not possible"),
         ("granite_hybrid", {"mamba_n_heads": 0}, "0 heads"),
         ("granite_hybrid", {"mamba_n_heads": 5, "mamba_d_head": "auto"}, "are not mamba_expand 2 times 72"),
         ("granite_hybrid", {"mamba_d_state": 11}, "asks for"),
@@ -89,7 +89,7 @@ from support.tiny_models import write_hf_files
         ("nemotron_h_moe", {"n_group": 7}, "n_group is 7"),
         ("nemotron_h_moe", {"moe_latent_size": 36}, "moe_latent_size is 36"),
         ("nemotron_h_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0"),
-        ("bamba", {"mamba_n_groups": 0}, "0 groups"),
+        ("bamba", {"mamba_n_groups": 0}, "linear attention is not possible"),
     ],
 )
 def test_settings_that_are_not_possible_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:

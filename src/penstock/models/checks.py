@@ -106,8 +106,6 @@ def _check_linear_attention(spec: LinearAttentionSpec, path: Path) -> None:
         raise damaged(path, f"linear attention is not possible with {heads}")
     if not 2 <= spec.kernel <= MAX_KERNEL:
         raise unsupported(path, f"the convolution's kernel has {spec.kernel} positions", f"2 to {MAX_KERNEL} are")
-    if spec.num_norm_groups and spec.value_width % spec.num_norm_groups:
-        raise damaged(path, f"{spec.value_width} columns can't be normed in {spec.num_norm_groups} equal groups")
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:

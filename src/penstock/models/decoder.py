@@ -276,9 +276,11 @@ class Decoder:
         return out if spec.has_delta_rule or spec.has_norm_before_gate else self._norm_mixed(f"{at}scale", out, spec)
 
     def _norm_mixed(self, weight: str, x: str, spec: LinearAttentionSpec) -> str:
-        if spec.num_norm_groups <= 1:
-            return self._rms_norm(x, weight, x) if spec.num_norm_groups else x
-        return self._rms_norm(x, weight, x, group=spec.value_width // spec.num_norm_groups, is_by_column=True)
+        if not spec.has_norm:
+            return x
+        if spec.num_key_heads == 1:
+            return self._rms_norm(x, weight, x)
+        return self._rms_norm(x, weight, x, group=spec.value_width // spec.num_key_heads, is_by_column=True)
 
     def short_conv(self, layer: int, x: str) -> str:
         """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]"""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,11 +105,7 @@ def read_limits(config: JsonFile) -> tuple[float, float]:
     return float(found[0]), math.inf if found[1] > _LARGEST_STEP else float(found[1])
 
 
-def _with_mamba(path: Path, spec: ModelSpec, net: LinearAttentionSpec, attends: Sequence[bool]) -> ModelSpec:
-    if net.num_key_heads != 1:
-        cause = f"its Mamba layers have {net.num_key_heads} groups"
-        raise checks.unsupported(path, cause, "norms of one group are computed")
-
+def _with_mamba(spec: ModelSpec, net: LinearAttentionSpec, attends: Sequence[bool]) -> ModelSpec:
     def changed(layer: int, found: LayerSpec) -> LayerSpec:
         return found if attends[layer] else replace(found, mixer=net)
 
@@ -139,12 +134,12 @@ def _of_granite(config: JsonFile, spec: ModelSpec) -> ModelSpec:
             raise config.error(f"shared_intermediate_size is {width}")
         spec = spec.with_layers(lambda _, layer: replace(layer, mlp=GatedMlp(intermediate_size=width)))
     if config.values.get("layer_types") is None:
-        return _with_mamba(config.path, spec, _read_mamba(config, spec), [False] * spec.num_layers)
+        return _with_mamba(spec, _read_mamba(config, spec), [False] * spec.num_layers)
     kinds = read_layer_types(config, spec.num_layers)
     if unknown := set(kinds) - {"attention", "full_attention", "mamba", "linear_attention"}:
         raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
     attends = [kind in ("attention", "full_attention") for kind in kinds]
-    return spec if all(attends) else _with_mamba(config.path, spec, _read_mamba(config, spec), attends)
+    return spec if all(attends) else _with_mamba(spec, _read_mamba(config, spec), attends)
 
 
 def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -157,7 +152,7 @@ def _of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     counts = file.get_list(f"{key}.attention.head_count_kv", int)
     if len(counts) != spec.num_layers:
         raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
-    return _with_mamba(file.path, spec, read_gguf_mamba(file), [count > 0 for count in counts])
+    return _with_mamba(spec, read_gguf_mamba(file), [count > 0 for count in counts])
 
 
 _IN, _IN_BIAS = (Parts(tuple(f"mix_{name}{end}" for name in ("gate", "in", "steps"))) for end in ("", "_bias"))
@@ -203,7 +198,7 @@ GRANITE_HYBRID = replace(
 def _of_bamba(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     listed = config.get("attn_layer_indices", list) or []
-    return _with_mamba(config.path, spec, _read_mamba(config, spec), [layer in listed for layer in range(spec.num_layers)])
+    return _with_mamba(spec, _read_mamba(config, spec), [layer in listed for layer in range(spec.num_layers)])
 
 
 BAMBA = Architecture(
@@ -253,7 +248,7 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     net = _read_mamba(
         config,
         spec,
-        num_norm_groups=config.require("mamba_n_groups", int) if has_norm else 0,
+        has_norm=has_norm,
         has_norm_before_gate=has_norm and config.require("mamba_norm_before_gate", bool),
     )
 
@@ -282,7 +277,7 @@ def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply the keys of Mamba-2. The converter has multiplied the matrices by all factors."""
     if any(name.endswith(".ssm_norm.weight") for name in file.tensors):
         raise checks.unsupported(file.path, "the output of its Mamba layers is normed", "Falcon H1 without such norms is")
-    net = read_gguf_mamba(file, num_norm_groups=0)
+    net = read_gguf_mamba(file, has_norm=False)
     return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=LayerFactors()))
 
 

@@ -126,7 +126,6 @@ def _read_net(config: JsonFile, *keys: str, has_bias: bool = False) -> LinearAtt
         has_conv_bias=config.require("use_conv_bias", bool),
         min_step=least,
         max_step=most,
-        num_norm_groups=num_groups,
     )
 
 
@@ -184,7 +183,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
             **_experts("relu2"),
         )
         spec = with_experts(spec, mlp, file.path)
-    net = read_gguf_mamba(file, num_norm_groups=file.require(f"{key}.ssm.group_count", int))
+    net = read_gguf_mamba(file)
     return _with_kinds(spec, kinds, net, "relu2", file.path)
 
 

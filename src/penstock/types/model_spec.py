@@ -97,8 +97,7 @@ class LinearAttentionSpec:
     min_step: float = 0.0
     max_step: float = math.inf
     has_tiled_heads: bool = False  # value head h reads key head h % num_key_heads, and not h // (num_heads // num_key_heads)
-    num_norm_groups: int = 1
-    """Parts of Mamba-2's output that are normed each by itself, with a weight for each column; 0: its output is not normed."""
+    has_norm: bool = True  # of Mamba-2's output, by groups of the heads that share a key head, with a weight for each column
     has_norm_before_gate: bool = False
     norm_eps: float | None = None  # of the output's norm; None: that of the model
     has_rates_to_two: bool = False  # the delta rule's rates are twice as large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -32,7 +33,6 @@ SIZES = frozenset(
         "num_key_heads",
         "key_dim",
         "value_dim",
-        "num_norm_groups",
         "layer_input_size",
         "rotary_dim",
         "query_rank",
@@ -61,7 +61,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "min_step": 2.0,
     "max_step": 0.3,
 }
-"""Values that matter where a model does without: their default is None or 0."""
+"""Values that matter where a model does without: their default is None, 0 or infinite."""
 
 NOTHING_WITHOUT = {"growth_len": "query_growth", "num_chosen_groups": "num_groups", "num_group_scores": "num_groups"}
 """Settings that mean nothing while another one is 0."""
@@ -99,7 +99,7 @@ def other_values(name: str, value: Any, kind: Any) -> Iterator[Any]:
         yield from (choice for choice in typing.get_args(kind) if choice != value)
     elif isinstance(value, bool):
         yield not value
-    elif value:
+    elif value and value != math.inf:
         match value:
             case tuple():
                 yield tuple(1.3 * item for item in value)
