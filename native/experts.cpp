@@ -126,7 +126,7 @@ Experts::Experts(const KernelTable& kernels, const Weights& weights, int num_mem
 int Experts::add(const ExpertsLayer& layer, int64_t most_rows) {
     const bool fits_groups = layer.num_groups <= kMostGroups && layer.num_group_scores >= 1 && layer.num_group_scores <= kMostGroupScores;
     if (layer.num_groups < 0 || !fits_groups || (layer.num_groups > 0 && layer.num_experts % layer.num_groups != 0)) {
-        throw std::invalid_argument("experts are in at most 64 equal groups, of which at most 8 scores count");
+        throw std::invalid_argument("experts must be in equal groups, at most 64, and a group is chosen by its 1 to 8 largest scores");
     }
     const auto other = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& l) { return fits(l, layer, most_rows); });
     if (other == layers_.end()) workspaces_.push_back(make_workspace(layer, most_rows));

@@ -31,7 +31,8 @@
 
 namespace penstock {
 
-constexpr int kMostGroups = 64, kMostGroupScores = 8;  // of experts, and of those that decide for a group
+constexpr int kMostGroups = 64;     // of experts
+constexpr int kMostGroupScores = 8;  // whose sum decides whether a group is chosen
 
 class Experts {
   public:

@@ -133,7 +133,7 @@ PENSTOCK_TILE_READER(__attribute__((noinline))) void lay_out_latents(const KvLay
         if constexpr (Kv::kIsInt8) {
             for (int d = 0; d < columns; d += 4) transpose_quarters(values + 4 * d, 4 * columns, keys + kKvTile * d, kKeyZero);
         } else {
-            // Those of a key that is no number are zeros, as NaN times a weight of zero would reach queries that do not see it.
+            // A latent that is not a number becomes zeros: NaN times a weight of zero would reach queries that do not see it.
             const vf scales = max(Kv::load_scales(keys + kv.scales_offset()), set1(0.0f)), of_upper = mul(scales, set1(0x1p-16f));
             for (int d = 0; d < columns; d += 2) {  // a pair's first column is the lower half of a lane, the second one the upper half
                 const vi pairs = load(reinterpret_cast<const int32_t*>(keys + 2 * kKvTile * d));

@@ -96,7 +96,7 @@ def merge_sites(program: Program) -> Mapping[str, tuple[int, int]]:
 
 
 def expert_sites(program: Program) -> Mapping[str, tuple[int, int, int]]:
-    """Return weight -> shape (experts, out, in) of every stack of experts' matrices, each of which merging can change."""
+    """Return weight -> shape (experts, out, in) of every stack of experts' matrices. Merging can change each of them."""
     widths = dict(program.buffers)
     experts = [op for op in program.ops if isinstance(op, Experts) and op.num_experts > 1]
     return {site: shape for op in experts for site, shape in _matrices(op, widths)}

@@ -268,7 +268,7 @@ class Parts:
     """The rows come by key-value head: those of all weights for the first head, then for the next."""
     is_by_expert: bool = False  # likewise, in a file that has the matrices of all experts below each other
     place: int = 0
-    """Where the rows stand among those of other tensors of the same weight, of which each has the next number."""
+    """Several tensors may make up one weight, one below the other: the number of this one, from 0."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
     """Returns the rows of each weight, in order, where no other field describes them."""
 

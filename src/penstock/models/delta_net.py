@@ -50,18 +50,16 @@ def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"intermediate_size": found["moe_intermediate_size"], **found}
 
 
-def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    for key, value in (("hidden_act", "silu"), ("use_sliding_window", False), ("attn_output_gate", True)):
-        config.only(key, value)
-    if config.values.get("layer_types") is not None:
-        kinds = read_layer_types(config, spec.num_layers)
-        if unknown := set(kinds) - {"full_attention", "linear_attention"}:
-            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
-        is_linear = [kind == "linear_attention" for kind in kinds]
-    else:
-        is_linear = _usual_layers(spec, config.require("full_attention_interval", int))
+def _linear_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
+    kinds = read_layer_types(config, spec.num_layers)
+    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+    return [kind == "linear_attention" for kind in kinds]
+
+
+def _net_of_hf(config: JsonFile) -> LinearAttentionSpec:
     kernel, key_dim, value_dim, num_key_heads, num_heads = (config.require(key, int) for key in _SIZES)
-    net = LinearAttentionSpec(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_key_heads,
         key_dim=key_dim,
@@ -69,7 +67,16 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         kernel=kernel,
         has_delta_rule=True,
     )
-    return _with_nets(spec, net, is_linear)
+
+
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in (("hidden_act", "silu"), ("use_sliding_window", False), ("attn_output_gate", True)):
+        config.only(key, value)
+    if config.values.get("layer_types") is not None:
+        is_linear = _linear_layers(config, spec)
+    else:
+        is_linear = _usual_layers(spec, config.require("full_attention_interval", int))
+    return _with_nets(spec, _net_of_hf(config), is_linear)
 
 
 def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -276,21 +283,9 @@ def _of_olmo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     told = {**config.values, **(config.get("rope_parameters", dict) or {})}
     if told.get("rope_theta", 1.0) is None:  # as published; a missing one is 10,000
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
-    kinds = read_layer_types(config, spec.num_layers)
-    if unknown := set(kinds) - {"full_attention", "linear_attention"}:
-        raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
-    kernel, key_dim, value_dim, num_key_heads, num_heads = (config.require(key, int) for key in _SIZES)
-    net = LinearAttentionSpec(
-        num_heads=num_heads,
-        num_key_heads=num_key_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        kernel=kernel,
-        has_delta_rule=True,
-        norm_eps=1e-5,
-        has_rates_to_two=config.require("linear_allow_neg_eigval", bool),
-    )
-    return spec.with_layers(lambda i, layer: replace(layer, mixer=net) if kinds[i] == "linear_attention" else layer)
+    is_linear = _linear_layers(config, spec)
+    net = replace(_net_of_hf(config), norm_eps=1e-5, has_rates_to_two=config.require("linear_allow_neg_eigval", bool))
+    return spec.with_layers(lambda i, layer: replace(layer, mixer=net) if is_linear[i] else layer)
 
 
 OLMO_HYBRID = Architecture(

@@ -78,7 +78,7 @@ def groups_of_hf(config: JsonFile) -> Mapping[str, int]:
 
 
 def dense_layers_of_hf(config: JsonFile, spec: ModelSpec) -> list[int]:
-    """Return the layers without experts: those that `mlp_layer_types` names, or else the first `first_k_dense_replace`."""
+    """Return the layers that `mlp_layer_types` calls dense; without that key, the first `first_k_dense_replace`."""
     kinds = config.get("mlp_layer_types", list)
     if kinds is None:
         return list(range(min(config.require("first_k_dense_replace", int), spec.num_layers)))
