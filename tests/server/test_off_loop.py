@@ -53,6 +53,15 @@ def pool():
     pool.close()
 
 
+async def test_only_threads_give_way(monkeypatch):
+    sleepers = []
+    monkeypatch.setattr(off_loop.time, "sleep", lambda _s: sleepers.append(threading.current_thread()))
+    off_loop.give_way()
+    assert sleepers == []
+    await asyncio.to_thread(off_loop.give_way)
+    assert len(sleepers) == 1
+
+
 async def begin(pool, sizes, work):
     tasks = [asyncio.create_task(pool.run(size, work)) for size in sizes]
     await asyncio.sleep(0)

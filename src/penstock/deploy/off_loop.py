@@ -40,9 +40,13 @@ RETRY_AFTER_S = 5.0
 def give_way() -> None:
     """Let other threads run Python. Call this at least every millisecond of long work in a thread.
 
-    Otherwise the thread keeps the interpreter for up to 5 ms at a time.
+    Otherwise the thread keeps the interpreter for up to 5 ms at a time. In the event loop, where work is short, return at
+    once: a sleep of nothing takes 60 to 170 us while the engine runs.
     """
-    time.sleep(0)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        time.sleep(0)
 
 
 class OffLoop:
