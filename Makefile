@@ -124,7 +124,7 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED_TEST)  ## write docs/configuration.md, and tables in docs/models.md and docs/http-api.md
+docs: $(INSTALLED_TEST)  ## write docs/configuration.md, and tables in docs/notes/checked-models.md and docs/http-api.md
 	@$(BIN)/python tests/configuration_page.py > docs/configuration.md
 	@PYTHONPATH=tests $(BIN)/python -m parity.checked
 	@$(BIN)/python tests/sampling_table.py

@@ -1,4 +1,4 @@
-"""The list of docs/models.md on how each architecture was checked, made of the cases: `make docs` writes it.
+"""The list of docs/notes/checked-models.md, which says what of each architecture was checked: `make docs` writes it.
 
 It reads the cases and which of them `test_tiny.py` and `test_encoders.py` run through the core. Formats, never decides.
 """
@@ -15,13 +15,13 @@ from support.parity.tiny import TinyCase
 from support.parity.tiny_cases import CASES
 from support.parity.tiny_runs import runs
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notes" / "checked-models.md"
 BEGIN, END = "<!-- written by `make docs` from tests/support/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
 REAL_WEIGHTS: Mapping[str, str] = {
     "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens; TinyLlama 1.1B in IQ2_XXS: "
-    "[20,460 tokens](#perplexity)",
-    "gemma3": "Gemma 3 270M in Q4_K_M: [20,460 tokens](#perplexity)",
-    "qwen2": "Qwen2.5-Coder 1.5B: [400 tokens](decisions/int8-activations.md)",
+    "[20,460 tokens](../models.md#perplexity)",
+    "gemma3": "Gemma 3 270M in Q4_K_M: [20,460 tokens](../models.md#perplexity)",
+    "qwen2": "Qwen2.5-Coder 1.5B: [400 tokens](../decisions/int8-activations.md)",
 }
 """Architectures of which released weights were compared, by our names, and where that stands. No others were at hand."""
 USUAL_CORE = "native, KV in bf16 and int8"
