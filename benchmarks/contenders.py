@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from installed import distribution_files, without_byte_code
-from peer_setup import RECIPES, Environments, SetupError, make_bf16_directory, make_requantized
+from peer_setup import RECIPES, Environments, SetupError, make_awq_directory, make_bf16_directory, make_requantized
 from processes import Contender
 from sessions import SERVED_NAME
 from workloads import LONG
@@ -89,9 +89,13 @@ def openvino(setting: Setting, options: Sequence[str]) -> Contender:
 
 
 def vllm(setting: Setting, options: Sequence[str]) -> Contender:
-    """Its own defaults, which keep one core for the HTTP side. Options are of its environment, as NAME=VALUE."""
+    """Its own defaults, which keep one core for the HTTP side.
+
+    Options: `awq` for weights of 4 bits, which are multiplied with activations of 8; and its environment's, as NAME=VALUE.
+    """
     environments = setting.environments
-    folder = make_bf16_directory(environments, setting.gguf)
+    make = make_awq_directory if "awq" in options else make_bf16_directory
+    folder = make(environments, setting.gguf)
     command = [environments.python("vllm").with_name("vllm"), "serve", folder, "--served-model-name", SERVED_NAME, *LISTEN]
     command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
     environ = {
@@ -99,7 +103,7 @@ def vllm(setting: Setting, options: Sequence[str]) -> Contender:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(environments.root / "cache" / "vllm"),
         "HF_HUB_OFFLINE": "1",
-        **dict(option.split("=", 1) for option in options),
+        **dict(option.split("=", 1) for option in options if option != "awq"),
     }
     return Contender("vllm", command, environ=environ, installed=packages(environments.site_packages("vllm")))
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from write_awq import write_awq
 
 OPENVINO = "openvino-genai==2026.4.1.0"
 VLLM_VERSION = "0.32.0"
@@ -202,6 +203,17 @@ def make_bf16_directory(environments: Environments, model: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         script = Path(__file__).parent / "peers" / "write_bf16.py"
         environments.run("vllm", [environments.python("vllm"), script, model.resolve(), folder])
+    return folder
+
+
+def make_awq_directory(environments: Environments, model: Path) -> Path:
+    """A GGUF file's values in AWQ's 4 bits, rounded from bf16. Raises SetupError."""
+    folder = environments.root / "models" / f"{model.stem}-awq"
+    if not (folder / "config.json").exists():
+        try:
+            write_awq(make_bf16_directory(environments, model), folder)
+        except ValueError as error:
+            raise SetupError(str(error)) from error
     return folder
 
 

@@ -8,7 +8,7 @@ round goes backwards. Figures are medians of the rounds; in bold the median rati
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
     python benchmarks/peers.py --peers penstock openvino --workload short --repeat 5   # or azure, long
-    python benchmarks/peers.py --peers penstock "penstock --kv-cache-dtype bf16" "llamacpp -ctk q8_0 -ctv q8_0"
+    python benchmarks/peers.py --peers penstock "penstock --kv-cache-dtype bf16" "llamacpp -ctk q8_0 -ctv q8_0" "vllm awq"
 
 Needs the traces (`workloads.py`); for llama.cpp CMake and a C++ compiler. A peer that is missing or fails is left out.
 """

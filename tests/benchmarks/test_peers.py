@@ -100,14 +100,21 @@ def test_a_peer_is_a_name_and_options_of_its_own(tmp_path, monkeypatch):
     setting = make_setting(tmp_path)
     for name in ("openvino", "vllm"):
         (tmp_path / name / "lib" / "python3" / "site-packages").mkdir(parents=True)
-    monkeypatch.setattr(contenders, "make_bf16_directory", lambda *_: tmp_path)
+    for kind in ("bf16", "awq"):
+        monkeypatch.setattr(contenders, f"make_{kind}_directory", lambda *_, kind=kind: tmp_path / kind)
     monkeypatch.setattr(Environments, "is_made", lambda *_: True)
-    asked = ["penstock --kv-cache-dtype bf16", "openvino A=1 B=false", "vllm VLLM_CPU_NUM_OF_RESERVED_CPU=0 X=a=b"]
-    ours, openvino, vllm = contenders.prepared(asked, setting, setup=False)
-    assert [ours.name, openvino.name, vllm.name] == asked
+    asked = [
+        "penstock --kv-cache-dtype bf16",
+        "openvino A=1 B=false",
+        "vllm VLLM_CPU_NUM_OF_RESERVED_CPU=0 X=a=b",
+        "vllm awq X=c",
+    ]
+    ours, openvino, vllm, awq = contenders.prepared(asked, setting, setup=False)
+    assert [ours.name, openvino.name, vllm.name, awq.name] == asked
     assert list(ours.command)[-2:] == ["--kv-cache-dtype", "bf16"]
     assert list(openvino.command)[-3:] == ["16", "A=1", "B=false"]
     assert (vllm.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"], vllm.environ["X"]) == ("0", "a=b")
+    assert (tmp_path / "bf16" in vllm.command, tmp_path / "awq" in awq.command, awq.environ["X"]) == (True, True, "c")
 
 
 def test_peer_that_is_not_there_is_left_out_with_the_remedy(tmp_path, capsys):
