@@ -99,7 +99,7 @@ class ModelConfig(Component):
     )
     experts_on_disk: bool = flag(
         False,
-        "Keep experts in a file in the folder for fetched weights, of which memory holds what it has room for; on the CPU.",
+        "Keep experts in a file beside the fetched weights; memory holds as many as it has room for. CPU only.",
     )
 
 
@@ -119,7 +119,7 @@ class KvConfig(Component):
     )
     gpu_memory_utilization: float | None = share(
         None,
-        "Share of a GPU's memory for this server: weights, the largest step and, of the rest, keys and values.",
+        "Share of a GPU's memory for this server: weights, the largest step, the rest for keys and values.",
         minimum=0.01,
         maximum=1.0,
         default_doc="90%",
@@ -139,7 +139,7 @@ class KvConfig(Component):
     )
     kv_eviction: str | None = choice(
         None,
-        "Which cached prefixes are lost first when blocks are needed.",
+        "Which cached prefixes are evicted first.",
         choices=("lru", "priority", "tenant-fair"),
         takes_class=True,
         default_doc="priority with --policy priority; tenant-fair with --policy fair, several API keys, a file of keys or "
@@ -148,16 +148,12 @@ class KvConfig(Component):
     kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
     kv_rest_s: float | None = duration(
         None,
-        "How much longer than other cached prefixes those of conversations are kept between two turns; 0: no longer.",
+        "How much longer cached prefixes of conversations are kept than others; 0: no longer.",
         minimum=0.0,
         default_doc="10s",
     )
-    kv_host_size_bytes: int = size(
-        0, "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.", minimum=0
-    )
-    kv_disk_size_bytes: int = size(
-        0, "Largest size of the file below the KV cache, for what is evicted or preempted; 0: none.", minimum=0
-    )
+    kv_host_size_bytes: int = size(0, "Memory of the machine for what a GPU's KV cache evicts or preempts; 0: none.", minimum=0)
+    kv_disk_size_bytes: int = size(0, "Largest size of a file for what the KV cache evicts or preempts; 0: none.", minimum=0)
     kv_disk_path: str | None = path(
         None,
         "Folder of that file, which is kept for the next start; one server at a time.",
@@ -181,9 +177,7 @@ class LoraConfig(Component):
     lora_modules: tuple[str, ...] = setting(
         (), "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.", is_multiple=True
     )
-    lora_dir: str | None = path(
-        None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for."
-    )
+    lora_dir: str | None = path(None, "Folder of adapters: other names are looked up there when they are requested.")
     merge_lora: tuple[str, ...] = path(
         (),
         "PATH or PATH:WEIGHT of an adapter that becomes part of the model when it is loaded; may be repeated.",
@@ -192,7 +186,7 @@ class LoraConfig(Component):
     max_loras: int = count(32, "Different adapters among the requests that run at once.", minimum=1, maximum=4096)
     max_lora_rank: int = count(64, "Greatest rank of an adapter.", minimum=1, maximum=256)
     max_cpu_loras: int = count(
-        64, "Adapters that memory keeps beside the KV cache, ready for it; others are read again.", minimum=1, maximum=100_000
+        64, "Adapters kept in memory beside the KV cache; others are read again.", minimum=1, maximum=100_000
     )
 
     @property
@@ -265,7 +259,7 @@ class SchedulerConfig(Component):
     policy_args: Mapping[str, object] | None = _arguments_of("order")
     length_predictor: str | None = choice(
         None,
-        "How the length of an answer is predicted; some policies ask.",
+        "How the length of an answer is predicted.",
         choices=("none", "online"),
         takes_class=True,
         default_doc="the preset's: online",
@@ -281,13 +275,13 @@ class SchedulerConfig(Component):
     budget_args: Mapping[str, object] | None = _arguments_of("budget")
     slo_itl_s: float | None = duration(
         None,
-        "Latency between two tokens that 99 of 100 are to keep; prefill chunks are made as small as that needs.",
+        "Target for the time between two tokens, kept by 99 of 100; prefill chunks are as small as that needs.",
         minimum=0.001,
         default_doc="50ms, or twice a step without prefills if that is more",
     )
     long_prefill_token_threshold: int | None = count(
         None,
-        "A prompt with more tokens to compute is long: it gets no more of a step, and with itl others pass it.",
+        "A prompt with more tokens to compute is long: others pass it with itl; else a step computes no more of it.",
         minimum=1,
         default_doc="the preset's: 512",
     )
@@ -338,7 +332,7 @@ class AdmissionConfig(Component):
 
     title: ClassVar[str] = "Admission"
 
-    max_queue: int = count(1024, "Requests that may wait; more are answered 429.", minimum=1)
+    max_queue: int = count(1024, "Requests that may wait; further ones get a 429.", minimum=1)
     slo_ttft_s: float | None = duration(
         None,
         "Target of the time to first token; a request that is expected to wait longer is answered 429.",
@@ -452,7 +446,7 @@ class BackendConfig(Component):
     )
     step_timeout_s: float | None = duration(
         None,
-        "A step that takes longer is taken for stuck: its requests end with an error, and the engine is made anew.",
+        "A step that takes longer is stuck: its requests end with an error, and the engine restarts.",
         minimum=1.0,
         default_doc="120s, with the reference backend none",
     )
@@ -498,7 +492,7 @@ class ServerConfig(Component):
     page: bool = flag(True, "The page at /, to chat in a browser and to watch the server.")
     access_log: str = choice(
         AccessLogKind.OFF.value,
-        "A line for each request, at its end, on standard output: who asked what, the status, times and tokens.",
+        "A line for each request, at its end, on standard output: client, path, status, times and tokens.",
         choices=tuple(AccessLogKind),
     )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
@@ -509,9 +503,7 @@ class ServerConfig(Component):
         minimum=1,
         default_doc="8192, or as many as the limit of open files leaves",
     )
-    max_body_bytes: int = size(
-        4 << 20, "Largest request body; a larger one is answered 413.", key="max_body_size", minimum=1024
-    )
+    max_body_bytes: int = size(4 << 20, "Largest request body; a larger one gets a 413.", key="max_body_size", minimum=1024)
     ignore_unknown_parameters: bool = flag(
         False, "Accept requests with unknown parameters, instead of a 400. Each name is logged once."
     )
@@ -522,16 +514,14 @@ class ServerConfig(Component):
         default_doc="from the system's entropy",
     )
     embedding_cache_bytes: int = size(
-        0, "Memory for the numbers of texts that an encoder was asked for last, for each model; 0: none is kept.", minimum=0
+        0, "Memory for an encoder's most recent results, for each model; 0: none is kept.", minimum=0
     )
     response_store_bytes: int = size(
         64 << 20,
-        "Memory for responses that are kept for those that follow them, and for GET /v1/responses/{id}; 0: none is kept.",
+        "Memory for kept responses (POST /v1/responses); 0: none is kept.",
         minimum=0,
     )
-    response_ttl_s: float = duration(
-        86400.0, "Time for which a response is kept that nobody asks for, and none follows.", minimum=1.0
-    )
+    response_ttl_s: float = duration(86400.0, "Time since its last use after which a kept response is forgotten.", minimum=1.0)
     explained_requests: int = count(
         1000,
         "Ended requests that GET /v1/requests/{id} still explains; 0: none is explained, not even one that runs.",
@@ -539,7 +529,7 @@ class ServerConfig(Component):
         maximum=100_000,
     )
     slow_request_s: float | None = duration(
-        None, "A request that took longer is explained by a warning in the log.", key="log_slow_requests", minimum=0.0
+        None, "The log explains each request that took longer.", key="log_slow_requests", minimum=0.0
     )
     request_timeout_s: float | None = duration(
         None, "Longest time that a request may take, its wait included; a client may ask for less.", minimum=0.001
@@ -551,7 +541,7 @@ class ServerConfig(Component):
         None, "Longest time to the first token; a client may ask for less.", minimum=0.001
     )
     load_timeout_s: float = duration(
-        60.0, "Longest time that a request may wait for its model to be loaded; else it is answered 503.", minimum=0.0
+        60.0, "Longest time that a request may wait for its model to load; then it gets a 503.", minimum=0.0
     )
     record: str | None = path(None, "File to which arrivals, lengths, plans and durations are written, without any text.")
     record_size_bytes: int = size(
@@ -572,7 +562,7 @@ class SharingConfig(Component):
     models_dir: str | None = path(
         None,
         "Folder whose .gguf files and Hugging Face directories are served, too, also those that come later: each by its "
-        "name, loaded when it is asked for.",
+        "name, loaded when it is requested.",
     )
     memory_bytes: int | None = size(
         None,
@@ -598,16 +588,16 @@ class SharingConfig(Component):
         minimum=1.0,
         default_doc="it stays while no other needs its room",
     )
-    keep_loaded: bool = flag(False, "The model never leaves memory for another one.")
+    keep_loaded: bool = flag(False, "Never unload the model for another one.")
     machine_share: float = share(
         1.0,
-        "The model's part of the CPU's time while other models want it, too: 2 is twice the part of 1.",
+        "The model's part of the CPU's time while other models want it, too: 2 gets twice as much as 1.",
         minimum=0.05,
         maximum=20.0,
     )
     split_of: str | None = setting(
         None,
-        "Name of another model, of whose requests this one answers a part, such as with other settings of the same weights.",
+        "Name of another model; this one answers a part of its requests.",
     )
     split_share: float | None = share(
         None, "The part, as a share of the users that requests name.", minimum=0.0, maximum=1.0, default_doc="0"
