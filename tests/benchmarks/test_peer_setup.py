@@ -1,8 +1,11 @@
 """The parts of the recipes that can be tested without installing gigabytes."""
 
 import io
+import subprocess
+import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import peer_setup
 import pytest
@@ -67,3 +70,17 @@ def test_command_that_fails_says_why(tmp_path):
         Environments(tmp_path).run("peer", ["sh", "-c", "echo no compiler; exit 3"])
     with pytest.raises(SetupError, match="can't be run"):
         Environments(tmp_path).run("peer", ["no-such-program"])
+
+
+def test_a_script_in_a_peers_environment_finds_what_the_tests_share(tmp_path):
+    """In an interpreter of its own, where what only vLLM's environment has is a stand-in."""
+    missing = ("torch", "safetensors.torch", "gguf", "gguf.quants", "transformers", "transformers.modeling_gguf_pytorch_utils")
+    script = Path(peer_setup.__file__).parent / "peers" / "write_bf16.py"
+    code = f"""
+import runpy, sys
+from unittest.mock import MagicMock
+sys.modules.update((name, MagicMock()) for name in {missing})
+print(runpy.run_path({str(script)!r})["GgufReference"].__module__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "support.parity.reference_model\n", done.stderr
