@@ -127,8 +127,8 @@ void add_gated(Engine& self, int gate, int up, int activation, int out, int kind
 }
 
 void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap, int sinks,
-                   bool of_samples) {
-    Instruction instruction{InstructionKind::kAttention, Domain::kTokens, {}, {}, {}, {}};
+                   bool of_samples, bool samples) {
+    Instruction instruction{InstructionKind::kAttention, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     instruction.attention = {q, out, layer, num_heads, scale, window, softcap, sinks, of_samples};
     self.add_instruction(std::move(instruction));
 }
@@ -561,10 +561,10 @@ void bind_engine(nb::module_& m) {
         .def("add_order",
              [](Engine& self, const Vector<int32_t>& v) { return self.weights().add_order(v.data(), static_cast<int64_t>(v.size())); })
         .def("add_rope",
-             [](Engine& self, const Vector<float>& inv_freq, float factor, float growth, int growth_len) {
-                 return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor, growth, growth_len);
+             [](Engine& self, const Vector<float>& inv_freq, float factor, float growth, int growth_len, bool samples) {
+                 return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor, growth, growth_len, samples);
              },
-             "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1)
+             "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1, "samples"_a = false)
         .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
         .def_prop_ro("has_tiles", [](const Engine& self) { return self.kernels().has_tiles; },
                      "Whether quantised weights multiply activations in bf16, by tiles; else in groups of integers.")
@@ -579,7 +579,8 @@ void bind_engine(nb::module_& m) {
              "A product for each head, whose matrices are parts of one: see LinearOp in instructions.h.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a, "gate_site"_a = -1, "up_site"_a = -1)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
-             "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
+             "sinks"_a = -1, "of_samples"_a = false, "samples"_a = false,
+             "`of_samples`: what comes out for other tokens has no meaning. `samples`: q and out have a row for each sample.")
         .def("add_text_attention", &add_text_attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a,
              "head_dim"_a, "scale"_a, "is_causal"_a, "window"_a, "distances"_a, "num_distances"_a,
              "Attention within each text, which a step computes whole. The fields are those of instructions.h.")

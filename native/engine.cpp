@@ -88,10 +88,10 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(widest.head_dim, widest.num_latent));
 }
 
-int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len) {
-    Rope rope{{inv_freq, inv_freq + half}, attention_factor, growth, growth_len, {}, {}};
-    rope.cos.resize(int64_t{shape_.max_step_tokens} * half);
-    rope.sin.resize(int64_t{shape_.max_step_tokens} * half);
+int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len, bool per_sample) {
+    Rope rope{{inv_freq, inv_freq + half}, attention_factor, growth, growth_len, per_sample, {}, {}};
+    rope.cos.resize(rows_of(per_sample) * half);
+    rope.sin.resize(rows_of(per_sample) * half);
     ropes_.push_back(std::move(rope));
     return static_cast<int>(ropes_.size()) - 1;
 }
@@ -359,8 +359,9 @@ void Engine::run_rows(const std::vector<RowOp>& ops, const Stage& stage, int tas
 
 void Engine::compute_angles(Rope& rope, int64_t row) {
     const size_t half = rope.inv_freq.size();
-    const float position = static_cast<float>(input_.positions[row]);
-    const double grown = rope.growth == 0.0f ? 1.0 : 1.0 + rope.growth * std::log1p(input_.positions[row] / rope.growth_len);
+    const int32_t at = input_.positions[rope.per_sample ? input_.logit_tokens[row] : row];
+    const float position = static_cast<float>(at);
+    const double grown = rope.growth == 0.0f ? 1.0 : 1.0 + rope.growth * std::log1p(at / rope.growth_len);
     const float factor = static_cast<float>(rope.factor * grown);
     for (size_t i = 0; i < half; ++i) {
         const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it

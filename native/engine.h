@@ -54,7 +54,8 @@ class Engine final : private Work {
 
     // Each returns the id of what it adds.
     // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + position / growth_len).
-    int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len);
+    // `per_sample`: its angles are those of the samples, and else of all tokens.
+    int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len, bool per_sample);
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample, bool by_row);
     void add_instruction(Instruction instruction);
@@ -130,7 +131,8 @@ class Engine final : private Work {
         std::vector<float> inv_freq;
         float factor, growth;
         int32_t growth_len;
-        Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
+        bool per_sample;
+        Floats cos, sin;  // [rows_of(per_sample), half], of this step
     };
 
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_logits() : shape_.max_step_tokens; }

@@ -79,7 +79,8 @@ void StepPlanner::count_last_instruction() {
     } else if (instruction.kind == InstructionKind::kAttention) {
         const AttentionOp& op = instruction.attention;
         const KvShape& kv = shape_.kv_shapes[op.layer];
-        costs_.of_position += 2 * kAttentionCost * op.num_heads * kv.head_dim;
+        (is_of_tokens ? costs_.of_position : costs_.of_sample_position) += 2 * kAttentionCost * op.num_heads * kv.head_dim;
+        has_gathered_attention_ = has_gathered_attention_ || !is_of_tokens;
         const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.head_dim};
         const auto found = std::find(tilings_.begin(), tilings_.end(), tiling);
         tiling_of_.back() = static_cast<int32_t>(found - tilings_.begin());
@@ -157,7 +158,9 @@ void StepPlanner::add_up_costs() {
         for (int token = begin; token < end; ++token) {
             const int seen = is_one_pass_ ? end - begin : input_.context_lens[row] + token - begin + 1;
             total += costs_.of_token + costs_.of_position * seen;
-            for (; sample < input_.num_logits && input_.logit_tokens[sample] == token; ++sample) total += costs_.of_sample;
+            for (; sample < input_.num_logits && input_.logit_tokens[sample] == token; ++sample) {
+                total += costs_.of_sample + costs_.of_sample_position * seen;
+            }
             cost_until_.push_back(total);
         }
     }
@@ -214,29 +217,52 @@ void StepPlanner::plan_attention(Strand& strand) {
     const bool all_sample = strand.end_logit - strand.first_logit == strand.end_token - strand.first_token;
     for (const Tiling& tiling : tilings_) {
         const TileRange all = add_tiles(strand, tiling, false);
-        plan_.attention_tiles.push_back({all, all_sample ? all : add_tiles(strand, tiling, true)});
+        const TileRange samples = all_sample ? all : add_tiles(strand, tiling, true);
+        plan_.attention_tiles.push_back({all, samples, has_gathered_attention_ ? add_gathered_tiles(strand, tiling) : TileRange{}});
     }
 }
 
 TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples) {
-    // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
-    const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
-    const int queries = kernels_.attention_queries / heads;
-    TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
+    const auto first_tile = static_cast<int32_t>(plan_.tiles.size());
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
-        if (begin >= end) continue;
-        // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
-        for (int head = 0; head < tiling.num_kv_heads * tiling.heads_per_kv;) {
-            const int num_heads = std::min(heads, tiling.heads_per_kv - head % tiling.heads_per_kv);
-            for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
-                const int token = begin + tile * queries, position = input_.context_lens[row] + token - first;
-                add_tile({row, token, position, std::min(queries, end - token), head, num_heads}, of_samples);
-            }
-            head += num_heads;
-        }
+        if (begin < end) add_tiles_of_run({row, begin, input_.context_lens[row] + begin - first, end - begin, 0, 0}, tiling, of_samples);
     }
+    return finish_tiles(first_tile, tiling);
+}
+
+// A run is of samples that are neighbours in their row.
+TileRange StepPlanner::add_gathered_tiles(const Strand& strand, const Tiling& tiling) {
+    const auto first_tile = static_cast<int32_t>(plan_.tiles.size());
+    for (int begin = strand.first_logit, end = begin; begin < strand.end_logit; begin = end) {
+        const int token = input_.logit_tokens[begin], row = input_.row_of(token), first = input_.query_start_loc[row];
+        const int row_end = input_.query_start_loc[row + 1];
+        do ++end;
+        while (end < strand.end_logit && input_.logit_tokens[end] == token + end - begin && input_.logit_tokens[end] < row_end);
+        add_tiles_of_run({row, begin, input_.context_lens[row] + token - first, end - begin, 0, 0}, tiling, false);
+    }
+    return finish_tiles(first_tile, tiling);
+}
+
+// Of all heads, and of the queries of a run, which are neighbours in the step's row and in the buffer.
+void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling, bool of_samples) {
+    // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
+    const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
+    const int queries = kernels_.attention_queries / heads;
+    // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
+    for (int head = 0; head < tiling.num_kv_heads * tiling.heads_per_kv;) {
+        const int num_heads = std::min(heads, tiling.heads_per_kv - head % tiling.heads_per_kv);
+        for (int tile = ceil_div(run.num_queries, queries) - 1; tile >= 0; --tile) {
+            const int at = tile * queries, count = std::min(queries, run.num_queries - at);
+            add_tile({run.row, run.token + at, run.position + at, count, head, num_heads}, of_samples);
+        }
+        head += num_heads;
+    }
+}
+
+TileRange StepPlanner::finish_tiles(int32_t first, const Tiling& tiling) {
+    TileRange tiles{first, 0, false};
     if (takers() > 1) split_long_tiles(tiles, tiling);
     tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
@@ -313,7 +339,8 @@ Stage StepPlanner::plan_stage(const Strand& strand, size_t index, int members) c
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
         const AttentionTiles& of_layer = plan_.attention_tiles[strand.first_tiles + tiling_of_[index]];
-        const TileRange& tiles = instruction.attention.of_samples ? of_layer.samples : of_layer.all;
+        const bool is_gathered = instruction.domain == Domain::kSamples;
+        const TileRange& tiles = is_gathered ? of_layer.gathered : instruction.attention.of_samples ? of_layer.samples : of_layer.all;
         const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }

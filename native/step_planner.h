@@ -36,9 +36,9 @@ struct Strand {
     Fetching::Blocks blocks{};  // that its products fetch for attention
 };
 
-// Of a strand's attention in layers of one shape: of all tokens, and of samples alone.
+// Of a strand's attention in layers of one shape: of all tokens, of samples alone, and of samples that were gathered.
 struct AttentionTiles {
-    TileRange all{}, samples{};
+    TileRange all{}, samples{}, gathered{};
 };
 
 // One instruction of a strand, or of all together. The last stage of a step that samples is the draw, which is no instruction.
@@ -62,7 +62,8 @@ struct Stage {
 };
 
 // Queries of a row, and heads that share those of keys and values, that attend together, over all positions or, as a piece of a long one,
-// over some segments. In programs that compute texts whole: of all heads, and `position` is the first query's in its text.
+// over some segments. `token` is the first query's row in its buffer: of gathered samples, a sample's. In programs that compute texts
+// whole: of all heads, and `position` is the first query's in its text.
 struct AttentionTile {
     int32_t row, token, position, num_queries, first_head, num_heads;
     int32_t split = -1;  // of which this is a piece
@@ -121,6 +122,7 @@ class StepPlanner {
     struct Costs {
         int64_t of_token = 0, of_sample = 0;
         int64_t of_position = 0;   // that a token sees
+        int64_t of_sample_position = 0;  // that a gathered sample sees
         int64_t weight_bytes = 0;  // that tokens are multiplied with
         int64_t sample_weight_bytes = 0;
     };
@@ -145,6 +147,9 @@ class StepPlanner {
 
     void plan_attention(Strand& strand);
     TileRange add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples);
+    TileRange add_gathered_tiles(const Strand& strand, const Tiling& tiling);
+    void add_tiles_of_run(AttentionTile run, const Tiling& tiling, bool of_samples);
+    TileRange finish_tiles(int32_t first, const Tiling& tiling);
     TileRange add_text_tiles(const Strand& strand);
     void add_tile(AttentionTile tile, bool of_samples);
     void split_long_tiles(TileRange& tiles, const Tiling& tiling);
@@ -170,6 +175,7 @@ class StepPlanner {
     int num_states_ = 0;  // layers with a recurrent state
     bool has_state_ = false;
     int num_attentions_ = 0;
+    bool has_gathered_attention_ = false;
     bool is_one_pass_ = false;  // it computes texts whole
     std::vector<Tiling> tilings_;
     std::vector<int32_t> tiling_of_;  // of each instruction, of those that are attention

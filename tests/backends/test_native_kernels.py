@@ -8,7 +8,7 @@ import pytest
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
+from penstock.backends.native._native import KvFormat, RowOp, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import ACTIVATION_KINDS
 from penstock.backends.reference.interpreter import activate, gated
 from penstock.backends.reference.kv_cache import round_to_int8
@@ -505,7 +505,11 @@ def attention_probe(
     buffers = [probe.input(x) for x in (q, k, v)]
     probe.row(RowOpKind.KV_WRITE, x=buffers[1], y=buffers[2], n=0)
     probe.flush()
+    if options.get("gathered"):
+        return finish_gathered(probe, buffers[0], heads, head_dim)
     out = probe.buffer(heads * head_dim)
+    if options.get("is_turned"):
+        turn(probe, buffers[0], heads, head_dim, samples=False)
     probe.engine.add_attention(
         buffers[0],
         out,
@@ -518,6 +522,22 @@ def attention_probe(
         of_samples=bool(options.get("of_samples", False)),
     )
     probe.finish(out)
+    return probe
+
+
+def turn(probe: Probe, q: int, heads: int, head_dim: int, *, samples: bool) -> None:
+    rope = probe.engine.add_rope(np.geomspace(1, 1e-2, head_dim // 2).astype(np.float32), 1.0, samples=samples)
+    turning = RowOp(RowOpKind.ROPE, x=q, weight=rope, n=heads, head_dim=head_dim)
+    probe.engine.add_rows([RowOp(RowOpKind.ANGLES, weight=rope), turning], samples=samples)
+
+
+def finish_gathered(probe: Probe, q: int, heads: int, head_dim: int) -> Probe:
+    """Turn and attend with a row for each sample, as layers do that read the keys and values of others."""
+    gathered, out = (probe.engine.add_buffer(heads * head_dim, per_sample=True) for _ in range(2))
+    probe.engine.add_rows([RowOp(RowOpKind.GATHER, x=q, out=gathered)], samples=True)
+    turn(probe, gathered, heads, head_dim, samples=True)
+    probe.engine.add_attention(gathered, out, 0, heads, head_dim**-0.5, 0, 0.0, samples=True)
+    probe.engine.set_logits(out)
     return probe
 
 
@@ -585,8 +605,8 @@ def test_attention_of_samples_alone_is_theirs_among_all(variant: str, num_thread
     rng = np.random.default_rng(5)
     q, k, v = (random_rows(rng, 401, width) for width in (heads * head_dim, head_dim, head_dim))
     answers = []
-    for of_samples in (False, True):
-        shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "num_blocks": 105, "of_samples": of_samples}
+    for mode in ("all", "of_samples", "gathered"):
+        shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "num_blocks": 105, "is_turned": True, mode: True}
         probe = attention_probe(q, k, v, variant, num_threads=num_threads, **shape)
         for row, context_len in enumerate(context_lens):  # what the step sees
             if context_len:
@@ -594,9 +614,10 @@ def test_attention_of_samples_alone_is_theirs_among_all(variant: str, num_thread
                 probe.run(ids, query_lens=[context_len], block_tables=table, samples=[context_len - 1])
         ids = np.concatenate([c + np.arange(n) for n, c in zip(query_lens, context_lens, strict=True)])
         step = {"query_lens": query_lens, "context_lens": context_lens, "block_tables": tables}
-        answers.append(probe.run(ids, **step, samples=samples if of_samples else range(num_tokens)))
-    assert (answers[1] == answers[0][samples]).all()
-    assert np.isfinite(answers[0]).all()
+        answers.append(probe.run(ids, **step, samples=range(num_tokens) if mode == "all" else samples))
+    whole, *others = answers
+    assert all((answer == whole[samples]).all() for answer in others)
+    assert np.isfinite(whole).all()
 
 
 KV_FORMATS = pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda kv_format: kv_format.name.lower())

@@ -212,7 +212,9 @@ def test_only_the_last_layer_attends_for_samples_alone() -> None:
             self.of_samples: list[bool] = []
 
         def add_attention(self, *fields: float) -> None:
-            self.of_samples.append(bool(fields[-1]))
+            of_samples, samples = fields[-2:]
+            self.of_samples.append(bool(of_samples))
+            assert not samples, "no attention reads what was gathered"
 
     def attend(layer: int) -> Attention:
         return Attention("y", "x", layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.models.architectures import with_defaults
+from penstock.models.architectures import describe, with_defaults
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
+from penstock.models.program import Attention, GatherRows, KvWrite
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 from support.parity.tiny import TinyCase, write_case
@@ -413,6 +414,15 @@ def test_gemma_4_reads_no_texts_for_embeddings_if_layers_share_keys(tmp_path: Pa
     path = write_case(CASES["gemma4_shared"], tmp_path / "shared")
     with pytest.raises(ModelError, match="keys and values of another layer, 2, is not supported for embeddings"):
         load_hf_directory(path, task="embed")
+
+
+def test_layers_of_gemma_4_that_keep_nothing_are_computed_for_samples_alone(tmp_path: Path) -> None:
+    """Three of six layers read the keys and values of others: a prompt goes through the first three."""
+    ops = describe(load_hf_directory(write_case(CASES["gemma4_shared"], tmp_path / "shared")).spec).ops
+    first_gather = next(at for at, op in enumerate(ops) if isinstance(op, GatherRows))
+    attentions = [at for at, op in enumerate(ops) if isinstance(op, Attention)]
+    assert sum(at < first_gather for at in attentions) == sum(isinstance(op, KvWrite) for op in ops) == 3
+    assert len(attentions) == 6
 
 
 def test_gemma_4_as_release_5_of_transformers_saves_it_is_the_same(tmp_path: Path) -> None:

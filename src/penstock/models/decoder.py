@@ -15,6 +15,7 @@ from penstock.types.model_spec import (
     ExpertsMlp,
     GatedMlp,
     LatentSpec,
+    LayerSpec,
     LinearAttentionSpec,
     ModelSpec,
     PlainMlp,
@@ -43,6 +44,7 @@ class Decoder:
         self._prefix = ""
         self._indices: dict[tuple[int, type], int] = {}
         """For each layer and kind of mixer, where its keys and values or its recurrent state are among those of that kind."""
+        self._last_keeper = max(layer for layer, found in enumerate(spec.layers) if not _only_reads(found))
         counts: Counter[type] = Counter()
         for layer, found in enumerate(spec.layers):
             for mixer in found.mixers:
@@ -51,8 +53,8 @@ class Decoder:
                 counts[kind] += owner is None
 
     def _buffer(self, name: str, width: int) -> str:
-        """Return the name of a buffer. If the name is taken by a buffer of another width, append the width."""
-        name = self._prefix + name
+        """Return the name of a buffer, which may be that of one. If a buffer of another width has it, append the width."""
+        name = self._prefix + name.removeprefix(self._prefix)
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"
             self._widths[name] = width
@@ -320,12 +322,13 @@ class Decoder:
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """Return the buffers; in the last layer, copies with only the rows that the answer needs.
+        """Return the buffers; in the last layer that keeps anything of a token, copies of only the rows that the answer needs.
 
-        Call this before the output projection of each layer, so that a prompt skips most of the last layer.
+        Call this before the output projection of each layer, so that a prompt skips most of the last layer, and all of those
+        after it that read the keys and values of others.
         """
         pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
-        if layer < self._spec.num_layers - 1 or pooling in ("mean", "each", "sparse"):
+        if layer != self._last_keeper or pooling in ("mean", "each", "sparse"):
             return buffers
         widths = [self._widths[name] for name in buffers]
         self._prefix = SAMPLED
@@ -495,6 +498,11 @@ class Decoder:
         self._ops.append(prog.Logits(out, x, weight, self._spec.logit_scale, bias))
         if self._spec.logit_softcap:
             self._ops.append(prog.Softcap(out, self._spec.logit_softcap))
+
+
+def _only_reads(layer: LayerSpec) -> bool:
+    """Return whether all that the layer sees of earlier tokens was kept by other layers."""
+    return bool(layer.mixers) and all(isinstance(mixer, AttentionSpec) and mixer.kv_layer is not None for mixer in layer.mixers)
 
 
 def _check_text_attention(spec: AttentionSpec) -> None:

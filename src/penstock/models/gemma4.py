@@ -57,18 +57,18 @@ def describe(spec: ModelSpec) -> Program:
     build = Decoder(spec)
     x = build.embed()
     size = spec.layer_input_size
-    inputs = _layer_inputs(build, spec, x) if size else ""
+    inputs = [_layer_inputs(build, spec, x)] if size else []
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
         mixed = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms="heads", has_v_norm=True)
-        own = [build.columns(inputs, layer * size, "layer_input", size)] if size else []
-        x, mixed, *own = build.gather_after_last(layer, x, mixed, *own)
+        x, mixed, *inputs = build.gather_after_last(layer, x, mixed, *inputs)
         branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
         build.add(x, build.norm(branch, f"{at}.post_attn_norm", branch))
         build.add(x, build.norm(_mlp(build, spec, layer, x), f"{at}.post_mlp_norm", "projected"))
-        for layer_input in own:
+        for found in inputs:
+            own = build.columns(found, layer * size, "layer_input", size)
             gate = build.linear(x, f"{at}.input_gate", "input_gate", size)
-            product = build.gated(gate, layer_input, _ACTIVATION)
+            product = build.gated(gate, own, _ACTIVATION)
             branch = build.linear(product, f"{at}.input_projection", "projected", spec.hidden_size)
             build.add(x, build.norm(branch, f"{at}.post_input_norm", branch))
         build.scale(x, weight=f"{at}.scale")

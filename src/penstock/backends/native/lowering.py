@@ -281,7 +281,7 @@ class _Emitter:
         self._weights = weights
         self._engine = engine
         self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, prog.Softcap)}
-        self._ropes: dict[tuple[tuple[float, ...], float, float, int], int] = {}
+        self._ropes: dict[tuple[tuple[float, ...], float, float, int, bool], int] = {}
         self._buffers: dict[str, int] = {}
         self._converted: dict[str, dict[tuple[_Form, bytes | None], int]] = {}
         """Buffer -> (form, column order) -> id of the converted copy, while the copy is current."""
@@ -604,7 +604,7 @@ class _Emitter:
         q, out = self._buffer(op.q_latent), self._written(op.out)
         self._row(RowOpKind.PLACE_HEADS, out=q, x=self._buffer(op.q), n=op.num_heads, head_dim=first)
         self.flush()
-        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, 0, 0.0, NONE, of_samples)
+        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, 0, 0.0, NONE, of_samples, self._on_samples)
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
@@ -616,7 +616,7 @@ class _Emitter:
         self.flush()
         attended = self._padded_buffer(op.out, *heads)
         self._engine.add_attention(
-            q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, sinks, group.of_samples
+            q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, sinks, group.of_samples, self._on_samples
         )
         if attended != out:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
@@ -665,7 +665,7 @@ class _Emitter:
         return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
 
     def _rope(self, op: prog.Rope) -> int:
-        key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len)
+        key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len, self._on_samples)
         if key not in self._ropes:
             self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), *key[1:])
             # Angles depend only on positions: compute them once per step, before their first use.

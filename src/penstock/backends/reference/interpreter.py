@@ -46,13 +46,11 @@ class RowRun:
     saves: Mapping[int, list[F32]] = field(default_factory=dict)
     """Position -> the state after that many tokens, which the operations fill in."""
     first: int = field(init=False)  # position of the first token that products see now
+    positions: NDArray[np.int64] = field(init=False)  # [T], or [S] after `GatherRows`
 
     def __post_init__(self) -> None:
         self.first = self.context_len
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        return self.context_len + np.arange(len(self.token_ids))
+        self.positions = self.context_len + np.arange(len(self.token_ids))
 
 
 class Interpreter:
@@ -200,7 +198,7 @@ class Interpreter:
             start = max(0, position + 1 - op.window) if op.window else 0
             seen = slice(start, position + 1)
             out[i] = attend(queries[i], keys[seen], values[seen], op.scale, softcap=op.softcap, sinks=sinks)
-        return out.reshape(len(queries), -1)
+        return out.reshape(row.buffers[op.q].shape)
 
     def _head_linear(self, op: prog.HeadLinear, row: RowRun) -> F32:
         weight = self._matrix(op.weight)
@@ -357,7 +355,8 @@ class Interpreter:
 
     def _gather_rows(self, op: prog.GatherRows, row: RowRun) -> F32:
         # From here on products are of the gathered tokens alone.
-        row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
+        row.positions = row.context_len + row.gathered
+        row.first = int(row.positions[0]) if len(row.gathered) else row.context_len
         return row.buffers[op.x][row.gathered]
 
     def _first_rows(self, op: prog.FirstRows, row: RowRun) -> F32:
