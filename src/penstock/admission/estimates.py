@@ -1,11 +1,12 @@
 """Estimates for admission: durations of steps, lengths of answers, requests not ended, and returns of refused calls.
 
-Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; `Lengths`
-and `Backlog` have both.
+Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; those of
+`Lengths` have either. `Backlog` has a lock: requests also end on the event loop, if the engine refuses or forgets them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -203,28 +204,17 @@ class Entry:
 
 
 class Backlog:
-    """Admitted requests that have not ended, with sums of their prompt tokens and blocks.
-
-    `enter` runs on the event loop, the rest on the engine thread. So each sum is the difference of two counters with one writer
-    each.
-    """
+    """Admitted requests that have not ended, with sums of their prompt tokens and blocks. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._prefill_added = self._prefill_taken = 0
-        self._blocks_added = self._blocks_taken = 0
+        self.num_prefill_tokens = 0
+        """Prompt tokens of requests that have no first token yet. A partly computed prompt counts in full."""
+        self.num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens of requests that have no first token yet. A partly computed prompt counts in full."""
-        return max(0, self._prefill_added - self._prefill_taken)
-
-    @property
-    def num_blocks(self) -> int:
-        return max(0, self._blocks_added - self._blocks_taken)
 
     def ahead_of(self, priority: int) -> tuple[int, int]:
         """Return (requests, their prompt tokens) without a first token that are served before a new one of this priority.
@@ -239,26 +229,29 @@ class Backlog:
 
     def enter(self, request_id: str, entry: Entry) -> None:
         """Add a request. Call this before the request is submitted, since it may end at once."""
-        self._prefill_added += entry.num_prefill_tokens
-        self._blocks_added += entry.num_blocks
-        self._entries[request_id] = entry
+        with self._lock:
+            self.num_prefill_tokens += entry.num_prefill_tokens
+            self.num_blocks += entry.num_blocks
+            self._entries[request_id] = entry
 
     def on_first_token(self, request_id: str) -> Entry | None:
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            self._start(entry)
+        with self._lock:
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                self._start(entry)
         return entry
 
     def on_finish(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._start(entry)
-            self._blocks_taken += entry.num_blocks
+        with self._lock:
+            entry = self._entries.pop(request_id, None)
+            if entry is not None:
+                self._start(entry)
+                self.num_blocks -= entry.num_blocks
 
     def _start(self, entry: Entry) -> None:
         if not entry.has_started:
             entry.has_started = True
-            self._prefill_taken += entry.num_prefill_tokens
+            self.num_prefill_tokens -= entry.num_prefill_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -1,12 +1,13 @@
 """Limits per tenant: concurrent requests, calls per minute and tokens per minute.
 
 A request takes its predicted tokens from its tenant's token bucket on admission, and the difference to its real tokens when it
-ends. A request larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, all else on
-the event loop.
+ends. A request larger than the bucket is admitted when the bucket is full. `on_finish` runs on the engine thread, or on the
+event loop for a request that the engine refuses; all else on the event loop.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
@@ -51,6 +52,8 @@ class Tenants:
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0
+        self._ending = threading.Lock()
+        """Guards what the end of a request writes: its account's `num_left` and `num_correction_tokens`, and `_duration_ns`."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
@@ -81,15 +84,17 @@ class Tenants:
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             account, num_predicted = entered
-            account.num_left += 1
-            account.num_correction_tokens += num_tokens - num_predicted
-            self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
+            with self._ending:
+                account.num_left += 1
+                account.num_correction_tokens += num_tokens - num_predicted
+                self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
         """Stop counting a request that ended without a report. Its predicted tokens stay charged."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
-            entered[0].num_left += 1
+            with self._ending:
+                entered[0].num_left += 1
 
     def _too_many(self, account: Account, view: DoorView) -> Refusal | None:
         num_running, most = account.num_running, account.limits.max_concurrent

@@ -1,7 +1,7 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one wake-up per step.
 
 An `EventWaker` wakes the event loop without releasing the GIL. Otherwise the loop would handle a step's tokens before the
-engine thread starts the next step.
+engine thread starts the next step. Without a GIL both go on at once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,15 +66,19 @@ class Bridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: dict[str, ChunkReader] = {}
         self._hop: _Hop | None = None
-        self._deliveries: deque[list[OutputChunk]] = deque()
+        self._deliveries: list[list[OutputChunk]] = []
+        self._lock = threading.Lock()
+        """Guards the hop, its `is_due` and the deliveries: without it, a delivery could be neither read nor followed by a
+        wake-up."""
 
     def attach(self, engine: EnginePort) -> None:
         self._engine = engine
 
     def detach(self) -> None:
         """Drop the references to engine and loop, so that both are freed at once. Thread-safe."""
-        self._is_detached, self._engine = True, None
-        hop, self._hop = self._hop, None
+        with self._lock:
+            self._is_detached, self._engine = True, None
+            hop, self._hop = self._hop, None
         if hop is not None:
             hop.close()
 
@@ -93,8 +97,7 @@ class Bridge:
         """Run requests, and give their chunks to a reader until it forgets or aborts each of them."""
         engine = self._engine
         if engine is None and self._is_detached:
-            detail = "The model was unloaded, or the server is shutting down."
-            raise Rejected(RejectReason.DRAINING, detail, retry_after_s=1.0)
+            raise _gone()
         if engine is None:
             raise RuntimeError("attach an engine before opening a stream")
         self._bind(asyncio.get_running_loop())
@@ -110,11 +113,12 @@ class Bridge:
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
         """Queue chunks and wake the event loop, unless a wake-up is pending. The engine's thread calls this as its sink."""
-        self._deliveries.append(chunks)
-        hop = self._hop
-        if hop is None or hop.is_due:
-            return
-        hop.is_due = True
+        with self._lock:
+            self._deliveries.append(chunks)
+            hop = self._hop
+            if hop is None or hop.is_due:
+                return
+            hop.is_due = True
         try:
             hop.wake()
         except RuntimeError:
@@ -129,24 +133,32 @@ class Bridge:
             return
         if self._readers:
             raise RuntimeError("streams are open in another event loop")
-        self._deliveries.clear()
-        self._loop = loop
-        self._hop = _Hop(loop, self._dispatch)
+        with self._lock:
+            if self._is_detached:
+                raise _gone()
+            self._deliveries.clear()
+            self._loop = loop
+            self._hop = _Hop(loop, self._dispatch)
 
     def _dispatch(self, hop: _Hop) -> None:
-        # Cleared before the queue is read: a delivery that comes in between causes one hop too many, never one too few.
-        hop.is_due = False
+        with self._lock:
+            hop.is_due = False
+            deliveries, self._deliveries = self._deliveries, []
         readers = self._readers
-        deliveries = self._deliveries
         touched: dict[ChunkReader, None] = {}
-        while deliveries:
-            for chunk in deliveries.popleft():
+        for chunks in deliveries:
+            for chunk in chunks:
                 reader = readers.get(chunk.request_id)
                 if reader is not None:
                     reader.put(chunk)
                     touched[reader] = None
         for reader in touched:
             reader.flush()
+
+
+def _gone() -> Rejected:
+    detail = "The model was unloaded, or the server is shutting down."
+    return Rejected(RejectReason.DRAINING, detail, retry_after_s=1.0)
 
 
 class Stream:

@@ -7,7 +7,6 @@ Nothing is logged: grammars and answers are private.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import threading
@@ -230,6 +229,9 @@ class CompiledGrammar:
 
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
+        self._starting = threading.Lock()
+        """Held while a thread uses `_start`: llguidance raises RuntimeError if two do."""
+        self._first_mask: bytes | None = None
         self._usable = usable
         self._nothing = bytes(len(usable))
         self.tokens = tokens
@@ -237,10 +239,13 @@ class CompiledGrammar:
         self.has_failed = False
         self._bars: dict[tuple[str, str], bytes] = {}
 
-    @functools.cached_property
+    @property
     def first_mask(self) -> bytes:
         """The mask of tokens that can begin an answer. Raises `GrammarFailure` if there are none."""
-        return self.mask_of(self._start)
+        with self._starting:
+            if self._first_mask is None:
+                self._first_mask = self.mask_of(self._start)
+            return self._first_mask
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
         """Find, for `barred`, the tokens that complete a mark and go on with text that the grammar forbids."""
@@ -257,8 +262,9 @@ class CompiledGrammar:
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
-        self.num_answers += 1  # a lost count does no harm
-        return GrammarMatcher(self._start.deep_copy(), self)
+        with self._starting:
+            self.num_answers += 1
+            return GrammarMatcher(self._start.deep_copy(), self)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """Return the mask of tokens that may come next. Raises `GrammarFailure`."""
