@@ -60,4 +60,11 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_stop_signals", nullptr, 0, me
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__stop_signals() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__stop_signals() {
+    PyObject* const module = PyModule_Create(&definition);
+#ifdef Py_GIL_DISABLED
+    // Only the main thread sets handlers, and what the handler itself reads is set before it is.
+    if (module) PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
+    return module;
+}

@@ -12,6 +12,8 @@ import math
 import os
 import resource
 import socket
+import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +73,16 @@ def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
     mapped = int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
     server = PROGRAM_ADDRESS_BYTES + len(os.sched_getaffinity(0)) * CPU_ADDRESS_BYTES
     return AddressSpace(limit, max(mapped, server))
+
+
+def is_free_threaded() -> bool:
+    """Return whether this Python can run without its GIL."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def has_gil() -> bool:
+    """Return whether the GIL is on now. In a free-threaded Python a package can turn it on when it is imported."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,13 @@ from penstock.cli.options import config_file_option, printable, setting_option, 
 
 if TYPE_CHECKING:
     from penstock.machine import Cores
+
+
+_COMPILED = (
+    *("numpy", "tokenizers", "llguidance", "pydantic", "httptools", "msgspec"),
+    *("penstock.backends.native._native", "penstock.serve._stop_signals"),
+)
+"""Packages with compiled code that a server imports."""
 
 
 @click.command()
@@ -44,7 +54,7 @@ def _facts(
     from penstock.types.errors import counted
 
     yield "penstock", __version__
-    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "python", f"{platform.python_version()} ({sys.executable}){_gil()}"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
     cores = find_cores()
@@ -57,6 +67,22 @@ def _facts(
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
     yield "cache", _cache(cache)
     yield "missing", "; ".join(_missing(cache)) or "nothing"
+
+
+def _gil(packages: Sequence[str] = _COMPILED) -> str:
+    """Return whether a free-threaded Python has its GIL once `packages` are imported, and which of them turned it on."""
+    from penstock.machine import has_gil, is_free_threaded
+
+    if not is_free_threaded():
+        return ""
+    if has_gil():
+        return ", free-threaded, but with the GIL: PYTHON_GIL or -X gil says so"
+    for name in packages:
+        with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
+            importlib.import_module(name)
+        if has_gil():
+            return f", free-threaded, but {name} turns the GIL on"
+    return ", free-threaded, without the GIL"
 
 
 def _set(key: str, value: object) -> str:

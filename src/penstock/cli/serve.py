@@ -19,9 +19,10 @@ import click
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, printable, warn_of_unknown_variables
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.several import config_of_found, configs_of
-from penstock.machine import address_space, return_large_blocks_when_freed, share_one_arena
+from penstock.machine import address_space, has_gil, is_free_threaded, return_large_blocks_when_freed, share_one_arena
 from penstock.types.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _STARTING_OBJECTS = 1_000_000
 """The garbage collector's first threshold during a start, whose objects stay. At 700, the default, it took 0.1 s of 0.8."""
 
@@ -52,6 +53,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
 
         warn_of_unknown_variables()
         deployment = start_deployment(configs, partial(config_of_found, values))
+        warn_of_gil()
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)
         finally:
@@ -59,6 +61,12 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
     # Exit at once: Python would wait for threads that still compile a grammar or tokenize, although no request needs them.
     sys.stdout.flush()
     os._exit(code)
+
+
+def warn_of_gil() -> None:
+    """Warn if a free-threaded Python has its GIL on."""
+    if is_free_threaded() and has_gil():
+        _log.warning("this Python is free-threaded, but its GIL is on: `penstock env` says why")
 
 
 @contextmanager
