@@ -19,7 +19,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,14 @@ test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5
 	@$(BIN)/penstock pull smollm2:135m
 	@$(BIN)/penstock pull minilm
 	PENSTOCK_MUTANTS=$(MUTANTS) $(BIN)/pytest -s tests/e2e/test_mutants.py $(ARGS)
+
+test-python: export PYTHON := $(PYTHON)
+test-python:  ## all tests under another Python, beside .venv: PYTHON=python3.14t (builds again; 15 to 20 minutes)
+	@tests/pythons/run.sh newest $(ARGS)
+
+test-floors: export PYTHON := $(PYTHON)
+test-floors:  ## all tests with the oldest dependencies that pyproject.toml allows: PYTHON=python3.11 (the same)
+	@tests/pythons/run.sh oldest $(ARGS)
 
 test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by GCC's ThreadSanitizer (builds again; 10 to 20 minutes)
 	@tests/backends/sanitized.sh races $(ARGS)

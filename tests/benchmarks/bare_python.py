@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-ABSENT = ("gguf", "tokenizers", "jinja2", "starlette", "pydantic", "httptools", "orjson", "prometheus_client")
+ABSENT = ("gguf", "tokenizers", "jinja2", "starlette", "pydantic", "httptools", "msgspec", "prometheus_client")
 ABSENT += ("click", "tqdm", "penstock.backends.native._native")
 
 

@@ -13,9 +13,9 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.config import ServerConfig
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import HttpConnection
@@ -138,7 +138,7 @@ async def large_answer(server, context=None):
         sock=plain, ssl=context, server_hostname="x" if context else None, limit=1 << 15
     )
     try:
-        writer.write(post(orjson.dumps(LARGE)))
+        writer.write(post(fast_json.dumps(LARGE)))
         await until(lambda: any(is_written(connection) for connection in server.server.acceptor.connections))
         yield reader
     finally:
@@ -204,7 +204,7 @@ async def test_who_takes_an_answer_by_drops_is_cut_off(monkeypatch):
     with narrow() as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
         client.connect(("127.0.0.1", server.port))
-        client.sendall(post(orjson.dumps(LARGE)))
+        client.sendall(post(fast_json.dumps(LARGE)))
         await until(lambda: any(is_written(connection) for connection in server.server.acceptor.connections))
         for _ in range(50):
             client.recv(1 << 10)

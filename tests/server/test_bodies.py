@@ -7,10 +7,10 @@ import threading
 import time
 
 import httpx
-import orjson
 import pytest
 from pydantic import ValidationError
 
+from penstock import fast_json
 from penstock.serve.anthropic.schemas import MessagesBody
 from penstock.serve.bodies import MAX_CONTAINERS, MAX_MESSAGES, MAX_TOKEN_IDS, parse_body
 from penstock.serve.errors import ApiError
@@ -107,7 +107,7 @@ COSTLY = {
 @pytest.fixture(scope="module")
 def costly():
     """The bodies as bytes."""
-    contents = {kind: orjson.dumps(body) for kind, (_, body) in COSTLY.items()}
+    contents = {kind: fast_json.dumps(body) for kind, (_, body) in COSTLY.items()}
     assert max(map(len, contents.values())) < MAX_BYTES
     return contents
 
@@ -190,13 +190,13 @@ def refusal(content, body_type=CompletionBody):
 
 
 def test_unknown_parameters_are_named_but_not_all_of_them():
-    error = refusal(orjson.dumps(prompt(**many(300))))
+    error = refusal(fast_json.dumps(prompt(**many(300))))
     assert error.param == "z0"
     assert error.message == "Unknown parameters: 'z0', 'z1', 'z2' and more."
-    error = refusal(orjson.dumps({"messages": [{**HI, **many(300)}]}), ChatCompletionBody)
+    error = refusal(fast_json.dumps({"messages": [{**HI, **many(300)}]}), ChatCompletionBody)
     assert error.param == "messages[0].z0"
     one = {"type": "function", "function": {"name": "now"}, "z0": 0}  # with more fields than a tool can have
-    assert refusal(orjson.dumps({"messages": [HI], "tools": [one]}), ChatCompletionBody).message.endswith("'tools[0].z0'.")
+    assert refusal(fast_json.dumps({"messages": [HI], "tools": [one]}), ChatCompletionBody).message.endswith("'tools[0].z0'.")
 
 
 IDS_OF = [(CompletionBody, "prompt"), (LlamaCompletionBody, "prompt"), (DetokenizeBody, "tokens")]
@@ -205,33 +205,33 @@ IDS_OF = [(CompletionBody, "prompt"), (LlamaCompletionBody, "prompt"), (Detokeni
 @pytest.mark.parametrize(("body_type", "field"), IDS_OF)
 def test_more_token_ids_than_any_context_takes_are_refused_before_they_are_parsed(body_type, field):
     """Parsing is one call, during which no other thread runs Python."""
-    content = orjson.dumps({field: [5] * 1_500_000})
+    content = fast_json.dumps({field: [5] * 1_500_000})
     assert str(MAX_TOKEN_IDS) in refusal(content, body_type).message
     assert thread_s(lambda: refusal(content, body_type)) < 0.05
 
 
 @pytest.mark.parametrize(("body_type", "field"), IDS_OF)
 def test_as_many_token_ids_as_may_be_are_parsed_in_a_short_time(body_type, field):
-    content = orjson.dumps({field: [5] * MAX_TOKEN_IDS})
+    content = fast_json.dumps({field: [5] * MAX_TOKEN_IDS})
     assert thread_s(lambda: parse_body(content, body_type)) < 0.05
 
 
 @pytest.mark.parametrize("body_type", [ChatCompletionBody, MessagesBody])
 def test_messages_have_a_limit(body_type):
     body = {"model": "m", "max_tokens": 1, "messages": [HI] * (MAX_MESSAGES + 1)}
-    assert str(MAX_MESSAGES) in refusal(orjson.dumps(body), body_type).message
+    assert str(MAX_MESSAGES) in refusal(fast_json.dumps(body), body_type).message
 
 
 def test_commas_in_text_are_no_elements():
     text = ',\\",' * MAX_TOKEN_IDS
-    assert parse_body(orjson.dumps({"prompt": text}), CompletionBody).prompt == text
+    assert parse_body(fast_json.dumps({"prompt": text}), CompletionBody).prompt == text
 
 
 def test_brackets_in_text_are_no_lists():
     text = '{"a\\": ["\\\\' * MAX_CONTAINERS
-    assert parse_body(orjson.dumps({"prompt": text}), CompletionBody).prompt == text
+    assert parse_body(fast_json.dumps({"prompt": text}), CompletionBody).prompt == text
     lists = [text[:100], *[[]] * MAX_CONTAINERS]
-    assert str(MAX_CONTAINERS) in refusal(orjson.dumps({"prompt": lists})).message
+    assert str(MAX_CONTAINERS) in refusal(fast_json.dumps({"prompt": lists})).message
 
 
 def test_a_field_named_body_is_as_unknown_as_others():
@@ -247,7 +247,7 @@ def test_a_field_named_body_is_as_unknown_as_others():
     ],
 )
 def test_metadata_has_openais_limits(metadata, param):
-    assert refusal(orjson.dumps({"input": "a", "metadata": metadata}), ResponsesBody).param == param
+    assert refusal(fast_json.dumps({"input": "a", "metadata": metadata}), ResponsesBody).param == param
 
 
 async def test_a_compressed_body_is_named(client):
@@ -312,11 +312,11 @@ REMEDIES = [
 
 @pytest.mark.parametrize(("body_type", "body", "param", "remedy"), REMEDIES)
 def test_a_field_of_another_name_route_or_api_is_told_what_does_it_here(body_type, body, param, remedy):
-    error = refusal(orjson.dumps(body), body_type)
+    error = refusal(fast_json.dumps(body), body_type)
     assert error.param == param
     assert remedy in error.message
 
 
 def test_only_names_of_a_field_s_length_are_likened():
-    assert refusal(orjson.dumps(prompt(**{"temperature" * 6: 1}))).message.endswith("'.")
-    assert refusal(orjson.dumps(prompt(colour=1))).message == "Unknown parameter: 'colour'."
+    assert refusal(fast_json.dumps(prompt(**{"temperature" * 6: 1}))).message.endswith("'.")
+    assert refusal(fast_json.dumps(prompt(colour=1))).message == "Unknown parameter: 'colour'."

@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from support.server.connections import LONG, load, send
 from support.server.harness import CAPACITY, GatedExecutor, running, until
 
@@ -80,7 +80,7 @@ async def test_a_slow_reader_blocks_nobody_and_gets_everything():
             data += await reader.read(1 << 16)
         writer.close()
         # Counted in the payloads: chunks may have been merged, tokens may not be lost.
-        payloads = [orjson.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
+        payloads = [fast_json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
         assert sum(len(payload["choices"][0]["logprobs"]["tokens"]) for payload in payloads) == 2000
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.serve.ops import requests
@@ -202,9 +202,9 @@ async def test_large_answers_are_made_in_a_thread(client, monkeypatch, path):
 
     def dumps(told):
         made_by.append(threading.current_thread())
-        return orjson.dumps(told)
+        return fast_json.dumps(told)
 
-    monkeypatch.setattr(requests, "orjson", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(requests, "fast_json", SimpleNamespace(dumps=dumps))
     response = await client.get(path)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"

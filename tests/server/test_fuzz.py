@@ -3,11 +3,11 @@
 import asyncio
 import json
 
-import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock import fast_json
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.llama_cpp.endpoints import LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
@@ -139,9 +139,9 @@ def check(response):
         assert len(error if isinstance(error, str) else error["message"]) < 2000
     elif response.headers["content-type"].startswith("text/event-stream"):
         *_, last = response.text.removesuffix("\n\n").split("\n\n")
-        assert last == "data: [DONE]" or "error" not in orjson.loads(last.removeprefix("data:"))
+        assert last == "data: [DONE]" or "error" not in fast_json.loads(last.removeprefix("data:"))
     elif response.headers["content-type"] == "application/x-ndjson":
-        assert [orjson.loads(line) for line in response.text.splitlines()][-1]["done"] is True
+        assert [fast_json.loads(line) for line in response.text.splitlines()][-1]["done"] is True
     else:
         response.json()
 
@@ -196,7 +196,7 @@ def test_the_document_describes_what_is_accepted(post):
     """Every field of the bodies is in the OpenAPI document, so that a client made from it can send it."""
     runtime = make_runtime()
     client = make_client(runtime)
-    document = orjson.loads(asyncio.run(client.get("/openapi.json")).content)
+    document = fast_json.loads(asyncio.run(client.get("/openapi.json")).content)
     runtime.close()
     for model in (
         *(CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody),

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from support.failing_executor import FailingExecutor
 from support.server.harness import GatedExecutor, running, until
 
@@ -83,7 +83,7 @@ async def test_stream_is_as_recorded(name):
         gate.open()
     for event in data.decode().split("\n\n")[:-2]:
         if not event.startswith(": "):
-            orjson.loads(event.partition("data: ")[2])
+            fast_json.loads(event.partition("data: ")[2])
     check(name, data)
 
 

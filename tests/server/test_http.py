@@ -6,9 +6,9 @@ import logging
 from functools import partial
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.config import ServerConfig
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import MAX_HEAD_BYTES, HttpConnection
@@ -303,7 +303,7 @@ async def test_head_is_get_without_a_body(live, path):
 
 async def test_a_stream_to_http_1_0_ends_with_the_connection(live):
     """HTTP/1.0 knows no chunks."""
-    body = orjson.dumps({"prompt": "a", "max_tokens": 2, "stream": True})
+    body = fast_json.dumps({"prompt": "a", "max_tokens": 2, "stream": True})
     async with connected(live) as (reader, writer):
         writer.write(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
         answer = (await reader.read()).lower()

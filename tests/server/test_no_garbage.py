@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.calls.call import Call
 from support.server.harness import GatedExecutor, LiveServer, wait_until
 
@@ -48,7 +48,7 @@ def served(path: str, question: dict[str, object], status: int = 200) -> Callabl
 
     def once(server: LiveServer) -> None:
         with connect(server) as connection:
-            ask(connection, path, orjson.dumps(question), CLOSE)
+            ask(connection, path, fast_json.dumps(question), CLOSE)
             assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
 
     return once
@@ -58,7 +58,7 @@ def kept_alive(server: LiveServer) -> None:
     """Two streams on one connection."""
     with connect(server) as connection:
         for headers in ("", CLOSE):
-            ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True}), headers)
+            ask(connection, "/v1/completions", fast_json.dumps(COMPLETION | {"stream": True}), headers)
             data = b""
             while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
                 data += connection.recv(1 << 16)
@@ -67,20 +67,20 @@ def kept_alive(server: LiveServer) -> None:
 def abandoned(server: LiveServer) -> None:
     """The client leaves after the first bytes of a long answer."""
     with connect(server) as connection:
-        ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
+        ask(connection, "/v1/completions", fast_json.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
         assert connection.recv(100)
 
 
 def leaves_with_requests_behind(server: LiveServer) -> None:
     with connect(server) as connection:
         for _ in range(3):
-            ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
+            ask(connection, "/v1/completions", fast_json.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
         assert connection.recv(100)
 
 
 def overdue(server: LiveServer) -> None:
     with connect(server) as connection:
-        ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"max_tokens": 1500}), CLOSE + "X-Deadline-Ms: 1\r\n")
+        ask(connection, "/v1/completions", fast_json.dumps(COMPLETION | {"max_tokens": 1500}), CLOSE + "X-Deadline-Ms: 1\r\n")
         read_all(connection)
 
 
@@ -163,7 +163,7 @@ def test_a_body_is_let_go_of_before_its_answer_is_streamed(gated: LiveServer, ga
     tracemalloc.start()
     try:
         with connect(gated) as connection:
-            ask(connection, "/v1/completions", orjson.dumps(question))
+            ask(connection, "/v1/completions", fast_json.dumps(question))
             gate.allow(2)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
             wait_until(lambda: tracemalloc.get_traced_memory()[0] < 1_000_000)

@@ -6,10 +6,10 @@ import logging
 import re
 from pathlib import Path
 
-import orjson
 import pytest
 
 import sampling_table
+from penstock import fast_json
 from penstock.inprocess import SamplingParams
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
 from penstock.serve.bodies import (
@@ -119,7 +119,7 @@ def test_the_docs_show_every_value_that_asks_for_nothing():
             values = [row[2] for row in rows if re.search(rf"[`.]{name}`", row[1])]
             for neutral in field.neutral:
                 if not isinstance(neutral, dict) or not neutral:  # those are described in words
-                    assert any(orjson.dumps(neutral).decode() in value for value in values), (name, neutral)
+                    assert any(fast_json.dumps(neutral).decode() in value for value in values), (name, neutral)
 
 
 def test_the_docs_name_every_unsupported_field():

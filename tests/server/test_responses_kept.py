@@ -5,9 +5,9 @@ import tracemalloc
 from dataclasses import replace
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
@@ -84,7 +84,7 @@ async def test_a_full_store_holds_no_more_memory_than_it_may(num_chars):
         for number in range(2 * max_bytes // (800 + 2 * num_chars)):
             name = f"resp_{number:032x}"
             items = [{"id": f"msg_{name}_{place}", "text": "x" * num_chars} for place in range(2)]
-            store.put(Kept(ME, name, orjson.dumps({"id": name, "output": items[1:]}), as_json(items), 1, None))
+            store.put(Kept(ME, name, fast_json.dumps({"id": name, "output": items[1:]}), as_json(items), 1, None))
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -6,9 +6,9 @@ import time
 from collections import Counter
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.admission.door import AdmissionLimits
 from penstock.testing import HashExecutor
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, running, until
@@ -45,8 +45,8 @@ async def one(client: httpx.AsyncClient, idx: int, kind: str, rng: random.Random
             num_events += 1
             if line == "data: [DONE]":
                 return "done"
-            if "error" in orjson.loads(line[6:]):
-                return str(orjson.loads(line[6:])["error"]["code"])
+            if "error" in fast_json.loads(line[6:]):
+                return str(fast_json.loads(line[6:])["error"]["code"])
             if kind == "leaves":
                 return "left"
             if kind == "cancelled" and num_events == 1:

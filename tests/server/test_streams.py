@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.http.connection import Exchange
 from support.server.harness import GatedExecutor, LiveServer, running, until
@@ -53,7 +53,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def events(data: str) -> Iterator[dict]:
-    return (orjson.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {"))
+    return (fast_json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {"))
 
 
 @pytest.mark.parametrize(("path", "question"), [COMPLETION, CHAT], ids=["completion", "chat"])
@@ -86,7 +86,7 @@ async def ask_unread(server, path: str, body: dict[str, Any], more_head: str = "
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", server.port))
-    data = orjson.dumps(body)
+    data = fast_json.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n{more_head}\r\n"
     )
@@ -179,7 +179,7 @@ async def test_a_client_that_reads_slowly_is_not(monkeypatch):
 
 async def test_a_kept_connection_streams_again(live):
     """A stream leaves the connection ready for the next request."""
-    data = orjson.dumps({"prompt": "again", "max_tokens": 3, "temperature": 0, "stream": True})
+    data = fast_json.dumps({"prompt": "again", "max_tokens": 3, "temperature": 0, "stream": True})
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
     reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
     for num_requests in (1, 1, 3):  # the last three one behind the other

@@ -3,9 +3,9 @@
 import dataclasses
 from types import SimpleNamespace
 
-import orjson
 import pytest
 
+from penstock import fast_json
 from penstock.calls.call import TokenPrompt
 from penstock.calls.run import tokenise
 from penstock.clock import WallClock
@@ -58,7 +58,7 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    asked = Asked(Reader(deployment_of(RUNNING), ServerConfig()), data := orjson.dumps(body), scope)
+    asked = Asked(Reader(deployment_of(RUNNING), ServerConfig()), data := fast_json.dumps(body), scope)
     if path == "completion":
         return completion(parse_body(data, CompletionBody), asked)[0]
     return chat(parse_body(data, ChatCompletionBody), asked)[0]

@@ -9,7 +9,7 @@ import re
 from array import array
 from typing import Any
 
-import orjson
+from penstock import fast_json
 
 _DONE = b"[DONE]"
 _MAX_ERROR_CHARS = 300
@@ -87,7 +87,7 @@ class Answer:
             self.is_whole = True
         elif data and not self.error:
             try:
-                self._read_event(orjson.loads(data), now_ns)
+                self._read_event(fast_json.loads(data), now_ns)
             except _SENSELESS as error:
                 self._note_senseless(error)
 
@@ -115,7 +115,7 @@ class Answer:
 
     def _read_body(self, data: bytes) -> None:
         try:
-            body = orjson.loads(data)
+            body = fast_json.loads(data)
             if self.status != 200:
                 self.error = _error_message(body) or _beginning(data)
             elif message := _error_message(body):
@@ -148,7 +148,7 @@ class Answer:
 def error_of(body: bytes) -> str:
     """Return the error message in the body of a failed answer, or the beginning of a body without one."""
     try:
-        return _error_message(orjson.loads(body)) or _beginning(body)
+        return _error_message(fast_json.loads(body)) or _beginning(body)
     except _SENSELESS:
         return _beginning(body)
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import orjson
 
-from penstock import __version__, machine
+from penstock import __version__, fast_json, machine
 from penstock.lab.figures import (
     COLUMNS,
     ENDS,
@@ -116,7 +115,7 @@ def write_result(result: Result, path: Path) -> None:
     runs = [_plain_run(run) for run in result.runs]
     top = {"penstock_bench": VERSION, "made_by": result.made_by, "machine": result.machine, "runs": runs}
     # A run may have taken hours, so write an option that JSON can't represent as text.
-    content = orjson.dumps(top, default=str, option=orjson.OPT_APPEND_NEWLINE)
+    content = fast_json.dumps(top, default=str) + b"\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)

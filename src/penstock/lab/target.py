@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-import orjson
-
+from penstock import fast_json
 from penstock.lab import answers
 from penstock.types.errors import PenstockError
 
@@ -117,7 +116,7 @@ class Target:
         if self.extra_body:
             body |= self.extra_body
             body = {name: value for name, value in body.items() if value is not None}
-        return orjson.dumps(body)
+        return fast_json.dumps(body)
 
 
 class Questions:
@@ -144,8 +143,8 @@ class Questions:
         if status in _REMEDIES and status != 404:
             raise PenstockError(f"{self._target.url} answers {status}: {answers.error_of(body)}", remedy=_REMEDIES[status])
         try:
-            return str(orjson.loads(body)["data"][0]["id"])
-        except (orjson.JSONDecodeError, LookupError, TypeError):
+            return str(fast_json.loads(body)["data"][0]["id"])
+        except (fast_json.DecodeError, LookupError, TypeError):
             said = body[:200].decode(errors="replace")
             raise PenstockError(
                 f"{self._target.url} does not list its models: status {status}, {said!r}.", remedy="Name one with --model."
@@ -177,10 +176,10 @@ class Questions:
         return None
 
     def _got(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
-        status, answer = self.ask("GET", path) if body is None else self.ask("POST", path, orjson.dumps(body))
+        status, answer = self.ask("GET", path) if body is None else self.ask("POST", path, fast_json.dumps(body))
         try:
-            found = orjson.loads(answer) if status == 200 else {}
-        except orjson.JSONDecodeError:
+            found = fast_json.loads(answer) if status == 200 else {}
+        except fast_json.DecodeError:
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import orjson
-
+from penstock import fast_json
 from penstock.models import checks
 from penstock.models.hf_config import JsonFile, read_json
 from penstock.types.encoder import ScoreFunction
@@ -135,7 +134,7 @@ def _with_markers(path: Path, files: SentenceFiles) -> SentenceFiles:
 def _read_modules(file: Path) -> tuple[list[tuple[str, str]], bool]:
     """Return (type, folder) of all modules but the first, the model in the directory itself, and whether any is PyLate's."""
     try:
-        modules = orjson.loads(file.read_bytes())
+        modules = fast_json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise damaged(file, f"can't be read as JSON: {error}") from error
     if not isinstance(modules, list) or not 1 <= len(modules) <= MAX_MODULES:

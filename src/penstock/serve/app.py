@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from functools import cache
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
+from penstock import fast_json
 from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
@@ -169,7 +169,7 @@ def _answering(route: Route) -> JsonEndpoint:
 
     async def answer(_no_data: bytes, http: HttpRequest) -> Response:
         value = await route.answer(http)
-        return value if isinstance(value, Response) else Response(orjson.dumps(value), media_type="application/json")
+        return value if isinstance(value, Response) else Response(fast_json.dumps(value), media_type="application/json")
 
     return answer
 
@@ -198,7 +198,7 @@ def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> 
         return write_document(operations, open_paths)
 
     async def openapi(_request: HttpRequest) -> Response:
-        return Response(orjson.dumps(document()), media_type="application/json")
+        return Response(fast_json.dumps(document()), media_type="application/json")
 
     async def docs(_request: HttpRequest) -> Response:
         return docs_page(document())

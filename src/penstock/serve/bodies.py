@@ -15,7 +15,6 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -30,6 +29,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from penstock import fast_json
 from penstock.calls.call import NAME_RULE, TOOL_NAME, Conversation, FunctionTool, Names
 from penstock.calls.check import MAX_CHOICES as MAX_CHOICES
 from penstock.calls.check import check_conversation, told_tools
@@ -41,6 +41,9 @@ from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS
 
 _log = logging.getLogger(__name__)
 
+MAX_BODY_DEPTH = 800
+"""Levels of lists and objects in a body, and in a value of it that is written again."""
+MAX_VALUE_DEPTH = 246
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SUFFIX_CHARS = 2**20
@@ -94,7 +97,7 @@ class NotYet:
             return f": send it as 'structured_outputs': {{'{self._instead}': ...}}"
         if not self.neutral:
             return ""
-        return f" (accepted: null or {' or '.join(orjson.dumps(value).decode() for value in self.neutral)})"
+        return f" (accepted: null or {' or '.join(fast_json.dumps(value).decode() for value in self.neutral)})"
 
     def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"description": "Not supported yet: only values that ask for nothing are accepted."}
@@ -186,7 +189,7 @@ def has_not_yet(names: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
     fields: dict[str, Any] = {}
     for word in names.split():
         name, _, values = word.partition("=")
-        neutral = [orjson.loads(value) for value in values.split("|") if value]
+        neutral = [fast_json.loads(value) for value in values.split("|") if value]
         fields[name] = (Annotated[Any, NotYet(*neutral)], None)
     return lambda body_type: _extended(body_type, fields)
 
@@ -377,13 +380,39 @@ def load_json(data: bytes) -> Any:
     if _is_more(data, b",", MAX_TOKEN_IDS):
         raise invalid(f"The body has more than {MAX_TOKEN_IDS} token ids, or other elements of lists and objects.")
     try:
-        # Faster than the standard library, and strict about NaN, surrogates and depth.
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        value = fast_json.loads(data)
+    except fast_json.DecodeError as error:
         raise invalid(_why_no_json(data, error)) from error
+    # Checked here, since the parser goes as deep as the thread's stack lets it, which depends on the Python.
+    if _count(data, b"{[") > MAX_BODY_DEPTH and fast_json.is_deeper(value, MAX_BODY_DEPTH):
+        raise invalid(f"The body is not valid JSON: it is nested in more than {MAX_BODY_DEPTH} levels.")
+    if _LONG_NUMBER in data.translate(_DIGITS):
+        _narrow(value)
+    return value
 
 
-def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
+_DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
+_LONG_NUMBER = b"0" * 19
+_64_BITS = range(-(2**63), 2**64)
+
+
+def _narrow(value: Any) -> None:
+    """Make integers beyond 64 bits floats, which no field for integers takes. Raises 400 for one that no float holds."""
+    rest = [value]
+    while rest:
+        outer = rest.pop()
+        places = list(outer.items() if isinstance(outer, dict) else enumerate(outer)) if isinstance(outer, (dict, list)) else ()
+        for place, one in places:
+            if isinstance(one, (dict, list)):
+                rest.append(one)
+            elif type(one) is int and one not in _64_BITS:
+                try:
+                    outer[place] = float(one)
+                except OverflowError:
+                    raise invalid("The body is not valid JSON: a number is out of range.") from None
+
+
+def _why_no_json(data: bytes, error: fast_json.DecodeError) -> str:
     try:
         data.decode()
     except UnicodeDecodeError as wrong:
@@ -418,8 +447,8 @@ def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
         raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
+            arguments = fast_json.loads(arguments or "{}")
+        except fast_json.DecodeError:
             raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
     if not isinstance(arguments, dict):
         raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
@@ -428,11 +457,9 @@ def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raise 400 if the value is nested too deeply for orjson, which reads 1,024 levels but writes only 254."""
-    try:
-        orjson.dumps([[[[[[[[value]]]]]]]])
-    except orjson.JSONEncodeError:
-        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
+    """Raise 400 if the value is nested too deeply for templates and grammars, which recurse."""
+    if fast_json.is_deeper(value, MAX_VALUE_DEPTH):
+        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param)
 
 
 # Fields, messages and tools in the form of OpenAI and vLLM, which several APIs share
@@ -566,10 +593,8 @@ def grammar_of(kind: GrammarKind, value: Any, param: str) -> Grammar:
     """Return a grammar of this kind from a text or a JSON value. Raises 400 for a value that is nested too deeply."""
     if isinstance(value, str):
         return Grammar(kind, value, param=param)
-    try:
-        return Grammar(kind, orjson.dumps(value).decode(), param=param)
-    except orjson.JSONEncodeError:
-        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
+    check_depth(value, param)
+    return Grammar(kind, fast_json.dumps(value).decode(), param=param)
 
 
 def json_grammar(schema: Any, param: str) -> Grammar:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal, NotRequired
 from weakref import WeakKeyDictionary
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import ModelFacts, ServedModel
@@ -127,6 +127,6 @@ class ModelsEndpoint:
 def _written(listed: Sequence[Listed]) -> bytes:
     pieces: list[bytes] = []
     for begin in range(0, len(listed), LISTED_AT_ONCE):
-        pieces.append(orjson.dumps([one.card() for one in listed[begin : begin + LISTED_AT_ONCE]])[1:-1])
+        pieces.append(fast_json.dumps([one.card() for one in listed[begin : begin + LISTED_AT_ONCE]])[1:-1])
         give_way()
     return b'{"object":"list","data":[%s]}' % b",".join(pieces)

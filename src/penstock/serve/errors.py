@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NotRequired
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.call import joined
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.errors import shorten as shorten
@@ -85,11 +85,11 @@ class ApiError(HTTPException):
 
     def body(self) -> bytes:
         """Return the error as JSON: the whole body, or the data of a server-sent event."""
-        return orjson.dumps(openai_words(self))
+        return fast_json.dumps(openai_words(self))
 
     def response(self, words: ErrorWords | None = None) -> Response:
         """Return the response. `words` writes the body in the form of another API than OpenAI's."""
-        body = orjson.dumps((words or openai_words)(self))
+        body = fast_json.dumps((words or openai_words)(self))
         return Response(body, self.status_code, headers=self.headers, media_type="application/json")
 
 
@@ -306,7 +306,7 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether the value is an integer beyond 64 bits, which orjson reads as a float."""
+    """Return whether the value is an integer beyond 64 bits, which `load_json` makes a float."""
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 

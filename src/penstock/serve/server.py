@@ -23,9 +23,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import orjson
-
 import penstock
+from penstock import fast_json
 from penstock.config import AccessLogKind, ServerConfig
 from penstock.config.keys import ApiKey, api_keys, exposed_paths, key_paths
 from penstock.deploy.deployment import Deployment
@@ -283,7 +282,7 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     default = deployment.default
     name, names = default.name, ", ".join(served.name for served in deployment.served)
     path, body = _first_request(default.running)
-    prompt = orjson.dumps({"model": name, **body}).decode()
+    prompt = fast_json.dumps({"model": name, **body}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
     page = "open it in a browser to chat and to watch; " if config.page else ""
     insecure = " -k" if config.ssl_certfile else ""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock import fast_json
 from penstock.calls.call import AnswerOptions, Terms
 from penstock.calls.in_flight import RunningCall
 from penstock.deploy.off_loop import OffLoop
@@ -49,7 +49,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
 
 
-def as_object(arguments: str) -> orjson.Fragment | None:
+def as_object(arguments: str) -> fast_json.Raw | None:
     """Return a tool call's arguments as JSON to embed, or None if they are not a JSON object.
 
     Numbers keep all digits that the model wrote.
@@ -58,7 +58,7 @@ def as_object(arguments: str) -> orjson.Fragment | None:
         value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
     except (ValueError, RecursionError):
         return None
-    return orjson.Fragment(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
+    return fast_json.Raw(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
 
 
 _log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
-    data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
+    data = await off_loop.finish(size, lambda: fast_json.dumps(writer.whole(records)))
     headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.model_wait_ns)}
     return Response(data, media_type="application/json", headers=headers)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
+from penstock import fast_json
 
 # Types of pieces have the same numbers in SentencePiece and GGUF files.
 from penstock.text.gguf_vocab import CONTROL, NORMAL, RECIPES, UNKNOWN, UNUSED, USER_DEFINED
@@ -58,7 +58,7 @@ def _unsupported(path: Path, cause: str) -> ModelError:
 def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    value = orjson.loads(path.read_bytes())
+    value = fast_json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return value
@@ -194,7 +194,7 @@ def _add_tokens(folder: Path, config: dict[str, Any], tokens: list[str], types: 
 
 
 def _tekken(path: Path, data: bytes) -> GgufVocab:
-    file = orjson.loads(data)
+    file = fast_json.loads(data)
     config = file["config"]
     if config["pattern"] != TEKKEN_PATTERN:
         raise _unsupported(path, f"its pattern is {str(config['pattern'])[:60]!r}")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import tokenizers
 
+from penstock import fast_json
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling, put_ends
 from penstock.types.errors import ModelError
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
     try:
         text = path.read_text(encoding="utf-8")
         # Check before the library reads it, which normalises the added tokens.
-        expansion = _expansion(orjson.loads(text), path)
+        expansion = _expansion(fast_json.loads(text), path)
         return tokenizers.Tokenizer.from_str(text), expansion
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.", remedy="Fetch it again.") from error

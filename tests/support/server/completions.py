@@ -1,7 +1,6 @@
 """Helpers that `server/test_completions.py` shares with other tests."""
 
-import orjson
-
+from penstock import fast_json
 from penstock.testing import expected_tokens
 from penstock.types.sampling import SamplingParams
 from support.server.harness import PRINTABLE_MODEL, make_tokenizer
@@ -25,7 +24,7 @@ def events(text):
     assert all(line.startswith("data: ") for line in lines)
     payloads = [line.removeprefix("data: ") for line in lines]
     is_done = payloads[-1] == "[DONE]"
-    return [orjson.loads(payload) for payload in payloads[: -1 if is_done else None]], is_done
+    return [fast_json.loads(payload) for payload in payloads[: -1 if is_done else None]], is_done
 
 
 async def ask(client, **body):

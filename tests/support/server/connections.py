@@ -2,7 +2,7 @@
 
 import asyncio
 
-import orjson
+from penstock import fast_json
 
 LONG = {"prompt": "hello", "max_tokens": 1000, "temperature": 0}
 
@@ -14,7 +14,7 @@ def load(server):
 async def send(server, body, path="/v1/completions"):
     """A raw request on its own connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    data = orjson.dumps(body)
+    data = fast_json.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()

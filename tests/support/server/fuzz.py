@@ -14,5 +14,5 @@ JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dict
 
 
 def as_json(value):
-    """JSON as clients write it; numbers beyond 64 bits are legal there, and orjson doesn't write them."""
+    """JSON as clients write it; numbers beyond 64 bits are legal there."""
     return json.dumps(value).encode()

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-import orjson
+from penstock import fast_json
 
 BODY = b'{"prompt": "a", "max_tokens": 2}'
 
@@ -42,7 +42,7 @@ async def read_answer(reader):
 
 def check_error(answer, status, code):
     assert answer[0] == status, answer
-    error = orjson.loads(answer[2])["error"]
+    error = fast_json.loads(answer[2])["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert answer[1]["connection"] == "close"

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock import fast_json
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import read_prompt
@@ -39,7 +39,7 @@ class CountEndpoint:
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
             num_tokens = await running.off_loop.run(len(prompt), lambda: _num_tokens(prompt, running))
         counted: AnthropicCount = {"input_tokens": num_tokens}
-        return Response(orjson.dumps(counted), media_type="application/json")
+        return Response(fast_json.dumps(counted), media_type="application/json")
 
 
 def _num_tokens(prompt: str, running: RunningModel) -> int:
@@ -54,7 +54,7 @@ class AnthropicModels:
     async def list(self, http: HttpRequest) -> Response:
         """List the models in Anthropic's shape, paged by `limit`, `after_id` and `before_id`."""
         query = http.query_params
-        return await self._models.tell(http, lambda listed: orjson.dumps(_page(listed, query)))
+        return await self._models.tell(http, lambda listed: fast_json.dumps(_page(listed, query)))
 
     async def get(self, http: HttpRequest) -> AnthropicModel:
         """Describe the model with this name in Anthropic's shape."""

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
-import orjson
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -215,7 +215,7 @@ class MessageWriter(Writer):
             opened = self._open({"type": "text", "text": ""})
             head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,' % self._index
             self._text_head = head + b'"delta":{"type":"text_delta","text":'
-        return opened + self._text_head + orjson.dumps(text) + b"}}\n\n"
+        return opened + self._text_head + fast_json.dumps(text) + b"}}\n\n"
 
     def _open(self, block: dict[str, Any]) -> bytes:
         """Return the events that open a content block and close the previous one. Empty if a block of this type is open."""
@@ -240,7 +240,7 @@ class MessageWriter(Writer):
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), orjson.dumps(data))
+    return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), fast_json.dumps(data))
 
 
 def _blocks(parts: Sequence[Part]) -> list[Block]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NotRequired
 
-import orjson
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -154,4 +154,4 @@ class CohereWriter(Writer):
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps({"type": name, **fields}))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), fast_json.dumps({"type": name, **fields}))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.call import Call, Conversation
 from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
@@ -74,7 +74,7 @@ class LlamaEndpoint:
         tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running
         with running.using():
             prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
-            content = await running.off_loop.run(len(prompt), lambda: orjson.dumps(tell(prompt, running)))
+            content = await running.off_loop.run(len(prompt), lambda: fast_json.dumps(tell(prompt, running)))
         return Response(content, media_type="application/json")
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
@@ -84,7 +84,7 @@ class LlamaEndpoint:
         )
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
-            content = await running.off_loop.run(len(data), lambda: orjson.dumps(_tokens(body, running)))
+            content = await running.off_loop.run(len(data), lambda: fast_json.dumps(_tokens(body, running)))
         return Response(content, media_type="application/json")
 
 

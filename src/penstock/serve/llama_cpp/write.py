@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, cast
 
-import orjson
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -215,7 +215,7 @@ class LlamaWriter(Writer):
 
 
 def _event(value: LlamaCompletion | LlamaError) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + fast_json.dumps(value) + b"\n\n"
 
 
 def _chosen(answer: LlamaCompletion, fields: Sequence[str]) -> LlamaCompletion:

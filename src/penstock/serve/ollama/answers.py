@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock import fast_json
 from penstock.calls.call import Call
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, find_allowed
@@ -81,4 +81,4 @@ class OllamaEndpoint:
         created_at = utc(self._deployment.sources.unix_time_s())
         reason = "unload" if leaves else "load"
         told = {"model": body.model, "created_at": created_at, **said, "done": True, "done_reason": reason}
-        return Response(orjson.dumps(told) + b"\n", media_type="application/json")
+        return Response(fast_json.dumps(told) + b"\n", media_type="application/json")

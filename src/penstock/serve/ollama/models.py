@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 import penstock
+from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask
@@ -133,7 +133,7 @@ class OllamaModels:
     async def show(self, data: bytes, http: HttpRequest) -> Response:
         """Describe a model without loading it."""
         served = self._find(parse_body(data, OllamaShowBody, self._ignored), http)
-        return Response(orjson.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
+        return Response(fast_json.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is served, since clients pull models before use. Nothing is fetched: 501 for other models."""
@@ -148,7 +148,7 @@ class OllamaModels:
             remedy = "Fetch it with `penstock pull MODEL` where the server runs, and name it to `penstock serve`."
             raise _not_done(f"{error.message} {remedy}") from None
         steps = ["success"] if body.stream is False else ["pulling manifest", "success"]
-        lines = b"".join([orjson.dumps({"status": step}) + b"\n" for step in steps])
+        lines = b"".join([fast_json.dumps({"status": step}) + b"\n" for step in steps])
         return Response(lines, media_type="application/json" if body.stream is False else "application/x-ndjson")
 
     def _find(self, body: OllamaNameBody, http: HttpRequest) -> ServedModel:

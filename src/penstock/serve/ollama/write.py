@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, NotRequired
 
-import orjson
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -83,7 +83,7 @@ class OllamaWriter(Writer):
 
     def keepalive(self) -> bytes:
         """Return an empty message, since every line must be JSON."""
-        return orjson.dumps(self._line({"content": ""})) + b"\n"
+        return fast_json.dumps(self._line({"content": ""})) + b"\n"
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
@@ -98,13 +98,13 @@ class OllamaWriter(Writer):
                 lines[-1]["logprobs"] = entries["content"]
         if chunk.finish_reason is not None:
             lines.append(self._line({"content": ""}) | self._end(chunk))
-        return b"".join([orjson.dumps(line) + b"\n" for line in lines])
+        return b"".join([fast_json.dumps(line) + b"\n" for line in lines])
 
     def end(self) -> bytes:
         return b""
 
     def fail(self, error: ApiError) -> bytes:
-        return orjson.dumps(error_words(error)) + b"\n"
+        return fast_json.dumps(error_words(error)) + b"\n"
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         [record] = records

@@ -9,9 +9,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NotRequired
 
-import orjson
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -174,7 +174,7 @@ class AnswerWriter(Writer):
 
     def begin(self, timing: str) -> bytes:
         """Prepare parts of the events and return `Server-Timing` as a comment. An adapter's fingerprint is known only now."""
-        self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
+        self._head = b"data: " + fast_json.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
         return _comment(f"server-timing {timing}")
@@ -182,7 +182,7 @@ class AnswerWriter(Writer):
     def end(self) -> bytes:
         if not self._options.includes_usage:
             return DONE
-        return self._head + b',"choices":[],"usage":' + orjson.dumps(self._usage()) + b"}\n\n" + DONE
+        return self._head + b',"choices":[],"usage":' + fast_json.dumps(self._usage()) + b"}\n\n" + DONE
 
     def fail(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
@@ -220,7 +220,7 @@ class AnswerWriter(Writer):
     def _usage_suffix(self) -> bytes:
         suffix = self._suffix
         if self._options.has_continuous_usage:
-            suffix = b'}],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+            suffix = b'}],"usage":' + fast_json.dumps(self._usage()) + b"}\n\n"
         return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
 
     def _count(self, index: int, chunk: OutputChunk) -> None:
@@ -232,7 +232,7 @@ class AnswerWriter(Writer):
         if self._options.has_progress and not self._has_progress[index]:
             self._has_progress[index] = True
             fields["prompt_progress"] = self._timings.progress(index, chunk)
-        self._timed = b"," + orjson.dumps(fields)[1:-1] if fields else b""
+        self._timed = b"," + fast_json.dumps(fields)[1:-1] if fields else b""
 
     def _usage(self) -> Usage:
         return self.usage.body()
@@ -264,7 +264,7 @@ class ChatWriter(AnswerWriter):
         events = b"".join([prefix + role for prefix in self._prefixes])
         if not self._options.has_token_ids:
             return times + events
-        prompt = b',"prompt_token_ids":' + orjson.dumps(self._call.requests[0].prompt_token_ids)
+        prompt = b',"prompt_token_ids":' + fast_json.dumps(self._call.requests[0].prompt_token_ids)
         return times + self._head + prompt + events.removeprefix(self._head)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
@@ -274,7 +274,7 @@ class ChatWriter(AnswerWriter):
             return data
         word = FINISH_WORDS[chunk.finish_reason] if self._choices is None else self._choices[index].finish_word(chunk)
         fields = {"finish_reason": word, "stop_reason": self._stop_reason(chunk)}
-        return data + self._prefixes[index] + b'},"logprobs":null,' + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        return data + self._prefixes[index] + b'},"logprobs":null,' + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         answer = super().whole(records)
@@ -299,7 +299,7 @@ class ChatWriter(AnswerWriter):
         parts = choice.read(chunk)
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]
-        events = [self._prefixes[index] + orjson.dumps(delta)[1:] + end for delta in deltas]
+        events = [self._prefixes[index] + fast_json.dumps(delta)[1:] + end for delta in deltas]
         if not self._is_plain and (said := self._content(index, chunk, shows_text=False)):
             events.append(said)
         return b"".join(events)
@@ -308,7 +308,7 @@ class ChatWriter(AnswerWriter):
         if self._is_plain:
             if not chunk.text:
                 return b""
-            return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
+            return self._prefixes[index] + b'"content":' + fast_json.dumps(chunk.text) + self._plain_suffix
         logprobs = None
         if self._logprobs:
             entries, is_last = shown_logprobs(self._options, chunk), chunk.finish_reason is not None
@@ -318,8 +318,8 @@ class ChatWriter(AnswerWriter):
         fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
-        content = b'"content":' + orjson.dumps(chunk.text) if shows_text else b""
-        return self._prefixes[index] + content + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        content = b'"content":' + fast_json.dumps(chunk.text) if shows_text else b""
+        return self._prefixes[index] + content + b"}," + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
 
     def _choice(self, index: int, record: ChoiceRecord) -> ChatChoice:
         text, logprobs = record.text, None
@@ -392,16 +392,21 @@ class CompletionWriter(AnswerWriter):
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         echoes = [self._echo(index) for index in range(len(self._prefixes))]
         pairs = zip(self._prefixes, echoes, strict=True)
-        return times + b"".join([prefix + orjson.dumps(echo) + end for prefix, echo in pairs if echo])
+        return times + b"".join([prefix + fast_json.dumps(echo) + end for prefix, echo in pairs if echo])
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self._count(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
-            return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
+            return self._prefixes[index] + fast_json.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
         echo = b"" if self._options.echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)
         fields = self._fields(index, chunk)
         return (
-            echo + self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+            echo
+            + self._prefixes[index]
+            + fast_json.dumps(chunk.text)
+            + b","
+            + fast_json.dumps(fields)[1:-1]
+            + self._usage_suffix()
         )
 
     def _scored_echo(self, index: int) -> bytes:
@@ -409,8 +414,8 @@ class CompletionWriter(AnswerWriter):
         if not self._call.scores_of(index).is_scored:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}
-        text = orjson.dumps(self._echo(index))
-        return self._prefixes[index] + text + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        text = fast_json.dumps(self._echo(index))
+        return self._prefixes[index] + text + b"," + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
 
     def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> CompletionTokens:
         request, num_top = self._call.scores_of(index), self._options.echo_logprobs or 0

@@ -6,11 +6,11 @@ import asyncio
 from concurrent.futures import Future
 from typing import Annotated, TypeVar
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock import fast_json
 from penstock.deploy.running import ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, parse_body
@@ -72,4 +72,4 @@ async def _result(future: Future[_Result]) -> _Result:
 
 def _success(status: int = 200) -> Response:
     answer: Success = {"success": True}
-    return Response(orjson.dumps(answer), status, media_type="application/json")
+    return Response(fast_json.dumps(answer), status, media_type="application/json")

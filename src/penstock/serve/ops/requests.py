@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NotRequired
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.in_flight import InFlight, Told
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
@@ -90,7 +90,7 @@ RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["
 
 async def json_answer(make: Callable[[], Any]) -> Response:
     """Call `make` in a thread, and return its result as JSON. Raises what `make` raises."""
-    data = await asyncio.to_thread(lambda: orjson.dumps(make()))
+    data = await asyncio.to_thread(lambda: fast_json.dumps(make()))
     return Response(data, media_type="application/json")
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
+from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.calls.run import run
@@ -207,9 +207,9 @@ class ResponsesEndpoint:
         listed = items[: int(limit)]
         return {
             "object": "list",
-            "data": [orjson.Fragment(item) for item in listed],
-            "first_id": orjson.loads(listed[0])["id"] if listed else None,
-            "last_id": orjson.loads(listed[-1])["id"] if listed else None,
+            "data": [fast_json.Raw(item) for item in listed],
+            "first_id": fast_json.loads(listed[0])["id"] if listed else None,
+            "last_id": fast_json.loads(listed[-1])["id"] if listed else None,
             "has_more": len(items) > len(listed),
         }
 
@@ -221,7 +221,7 @@ def _kept(question: Question, owner: Owner, response: Response) -> Kept:
     return Kept(
         owner,
         question.response_id,
-        orjson.dumps(response),
+        fast_json.dumps(response),
         as_json([*question.items, *response["output"]]),
         len(question.items),
         response["previous_response_id"],

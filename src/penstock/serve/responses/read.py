@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-import orjson
-
+from penstock import fast_json
 from penstock.calls.call import Call, ChatRequest, Conversation, Names, ToolChoice
 from penstock.serve.asking import Asked
 from penstock.serve.bodies import MAX_MESSAGES, check_part, json_grammar, past_call, sampling_of
@@ -111,7 +110,7 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     """Return the call and its question. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
     is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
     items = _own_items(body, past)
-    before = [orjson.loads(item) for item in past.items]
+    before = [fast_json.loads(item) for item in past.items]
     if len(before) + len(items) > MAX_MESSAGES:
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
     bodies = [*map(_body_of, before), *items]
@@ -142,7 +141,7 @@ def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
     items: list[ItemBody] = []
     for index, item in enumerate(given):
         if _is_reference(item):
-            item = orjson.loads(past.referenced[check_part(item, ItemReference, "input", index).id])
+            item = fast_json.loads(past.referenced[check_part(item, ItemReference, "input", index).id])
         items.append(_checked(item, index))
     return items
 

@@ -13,8 +13,7 @@ from heapq import heapify, heappop, heappush
 from sys import getsizeof
 from typing import Protocol
 
-import orjson
-
+from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.clock import Clock
 from penstock.serve.errors import ApiError, overloaded, shorten
@@ -57,7 +56,7 @@ class Kept:
 
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
         """Return a later state of a response in the background. If `items` are given, the response has ended."""
-        later = replace(self, response=orjson.dumps(response))
+        later = replace(self, response=fast_json.dumps(response))
         return later if items is None else replace(later, items=as_json(items), is_running=False)
 
 
@@ -119,17 +118,17 @@ async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
     """Return items as JSON for the store."""
-    return tuple([_compact(orjson.dumps(item)) for item in items])
+    return tuple([_compact(fast_json.dumps(item)) for item in items])
 
 
 def _compact(data: bytes) -> bytes:
-    """Copy bytes into memory of their own size, since `orjson.dumps` uses a buffer of 4 KB or more."""
+    """Copy bytes into memory of their own size, since `fast_json.dumps` uses a buffer of 4 KB or more."""
     return bytes(memoryview(data))
 
 
 def has_id(item: bytes, item_id: str) -> bool:
     """Return whether a kept item has this id, without parsing the item."""
-    return item.startswith(b'{"id":' + orjson.dumps(item_id))
+    return item.startswith(b'{"id":' + fast_json.dumps(item_id))
 
 
 class _Shelf:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import orjson
-
+from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
@@ -211,7 +210,7 @@ class ResponsesWriter(Writer):
             self._tell("response.output_item.added", {"output_index": len(self._items) - 1, "item": item})
             kind = f"response.{what}.delta"
             place = self._place(in_content=fields["type"] != "function_call")
-            self._prefix = _begin_event(kind) + orjson.dumps({"type": kind} | place)[:-1] + b',"delta":'
+            self._prefix = _begin_event(kind) + fast_json.dumps({"type": kind} | place)[:-1] + b',"delta":'
 
     def _grow(self, text: str) -> None:
         self._pieces.append(text)
@@ -222,9 +221,9 @@ class ResponsesWriter(Writer):
         if self._is_streamed and text:
             rest = b',"sequence_number":%d' % self._num_events
             if self._items[-1]["type"] == "message":
-                rest += b',"logprobs":' + orjson.dumps(logprobs)
+                rest += b',"logprobs":' + fast_json.dumps(logprobs)
             self._num_events += 1
-            self._events.append(self._prefix + orjson.dumps(text) + rest + b"}\n\n")
+            self._events.append(self._prefix + fast_json.dumps(text) + rest + b"}\n\n")
 
     def _close(self, *, is_whole: bool = True) -> None:
         if not self._is_open:
@@ -262,7 +261,7 @@ class ResponsesWriter(Writer):
         if self._is_streamed:
             event = {"type": kind, "sequence_number": self._num_events} | fields
             self._num_events += 1
-            self._events.append(_begin_event(kind) + orjson.dumps(event) + b"\n\n")
+            self._events.append(_begin_event(kind) + fast_json.dumps(event) + b"\n\n")
 
     def _take(self) -> bytes:
         events, self._events = self._events, []

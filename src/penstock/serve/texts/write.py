@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import orjson
-
+from penstock import fast_json
 from penstock.deploy.off_loop import give_way
 
 PIECE_SIZE = 1 << 14
@@ -20,24 +19,24 @@ def write_json(value: Any) -> bytes:
 
 def _pieces(value: Any) -> Iterator[bytes]:
     if _size(value) <= PIECE_SIZE:
-        yield _dumps(value)
+        yield fast_json.dumps(value)
         give_way()
     elif isinstance(value, dict):
         for index, (name, part) in enumerate(value.items()):
-            yield b"%s%s:" % (b"," if index else b"{", _dumps(name))
+            yield b"%s%s:" % (b"," if index else b"{", fast_json.dumps(name))
             yield from _pieces(part)
         yield b"}"
     elif isinstance(value, list) or getattr(value, "ndim", 0) > 1:
         for index, run in enumerate(_runs(value)):
             yield b"," if index else b"["
             if len(run) > 1:
-                yield _dumps(run)[1:-1]
+                yield fast_json.dumps(run)[1:-1]
                 give_way()
             else:
                 yield from _pieces(run[0])
         yield b"]"
     else:
-        yield _dumps(value)
+        yield fast_json.dumps(value)
 
 
 def _runs(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -64,7 +63,3 @@ def _size(value: Any) -> int:
     if isinstance(value, list):
         return 1 + sum(map(_size, value))
     return int(getattr(value, "size", 1))  # of an array
-
-
-def _dumps(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
-import orjson
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.call import Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
@@ -202,13 +202,13 @@ class TgiWriter(Writer):
         if chunk.finish_reason is not None:
             events[-1]["generated_text"] = "".join(self._text)
             events[-1]["details"] = {**self._end(chunk), "input_length": self.usage.counts()[0]}
-        return b"".join([b"data:%s\n\n" % orjson.dumps(event) for event in events])
+        return b"".join([b"data:%s\n\n" % fast_json.dumps(event) for event in events])
 
     def end(self) -> bytes:
         return b""
 
     def fail(self, error: ApiError) -> bytes:
-        return b"data:%s\n\n" % orjson.dumps(tgi_words(error))
+        return b"data:%s\n\n" % fast_json.dumps(tgi_words(error))
 
     def whole(self, records: Sequence[ChoiceRecord]) -> TgiAnswer | list[TgiAnswer]:
         [record] = records

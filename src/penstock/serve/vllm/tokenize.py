@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
+from penstock import fast_json
 from penstock.calls.call import Conversation
 from penstock.calls.check import check_token_ids
 from penstock.calls.run import check_text_size, render
@@ -124,7 +124,7 @@ def _text(body: DetokenizeBody, running: RunningModel) -> Detokenized:
 
 async def _answer(running: RunningModel, size: int, make: Callable[[], Tokens | Detokenized]) -> Response:
     """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop."""
-    data = await running.off_loop.run(size, lambda: orjson.dumps(make()))
+    data = await running.off_loop.run(size, lambda: fast_json.dumps(make()))
     return Response(data, media_type="application/json")
 
 
