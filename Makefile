@@ -16,10 +16,12 @@ NOTE_PYTHON = test "$(origin PYTHON)" = file || test "$$($(BIN)/python -V)" = "$
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
 INSTALLED_DOCS := .venv/.installed-docs
+LOCK := packaging/requirements-dev.lock
+LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +47,20 @@ $(INSTALLED_DOCS): pyproject.toml | .venv
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	  > $@.txt && $(PIP_INSTALL) -r $@.txt || $(PIP_FAILED)
 	@touch $@
+
+# What the lock says and nothing newer, with its hashes: tools of tests, docs and builds.
+$(LOCKED): $(LOCK) | .venv
+	@$(PIP_INSTALL) --require-hashes -r $(LOCK) || $(PIP_FAILED)
+	@touch $@
+
+install-locked: $(LOCKED)  ## install, with exactly the packages of packaging/requirements-dev.lock
+	@$(NOTE_PYTHON)
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable . || $(PIP_FAILED)
+	@touch $(INSTALLED) $(INSTALLED_TEST) $(INSTALLED_DOCS)
+
+lock: $(LOCKED)  ## write packaging/requirements-dev.lock anew, with the newest packages that pyproject.toml allows
+	@$(BIN)/uv pip compile pyproject.toml --upgrade --universal --generate-hashes --extra hf --extra test --extra docs --group wheels \
+	  --quiet --custom-compile-command 'make lock' --output-file $(LOCK)
 
 .venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
