@@ -58,9 +58,21 @@ def test_what_it_writes_the_standard_library_reads_back():
         fast_json.dumps(object())
 
 
-def test_a_float32_is_read_back_the_same():
-    values = numpy.float32([0.1, 1 / 3, 1e-30, -3.4e38, 0.0])
-    assert numpy.array_equal(numpy.float32(json.loads(fast_json.dumps(values))), values)
+def test_a_float32_has_as_few_digits_as_bring_it_back():
+    values = numpy.float32([0.1, 1 / 3, 1e-30, -3.4e38, 0.0, 1.0, float("nan")])
+    written = b"[0.1,0.33333334,1e-30,-3.4e+38,0.0,1.0,null]"
+    assert fast_json.dumps(values) == written
+    assert fast_json.dumps(numpy.stack([values, values])) == b"[%s,%s]" % (written, written)
+    assert fast_json.dumps({"a": values[:0], "b": numpy.zeros((0, 3), numpy.float32)}) == b'{"a":[],"b":[]}'
+    random = numpy.random.default_rng(0).integers(0, 2**32, 20_000, dtype=numpy.uint32).view(numpy.float32)
+    random = random[numpy.isfinite(random)]
+    assert numpy.array_equal(numpy.float32(json.loads(fast_json.dumps(random))), random)
+
+
+def test_arrays_of_other_kinds_and_orders_are_written_too():
+    whole = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
+    for array in (whole.T, whole[:, ::2], whole.astype(numpy.float64), whole.astype(numpy.int8), whole[None], whole[0, 1]):
+        assert json.loads(fast_json.dumps([array])) == [array.tolist()]
 
 
 @pytest.mark.parametrize("levels", [1, 5])

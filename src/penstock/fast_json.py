@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from penstock._float_text import text_of_floats
+
 DecodeError = json.JSONDecodeError
 Raw = msgspec.Raw
 """JSON that is written as it is."""
@@ -52,7 +54,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):  # of a class of its own
         return str(value)
     if hasattr(value, "tolist"):  # NumPy's, which this file does not import
-        return value.tolist()
+        is_written = value.dtype == "float32" and value.ndim in (1, 2) and value.flags.c_contiguous
+        return Raw(text_of_floats(value)) if is_written else value.tolist()
     raise TypeError(f"{type(value).__name__} can't be written as JSON")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _COMPILED = (
     *("numpy", "tokenizers", "llguidance", "pydantic", "httptools", "msgspec"),
-    *("penstock.backends.native._native", "penstock.serve._stop_signals"),
+    *("penstock._float_text", "penstock.backends.native._native", "penstock.serve._stop_signals"),
 )
 """Packages with compiled code that a server imports."""
 
