@@ -452,7 +452,10 @@ def _requests(
             f"{' beside this adapter' * (limit < running.model.capacity.max_model_len)}, the answer included. Shorten it.",
         )
     tokenised = tokenise(call, [prompt])
-    matchers = None if call.grammar is None else [running.grammars.matcher(call.grammar) for _ in range(params.n)]
+    matchers = None
+    if call.grammar is not None:
+        call.grammar.check_lengths(max(tokenised.max_tokens))
+        matchers = [running.grammars.matcher(call.grammar) for _ in range(params.n)]
     return make_requests(call, tokenised, parent_id, seed_of(call), matchers)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import MAX_GRAMMARS
 from penstock.serve.bodies import MAX_ANSWER_CHARS, MAX_ANSWERS, MAX_CHOICES
+from penstock.testing import HashExecutor
 from penstock.text.grammar import (
     ANSWERS_PER_COMPILATION,
     MAX_LARK_CHARS,
@@ -26,7 +28,7 @@ from penstock.types.errors import GrammarFailure
 from support.server.admission import Held
 from support.server.completions import events, oracle
 from support.server.errors import CHAT, COMPLETIONS, check
-from support.server.harness import LiveServer, make_client, running, until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, LiveServer, make_client, make_runtime, running, until
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 COLOUR = {"enum": ["red", "green", "blue"]}
@@ -675,3 +677,21 @@ async def test_many_grammars_at_once_keep_apart():
             answers = await asyncio.gather(*[ask(client, temperature=1, seed=i, **body) for i, body in enumerate(bodies)])
     expected = [letter * (3 + number) for number, letter in enumerate(letters)] * 3
     assert [text for [text], _ in answers] == expected
+
+
+async def test_lengths_that_are_too_long_to_be_counted_are_refused_before_the_stream_begins():
+    capacity = replace(CAPACITY, num_blocks=2049, max_model_len=32_768)
+    with contextlib.closing(make_runtime(HashExecutor(capacity, model=PRINTABLE_MODEL))) as runtime:
+        client = make_client(runtime)
+        for schema, limits, status in (
+            ({"maxLength": 524_288}, {}, 400),
+            ({"maxLength": 524_288}, {"max_tokens": 20}, 200),
+            ({"maxLength": 20_000}, {"stop": ["a"]}, 200),
+        ):
+            body = HI | {"stream": True} | by_schema({"type": "string"} | schema) | limits
+            response = await client.post(CHAT, json=body)
+            assert response.status_code == status, response.text
+            if status == 400:
+                error = response.json()["error"]
+                assert "maxLength of the json_schema add up to 524288" in error["message"]
+                assert error["param"] == "response_format.json_schema.schema"

@@ -8,9 +8,12 @@ from urllib.parse import quote
 
 import pytest
 
+from penstock.text import json_schema
+from penstock.text.dialects import BY_NAME
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Grammars
 from penstock.text.grammar_source import of_schema
 from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tool_grammar import Tool, of_tools, tool_source
 from penstock.types.errors import GrammarFailure, Rejected
 from support.work_time import thread_s
 
@@ -367,3 +370,75 @@ def test_item_of_thousands_of_digits_names_nothing():
     value = {"prefixItems": [{}], "allOf": [{"$ref": "#/prefixItems/" + "1" * 5_000}, {"type": "array"}]}
     with pytest.raises(Rejected, match="place inside it"):
         of_schema(json.dumps(value))
+
+
+def strings(*lengths, **more):
+    properties = {f"f{nth}": {"type": "string", "maxLength": length} | more for nth, length in enumerate(lengths)}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": r"^\S+$"}], ids=["plain", "pattern"])
+def test_long_strings_are_followed_to_their_last_character(grammars, more):
+    """Masks make up to 13 states for each character, and different lengths share none."""
+    grammar_tokens, tokenizer = grammars
+    lengths = (1500, 1000, 1001)
+    matcher = compiled(grammars, strings(*lengths, **more))
+    ids = {tokenizer.token_bytes(n): n for n in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(n)) == 1}
+    whole = json.dumps({f"f{nth}": "é" * length for nth, length in enumerate(lengths)}, ensure_ascii=False)
+    for byte in whole.encode():
+        matcher.mask()
+        matcher.accept([ids[bytes([byte])]])
+    matcher.accept([tokenizer.eos_token_ids[0]])
+    assert grammar_tokens.matcher(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(strings(*lengths, **more))))
+    assert not takes(grammars, strings(*lengths, **more), whole.replace("éé", "ééé", 1))
+
+
+LONG_ANSWER = json_schema.MAX_SHORT_TOKENS + 1
+LOOSE_TOOL = tool_source([Tool("t", strings(10**6))], BY_NAME["hermes"], is_parallel=True, has_trigger=True)
+STRICT_TOOL = tool_source([Tool("t", strings(10**6), True)], BY_NAME["hermes"], is_parallel=True, has_trigger=True)
+TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": strings(10**6)}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "max_tokens", "is_taken"),
+    [
+        (strings(10_000, 5_000, 4_000, 2_000), 10**6, True),
+        (strings(*range(471, 531)), 10**6, True),
+        (strings(*[30_000] * 60), 10**6, True),
+        (strings(524_288), LONG_ANSWER - 1, True),
+        (strings(524_288), LONG_ANSWER, False),
+        (strings(*range(30_000, 30_002)), LONG_ANSWER, False),
+        ({"type": "string", "minLength": 40_000}, LONG_ANSWER, False),
+        ({"type": "string", "maxLength": 4e5}, LONG_ANSWER, False),
+        ({"properties": {"maxLength": {"type": "string", "maxLength": 30_000}, "minLength": {}}}, LONG_ANSWER, True),
+        (Grammar(GrammarKind.TOOLS, LOOSE_TOOL), LONG_ANSWER, True),
+        (Grammar(GrammarKind.TOOLS, STRICT_TOOL), LONG_ANSWER, False),
+        (Grammar(GrammarKind.TOOLS, LOOSE_TOOL, other=Grammar(GrammarKind.TOOLS, STRICT_TOOL)), LONG_ANSWER, False),
+        (Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)), LONG_ANSWER, False),
+        (Grammar(GrammarKind.REGEX, '"maxLength": 99999'), LONG_ANSWER, True),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"maxLength": 99999'), LONG_ANSWER, True),  # is refused as it is compiled
+    ],
+)
+def test_lengths_that_a_long_answer_could_exceed_the_automaton_with_are_refused_at_once(grammar, max_tokens, is_taken):
+    if isinstance(grammar, dict):
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(grammar))
+    if is_taken:
+        grammar.check_lengths(max_tokens)
+        return
+    with pytest.raises(Rejected, match=r"different minLength and maxLength of the \w+ add up to \d+, and at most 36000.*Lower"):
+        grammar.check_lengths(max_tokens)
+
+
+def test_a_tool_that_is_not_strict_may_have_longer_strings_than_can_be_counted():
+    lark, is_followed = of_tools(LOOSE_TOOL, json.dumps)
+    assert is_followed
+    assert "maxLength" not in lark
+    assert "1000000" in of_tools(STRICT_TOOL, json.dumps)[0]
+
+
+def test_grammars_with_long_strings_leave_no_room_for_many_others(grammars):
+    keeper = grammars[0]
+    asked = [Grammar(GrammarKind.JSON_SCHEMA, json.dumps(strings(30_000, nth))) for nth in range(1, 5)]
+    for grammar in asked:
+        keeper.prepare(grammar)
+    assert [keeper.known(grammar) is not None for grammar in asked] == [False, False, True, True]

@@ -95,7 +95,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
             arrival.since_ns = asked_ns = running.clock.now_ns()
             arrival.waits_for = GRAMMAR
             try:
-                matchers = await _matchers(grammar, plan, num_requests, running, call.terms)
+                matchers = await _matchers(grammar, plan, num_requests, max(tokenised.max_tokens), running, call.terms)
             finally:
                 grammar_wait_ns = running.clock.now_ns() - asked_ns
                 running.metrics.count_grammar_wait(grammar_wait_ns)
@@ -232,9 +232,9 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
 
 
 async def _matchers(
-    grammar: Grammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
+    grammar: Grammar | None, plan: AnswerPlan | None, number: int, max_tokens: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
-    """Return a matcher for each of `number` choices, compiling the grammar if needed.
+    """Return a matcher for each of `number` choices of up to `max_tokens`, compiling the grammar if needed.
 
     Raises `Rejected`: INVALID for a wrong grammar, QUEUE_FULL if the tenant compiles too many, or a time limit.
     """
@@ -242,6 +242,7 @@ async def _matchers(
         assert plan is not None, "a matcher needs a grammar or a plan"
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
+        grammar.check_lengths(max_tokens)
         is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
         if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers

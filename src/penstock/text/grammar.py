@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ MAX_KEPT = 16
 """Compiled grammars that are kept, each 1 to 45 MB. The least recently used one is dropped first."""
 MAX_KEPT_CHARS = 1 << 20
 """Total length of the sources of all kept grammars."""
+MAX_KEPT_STATES = 1_000_000
+"""Lexer states for long strings that all kept grammars may have, each 200 to 500 bytes."""
 ANSWERS_PER_COMPILATION = 64
 """Answers of one compiled grammar share an automaton of limited size. After this many it is compiled again."""
 MAX_REFUSED = 256
@@ -70,6 +74,8 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
 }
 
 
+_OF_JSON = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG, GrammarKind.TOOLS})
+_LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d[\d.]*(?:[eE]\+?\d{1,2})?)')
 _OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
 _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
@@ -104,6 +110,38 @@ class Grammar:
     """An alternative to TOOLS, without a lead or an alternative of its own."""
     param: str = field(default="", compare=False)
     """The field of the client's request that has the grammar, for errors."""
+
+    @property
+    def max_extra_states(self) -> int:
+        """The lexer states that its strings of limited length may need beside the usual ones."""
+        return json_schema.STATES_PER_CHAR * min(json_schema.MAX_LENGTHS, self._sum_of_lengths(are_all=True))
+
+    def check_lengths(self, max_tokens: int) -> None:
+        """Raise `Rejected` if answers of up to `max_tokens` could exceed the automaton that counts the lengths of strings."""
+        if max_tokens <= json_schema.MAX_SHORT_TOKENS:
+            return
+        total = self._sum_of_lengths(are_all=False)
+        if total > json_schema.MAX_LENGTHS:
+            raise Rejected(
+                RejectReason.INVALID,
+                f"The different minLength and maxLength of the {self.kind} add up to {total}, and at most "
+                f"{json_schema.MAX_LENGTHS} are followed in answers of more than {json_schema.MAX_SHORT_TOKENS} tokens. Lower "
+                "them, leave out those of long strings, or limit the tokens of the answer.",
+            )
+
+    def _sum_of_lengths(self, *, are_all: bool) -> int:
+        """Return the sum of the lengths in its schemas. Unless `are_all`, those of tools that are not strict do not count."""
+        of_other = 0 if self.other is None else self.other._sum_of_lengths(are_all=are_all)
+        written = _LENGTH.findall(self.source) if self.kind in _OF_JSON else ()
+        if not are_all and sum(map(float, written)) <= json_schema.MAX_LENGTHS:
+            return of_other  # nearly always, and cheap enough for an event loop
+        try:
+            value = json.loads(self.source)
+        except (ValueError, RecursionError):  # refused as it is compiled
+            return of_other
+        if self.kind is GrammarKind.TOOLS:
+            value = [parameters for _, parameters, is_strict in value[3] if is_strict or are_all]
+        return sum(json_schema.lengths_in(value)) + of_other
 
     def before(self, spell: Callable[[str], str]) -> str:
         """Return the Lark rules that join the parts of an answer. Empty if the grammar is its only part.
@@ -238,6 +276,8 @@ class Grammars:
             larks["other"] = self._lark_of(other)
         before = grammar.before(self._tokens.spell)
         limits = LARK_LIMITS if _OF_RULES.intersection((grammar.kind, other and other.kind)) else JSON_LIMITS
+        max_extra_states = grammar.max_extra_states
+        limits = replace(limits, max_lexer_states=limits.max_lexer_states + max_extra_states)
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
             with _starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)
@@ -248,7 +288,9 @@ class Grammars:
                 finally:
                     threading.stack_size(usual_bytes)
             try:
-                return compiling.result()
+                compiled = compiling.result()
+                compiled.max_extra_states = max_extra_states
+                return compiled
             finally:
                 del compiling  # else the frame, the exception and the future refer to each other
 
@@ -258,7 +300,11 @@ class Grammars:
             # A grammar that became too large has tens of megabytes, and no answer will begin with it.
             for spent in [other for other, kept in self._kept.items() if not _has_left(kept, 1)]:
                 del self._kept[spent]
-            while len(self._kept) > MAX_KEPT or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS:
+            while (
+                len(self._kept) > MAX_KEPT
+                or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS
+                or sum(kept.max_extra_states for kept in self._kept.values()) > MAX_KEPT_STATES
+            ):
                 self._kept.popitem(last=False)
 
 

@@ -237,6 +237,8 @@ class CompiledGrammar:
         self.tokens = tokens
         self.num_answers = 0
         self.has_failed = False
+        self.max_extra_states = 0
+        """Lexer states that it may have for long strings."""
         self._bars: dict[tuple[str, str], bytes] = {}
 
     @property

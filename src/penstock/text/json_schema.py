@@ -42,6 +42,12 @@ MAX_INTEGER = 2**53
 """Above this llguidance uses floating point. Beyond 64 bits, two negative bounds crash the process."""
 LEAST_NUMBER = 1e-15
 """Smaller bounds become regexes with hundreds of brackets."""
+MAX_LENGTHS = 36_000
+"""Limit of the lengths of different strings, added up, for answers of more than `MAX_SHORT_TOKENS`."""
+MAX_SHORT_TOKENS = 10_000
+"""Shorter answers do not reach the states of longer strings: a token of text makes 10 to 35."""
+STATES_PER_CHAR = 13
+"""Most lexer states that a mask makes for each character up to a `minLength` or `maxLength`. Usual text makes 5 to 10."""
 _PATTERN_SCHEMAS = 5
 """A string with a pattern or a format is compiled separately, and counts as this many schemas."""
 _MAX_SHOWN_CHARS = 200
@@ -144,6 +150,16 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
         what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
         _refuse(f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers.")
     return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def lengths_in(value: Any) -> list[int]:
+    """Return the larger of `minLength` and `maxLength` of each different string in JSON schemas."""
+    bounds: set[tuple[int, ...]] = set()
+    for node, _ in _walk(value):
+        if isinstance(node, dict):
+            numbers = [_number(node.get(name)) or 0 for name in _COUNTS[:2]]
+            bounds.add(tuple(int(number) for number in numbers if 0 < number < 2**32))
+    return [max(pair) for pair in bounds if pair]
 
 
 def place_in(source: str, message: str) -> str:

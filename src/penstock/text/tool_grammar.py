@@ -142,6 +142,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
     try:
         if not tool.is_strict:
             _close(schema)
+            _leave_out_lengths(schema)
         schema.setdefault("type", "object")
         written = json_schema.json_of(schema, count)
         if check is not None:
@@ -311,6 +312,18 @@ def _close(schema: Any) -> None:
                 node["additionalProperties"] = False
             waiting += properties.values()
         waiting.append(node.get("items"))
+
+
+def _leave_out_lengths(schema: Any) -> None:
+    """Remove lengths of strings that are too long to be counted."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            for name in _LENGTHS:
+                if isinstance(node.get(name), int | float) and node[name] > json_schema.MAX_LENGTHS:
+                    del node[name]
+            waiting += [part for _, part in json_schema.subschemas(node)]
 
 
 def escaped(text: str) -> str:
