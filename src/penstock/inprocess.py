@@ -12,6 +12,7 @@ from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectRe
 from penstock.types.request import FinishReason, Request
 
 if TYPE_CHECKING:
+    from penstock.calls.call import TextPrompt
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
@@ -350,6 +351,7 @@ class Asked:
 
     def answers(self, running: RunningModel) -> list[Answer]:
         """Return an `Answer` with engine requests for each prompt. Tokenising long prompts is slow. Raises PenstockError."""
+        from penstock.calls.call import TextPrompt
         from penstock.calls.run import check_encoded
 
         if running.model.encoder is not None:
@@ -358,14 +360,17 @@ class Asked:
         names = self._each(self.adapters, str | None, "adapters")
         adapters = [None if name is None else _adapter(running, name) for name in names]
         prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
+        whole = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt) and not prompt.cuts]
+        encoded = iter(running.tokenizer.encode_batch(whole, add_special_tokens=self.template is None))
         arrival_ns, answers = running.clock.now_ns(), []
         for index, (prompt, params, adapter) in enumerate(zip(prompts, all_params, adapters, strict=True)):
-            name, text = self._name(index), prompt if isinstance(prompt, str) else None
-            token_ids: Sequence[int] = next(encoded) if isinstance(prompt, str) else prompt
-            if text is not None:
+            name, text = self._name(index), None
+            token_ids: Sequence[int]
+            if isinstance(prompt, TextPrompt):
+                text, token_ids = prompt.text, prompt.encode(running.tokenizer) if prompt.cuts else next(encoded)
                 check_encoded(token_ids, running, name)
+            else:
+                token_ids = prompt
             requests = _requests(running, token_ids, params, arrival_ns, name, adapter)
             end_token_ids = frozenset(running.tokenizer.eos_token_ids) - frozenset(params.stop_token_ids or ())
             has_logprobs = params.logprobs is not None
@@ -384,10 +389,12 @@ class Asked:
         name = "prompt" if self.template is None else "messages"
         return name if len(self.prompts) == 1 else f"{name}[{index}]"
 
-    def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> str | Sequence[int]:
+    def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> TextPrompt | Sequence[int]:
+        from penstock.calls.call import TextPrompt
+
         if self.template is None:
             if isinstance(prompt, str):
-                return prompt
+                return TextPrompt(prompt, name)
             token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
             if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
                 return token_ids

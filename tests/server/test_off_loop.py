@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime
 
 import httpx
 import pytest
@@ -278,11 +279,14 @@ async def test_a_tenants_conversations_are_bounded_and_others_come_in(pool, held
 class HeldTemplate:
     """Renders what the messages say, and waits at `slow` until the test says so."""
 
+    source = ""
+    now = datetime.now
+
     def __init__(self):
         self.rendered = []
         self.may_go_on = threading.Event()
 
-    def render(self, messages, **_variables):
+    def render(self, messages, _now, **_variables):
         self.rendered.append(messages[0]["content"])
         assert not self.rendered[-1].startswith("slow") or self.may_go_on.wait(20)
         return self.rendered[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.admission.ask import TenantLimits
 from penstock.deploy.running import RunningModel
@@ -17,6 +17,9 @@ from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason
 from penstock.types.sampling import PARAMETERS, LineLimits, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 TOOL_NAME = re.compile(f"[{NAME_CHARS}]{{1,128}}")
 """Anthropic's limit is 128 characters, OpenAI's 64."""
@@ -63,6 +66,12 @@ def joined(place: Sequence[str | int], beginning: str = "") -> str:
 class TextPrompt:
     text: str
     param: str
+    cuts: tuple[int, ...] = ()
+    """Places that no token crosses, so that clients' texts in a chat make no control tokens (`text.control_tokens`)."""
+
+    def encode(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the prompt's token ids. Raises `Rejected`."""
+        return tokenizer.encode(self.text, add_special_tokens=add_special_tokens, cuts=self.cuts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.admission.ask import Ask
 from penstock.admission.door import Place
@@ -179,9 +179,9 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
     """Return the tokens of a call, and the format of its answers (None for plain text)."""
     running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
-        text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
-        form = _form(call, prompts, text)
-        prompts, size = (TextPrompt(text, prompts.param),), len(text) + sum([len(word) for word in call.request.bad_words])
+        prompt = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
+        form = _form(call, prompts, prompt.text)
+        prompts, size = (prompt,), len(prompt.text) + sum([len(word) for word in call.request.bad_words])
     return await running.off_loop.run(size, partial(tokenise, call, prompts)), form
 
 
@@ -283,8 +283,8 @@ async def _matchers_compiled(
     return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
 
-async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
-    """Return a chat's prompt text. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
+async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> TextPrompt:
+    """Return a chat's prompt. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
 
     `num_bytes` is the size of the request's body.
     """
@@ -293,17 +293,25 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
     return await running.off_loop.render(tenant, num_bytes, work)
 
 
-def render_here(conversation: Conversation, running: RunningModel) -> str:
+def render_here(conversation: Conversation, running: RunningModel) -> TextPrompt:
     """Like `render`, but on the calling thread. Raises `Rejected`."""
-    told = without_billing_line(conversation.messages)
-    messages, variables = for_template(told, conversation.tools, running.dialect)
-    return require_chat_template(running.chat_template).render(
-        messages,
-        add_generation_prompt=conversation.add_generation_prompt,
-        continue_final_message=conversation.continue_final_message,
-        **variables,
-        **conversation.variables,
-    )
+    template = require_chat_template(running.chat_template)
+    now = template.now()
+
+    def write(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        told, own = for_template(messages, tools, running.dialect)
+        return template.render(
+            told,
+            now,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **own,
+            **variables,
+        )
+
+    parts = without_billing_line(conversation.messages), conversation.tools, conversation.variables
+    text = write(*parts)
+    return TextPrompt(text, conversation.param, running.control_tokens.cuts(text, *parts, write))
 
 
 def without_billing_line(messages: Sequence[Message]) -> list[Message]:
@@ -385,7 +393,7 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
                     f"The model's context is {max_model_len} tokens; the prompt has at least {least}.", prompt.param
                 )
         check_text_size(prompt.text, running, prompt.param)
-        token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.request.adds_special_tokens)
+        token_ids = prompt.encode(running.tokenizer, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
             raise wrong(f"'{prompt.param}' has no tokens.", prompt.param)
         check_encoded(token_ids, running, prompt.param)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.obs.explain.journal import Journal
     from penstock.obs.metrics import Metrics, Residence
     from penstock.text.chat import ChatTemplate
+    from penstock.text.control_tokens import ControlTokens
     from penstock.text.dialects import Dialect
     from penstock.text.grammar import Grammars
     from penstock.text.tokenizer import Tokenizer
@@ -112,6 +113,7 @@ class RunningModel:
     num_uses: int = field(default=0, init=False)
     num_users: int = field(default=0, init=False)
     _has_special_marks: bool | None = field(default=None, init=False)
+    _control_tokens: ControlTokens | None = field(default=None, init=False)
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -127,6 +129,16 @@ class RunningModel:
         if self._has_special_marks is None:
             self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
         return self._has_special_marks
+
+    @property
+    def control_tokens(self) -> ControlTokens:
+        """The control tokens that clients' texts in a chat must not become."""
+        if self._control_tokens is None:
+            from penstock.text.control_tokens import ControlTokens
+
+            source = "" if self.chat_template is None else self.chat_template.source
+            self._control_tokens = ControlTokens(self.tokenizer, source, self.dialect)
+        return self._control_tokens
 
     def _is_special(self, mark: str) -> bool:
         token_ids = self.tokenizer.encode(mark, add_special_tokens=False)

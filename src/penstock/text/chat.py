@@ -74,6 +74,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        now: datetime | None = None,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -82,19 +83,29 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text, to be encoded with `add_special_tokens=False`.
 
-        `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are JSON data
-        for the template (`chat_template_kwargs`, `tools`). Blocks for at most 30 * `max_s`, and for the renderings before it.
+        `now` is the time for `strftime_now`, or None for the present. `continue_final_message` leaves the last message open, so
+        that the model goes on writing it. `variables` are JSON data for the template (`chat_template_kwargs`, `tools`). Blocks
+        for at most 30 * `max_s`, and for the renderings before it.
         Raises `Rejected` if the template refuses the messages, fails on them or reaches a limit, or if its process ends.
         """
         self._check(messages, variables, add_generation_prompt=add_generation_prompt, is_continued=continue_final_message)
         if continue_final_message:
             *others, last = messages
             marked = [*others, {**last, "content": last["content"] + _CONTINUE_MARK}]
-            return _cut_at_mark(self._render(marked, variables, add_generation_prompt=False), last["content"])
-        return self._render(messages, variables, add_generation_prompt=add_generation_prompt)
+            return _cut_at_mark(self._render(marked, now, variables, add_generation_prompt=False), last["content"])
+        return self._render(messages, now, variables, add_generation_prompt=add_generation_prompt)
+
+    def now(self) -> datetime:
+        """Return the time by the template's clock."""
+        return self._now()
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        now: datetime | None,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
     ) -> str:
         given = (
             {"tools": None, "documents": None}
@@ -104,7 +115,7 @@ class ChatTemplate:
             | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
         try:
-            question = json.dumps({"variables": given, "now": self._now().isoformat()}).encode()
+            question = json.dumps({"variables": given, "now": (now or self._now()).isoformat()}).encode()
         except RecursionError as error:
             raise _invalid("The messages are nested too deeply for the chat template.", "messages") from error
         with self._lock:

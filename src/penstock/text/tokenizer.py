@@ -1,7 +1,7 @@
 """Turns text into token ids and back. `load_tokenizer` makes one tokenizer per model.
 
-Encoding recognises added tokens by name (`<|im_start|>` becomes one token), as chat templates require. So a user's prompt can
-contain them too, as with transformers and vLLM.
+Encoding recognises added tokens by name (`<|im_start|>` becomes one token), as chat templates and plain prompts require. For
+chats, `control_tokens` finds the names that clients wrote.
 
 Output is decoded token by token as a continuation of its prompt, so a SentencePiece model's first space is kept: "The capital
 is" + " Paris".
@@ -10,15 +10,19 @@ is" + " Paris".
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, Ends, TextTable, find_ends, piece_decoder
 from penstock.types.encoder import TextTokens, TruncationSide
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import MARKERS, GgufVocab, SpecialTokens
+
+_Encoded = TypeVar("_Encoded")
 
 
 def load_tokenizer(
@@ -113,16 +117,59 @@ class Tokenizer:
         """Length of the longest token in bytes, so a text of n bytes has at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
-    def encode(self, text: str, *, add_special_tokens: bool, is_continuation: bool = False) -> list[int]:
+    @cached_property
+    def added_names(self) -> dict[str, bool]:
+        """Name of each added or special token -> whether it is special."""
+        names = {token.content: token.special for token in self._backend.encoder.get_added_tokens_decoder().values()}
+        return names | {self.token_text(token_id): True for token_id in self._special_ids}
+
+    @cached_property
+    def _normalized_ids(self) -> frozenset[int]:
+        """Added tokens that are recognised in the normalised text, so that other characters may spell them too."""
+        added = self._backend.encoder.get_added_tokens_decoder()
+        has_normalizer = self._backend.encoder.normalizer is not None
+        return frozenset(token_id for token_id, token in added.items() if has_normalizer and token.normalized)
+
+    def find_normalized(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Yield begin, end and name of the added tokens in a text that are recognised after its normalisation."""
+        if not self._normalized_ids:
+            return
+        self._check_size(_num_bytes(text))
+        encoder = self._backend.encoder
+        encoding = _unless_it_fails(lambda: encoder.encode(text, add_special_tokens=False))
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._normalized_ids:
+                stripped = text[start:end].lstrip()  # some tokens take the white space around them
+                yield end - len(stripped), end - len(stripped) + len(stripped.rstrip()), self.token_text(token_id)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, is_continuation: bool = False, cuts: Sequence[int] = ()
+    ) -> list[int]:
         """Return token ids. `add_special_tokens` adds bos and eos if the model wants them: right for plain prompts, wrong for
-        the output of a chat template. `is_continuation`: the text follows another, so no space is put before it.
+        the output of a chat template. `is_continuation`: the text follows another, so no space is put before it. `cuts`:
+        places between two characters that no token crosses, in ascending order.
 
         Bytes that the vocabulary can't spell are dropped, as in transformers (SmolLM2 has none for U+0004). Raises `Rejected`
         if the text has a lone surrogate, could become too long, or makes the tokenizer fail.
         """
-        if not is_continuation or not self._backend.starts_with_space:
-            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        token_ids, before = self.encode(f"\n{text}", add_special_tokens=add_special_tokens), b""
+        if cuts:
+            self._check_size(_num_bytes(text))
+            first, *others = [text[begin:end] for begin, end in pairwise((0, *cuts, len(text)))]
+            different = list(dict.fromkeys(others))
+            found = dict(zip(different, self._encode_continuations(different), strict=True))
+            token_ids = [*self.encode(first, add_special_tokens=False), *(one for part in others for one in found[part])]
+            return list(self.with_ends([token_ids]).token_ids) if add_special_tokens else token_ids
+        if is_continuation:
+            return self._encode_continuations([text], add_special_tokens)[0]
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_continuations(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        if not self._backend.starts_with_space:
+            return self._encode(texts, add_special_tokens)
+        return [self._after_line(token_ids) for token_ids in self._encode([f"\n{text}" for text in texts], add_special_tokens)]
+
+    def _after_line(self, token_ids: list[int]) -> list[int]:
+        before = b""
         for num_before, token_id in enumerate(token_ids, 1):
             before += self.token_bytes(token_id)
             if before.endswith(b"\n"):
@@ -186,13 +233,8 @@ class Tokenizer:
         for text in texts:
             self._check_size(_num_bytes(text))
         # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
-        try:
-            encodings = self._backend.encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # the library's, for a regex that takes too many steps, for example
-                raise
-            raise Rejected(RejectReason.INVALID, f"The model's tokenizer fails on this text: {error}.") from None
-        return [encoding.ids for encoding in encodings]
+        encode = self._backend.encoder.encode_batch_fast
+        return [one.ids for one in _unless_it_fails(lambda: encode(list(texts), add_special_tokens=add_special_tokens))]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
         """Return the text of these tokens. Bytes that aren't UTF-8 become U+FFFD.
@@ -232,6 +274,15 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
     if piece is None or token_id in backend.silent_ids:
         return b""
     return piece.encode() if token_id in backend.literal_ids else decode_piece(piece)
+
+
+def _unless_it_fails(encode: Callable[[], _Encoded]) -> _Encoded:
+    try:
+        return encode()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the library's, for a regex that takes too many steps, for example
+            raise
+        raise Rejected(RejectReason.INVALID, f"The model's tokenizer fails on this text: {error}.") from None
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import fast_json
+from penstock.calls.call import TextPrompt
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import read_prompt
@@ -37,14 +38,14 @@ class CountEndpoint:
         with running.using():
             tenant = read_owner(http.scope, self._parts.config).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
-            num_tokens = await running.off_loop.run(len(prompt), lambda: _num_tokens(prompt, running))
+            num_tokens = await running.off_loop.run(len(prompt.text), lambda: _num_tokens(prompt, running))
         counted: AnthropicCount = {"input_tokens": num_tokens}
         return Response(fast_json.dumps(counted), media_type="application/json")
 
 
-def _num_tokens(prompt: str, running: RunningModel) -> int:
-    check_text_size(prompt, running, "messages")
-    return len(running.tokenizer.encode(prompt, add_special_tokens=False))
+def _num_tokens(prompt: TextPrompt, running: RunningModel) -> int:
+    check_text_size(prompt.text, running, "messages")
+    return len(prompt.encode(running.tokenizer))
 
 
 class AnthropicModels:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls.call import Call, Conversation
+from penstock.calls.call import Call, Conversation, TextPrompt
 from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
@@ -51,20 +51,19 @@ class LlamaEndpoint:
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
         """Return the prompt for a body of `/v1/chat/completions`, made by the model's chat template."""
-        return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt})
+        return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt.text})
 
     async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
         """Count the tokens of a body of `/v1/chat/completions`."""
 
-        def count(prompt: str, running: RunningModel) -> InputTokens:
-            check_text_size(prompt, running, "messages")
-            num_tokens = len(running.tokenizer.encode(prompt, add_special_tokens=False))
-            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+        def count(prompt: TextPrompt, running: RunningModel) -> InputTokens:
+            check_text_size(prompt.text, running, "messages")
+            return {"object": "response.input_tokens", "input_tokens": len(prompt.encode(running.tokenizer))}
 
         return await self._of_chat(data, http, count)
 
     async def _of_chat(
-        self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
+        self, data: bytes, http: HttpRequest, tell: Callable[[TextPrompt, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
         """Render a chat's prompt, and answer with the result of `tell`."""
         call = await self._parts.off_loop.run(
@@ -74,7 +73,7 @@ class LlamaEndpoint:
         tenant, running = read_owner(http.scope, self._parts.config).tenant, call.running
         with running.using():
             prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
-            content = await running.off_loop.run(len(prompt), lambda: fast_json.dumps(tell(prompt, running)))
+            content = await running.off_loop.run(len(prompt.text), lambda: fast_json.dumps(tell(prompt, running)))
         return Response(content, media_type="application/json")
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls.call import Conversation
+from penstock.calls.call import Conversation, TextPrompt
 from penstock.calls.check import check_token_ids
 from penstock.calls.run import check_text_size, render
 from penstock.deploy.running import RunningModel
@@ -78,8 +78,8 @@ class TokenizeEndpoint:
             if isinstance(prompt, Conversation):
                 tenant = read_owner(http.scope, self._config).tenant
                 prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
-            text = prompt
-            return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
+            read = prompt
+            return await _answer(running, max(len(data), len(read.text)), lambda: _tokens(body, read, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Return the text of token ids, with special tokens: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
@@ -88,7 +88,7 @@ class TokenizeEndpoint:
         with running.using():
             return await _answer(running, len(data), lambda: _text(body, running))
 
-    def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, str | Conversation, TokenizeBody]:
+    def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._ignored)
         running = find_model(body.model, self._deployment, scope)
         if (body.prompt is None) == (body.messages is None):
@@ -98,16 +98,16 @@ class TokenizeEndpoint:
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
-        return running, body.prompt, body
+        return running, TextPrompt(body.prompt, "prompt"), body
 
     async def _off_loop(self, data: bytes, read: Callable[[], _Read]) -> _Read:
         return await self._deployment.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
 
-def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> Tokens:
-    check_text_size(text, running, "messages" if body.prompt is None else "prompt")
+def _tokens(body: TokenizeBody, prompt: TextPrompt, running: RunningModel) -> Tokens:
+    check_text_size(prompt.text, running, prompt.param)
     adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
-    token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    token_ids = prompt.encode(running.tokenizer, add_special_tokens=adds_special_tokens)
     return {
         "count": len(token_ids),
         "max_model_len": running.model.capacity.max_model_len,

@@ -1,0 +1,168 @@
+"""Keeps the names of control tokens in clients' texts from becoming control tokens.
+
+A chat template writes control tokens and clients' texts into one prompt. If a client's text contains a name such as
+`<|im_start|>`, the conversation is rendered a second time with the names in clients' texts masked. Where the two prompts
+differ, a name came from a client, and the prompt is cut and tokenised in parts there (docs/decisions/chat-templates.md).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS, Dialect, Message, PastCall, marks_of
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.errors import Rejected, RejectReason
+
+Render: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+"""Renders messages, tools and further variables of the chat template."""
+
+_FIRST, _OTHER = "0", "1"
+"""Masks of the character before a cut and of others in a name. Templates hardly change digits."""
+_TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}).union(
+    *(marks_of(tools, None) for tools in TOOL_FORMATS), *(marks_of(None, reasoning) for reasoning in REASONING_FORMATS)
+)
+"""Tags that clients also write themselves, such as frameworks that describe tools in the system message."""
+
+
+class ControlTokens:
+    """The names of a model's control tokens. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str, dialect: Dialect) -> None:
+        """`source` is the chat template. Added tokens in it, or with bars, are control tokens even if files call them text."""
+        self._source = source
+        self._tokenizer = tokenizer
+        special = {name: is_special for name, is_special in tokenizer.added_names.items() if _is_name(name)}
+        bars, formats = frozenset("|｜"), {one.name for one in (dialect.tools, dialect.reasoning) if one}
+        self._names = frozenset(name for name, is_special in special.items() if is_special or name in source or bars & {*name})
+        tags = {name for name in self._names & _TAGS if not special[name] and not bars & {*name}}
+        self._by_role = {
+            "tool": self._names,
+            # Harmony's marks begin new messages, so an assistant's earlier text does not keep them.
+            "assistant": self._names - tags - (frozenset() if "openai" in formats else dialect.marks),
+        }
+        self._others = self._names - tags
+        self._by_part = {_telling_part(name): name for name in self._names}
+        firsts = {part[0] for part in self._by_part}
+        self._firsts = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else "(?!)")
+        self._lengths: dict[str, set[int]] = {}
+        for part in self._by_part:
+            self._lengths.setdefault(part[:2], set()).add(len(part))
+
+    def cuts(
+        self,
+        prompt: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        render: Render,
+    ) -> tuple[int, ...]:
+        """Return where to cut a prompt so that no name from a client is tokenised as a control token.
+
+        `prompt` is the result of `render` for the other arguments. Each cut is inside a name. A name that the template itself
+        looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if the template writes
+        something else where a text contains a name.
+        """
+        found: set[str] = set()
+
+        def differences(spared: Collection[str]) -> tuple[int, ...] | None:
+            mask = partial(self._masked, spared, found)
+            masks = [partial(mask, self._by_role.get(message.role, self._others)) for message in messages]
+            masked = (
+                [_of_message(message, own) for message, own in zip(messages, masks, strict=True)],
+                [_walked(tool, partial(mask, self._names)) for tool in tools],
+                {name: _walked(value, partial(mask, self._others)) for name, value in variables.items()},
+            )
+            try:
+                return _differences(prompt, render(*masked)) if found else ()
+            except Rejected:
+                return None
+
+        if (cuts := differences(())) is not None:
+            return cuts
+        spared = {name for name in found if name in self._source}
+        for name in sorted(spared):
+            if differences(spared - {name}) is not None:
+                spared.remove(name)
+        if (cuts := differences(spared)) is not None:
+            return cuts
+        names = ", ".join(sorted(found)[:3])
+        raise Rejected(
+            RejectReason.INVALID,
+            f"The messages contain control tokens ({names}) where the chat template changes them. Leave them out.",
+            param="messages",
+        )
+
+    def _masked(self, spared: Collection[str], found: set[str], names: Collection[str], text: str) -> str:
+        """Return the text with masked names, as long as the text itself. Adds the names to `found`."""
+        chars: list[str] = []
+        for start, end, name in self._find(text):
+            if name not in names or name in spared:
+                continue
+            found.add(name)
+            chars = chars or list(text)
+            ascii_places = [at for at in range(start, end) if "!" <= text[at] <= "~"]  # JSON may spell others with more letters
+            first = next((at for at in ascii_places if at < end - 1 and text[at] != _FIRST), start)
+            for at in ascii_places:
+                if chars[at] != _FIRST:
+                    chars[at] = _OTHER
+            chars[first] = _FIRST
+        return "".join(chars) if chars else text
+
+    def _find(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Yield begin and end of the telling part, and the name, of each control token in a text. They may overlap."""
+        for begin in self._firsts.finditer(text):
+            start = begin.start()
+            for length in self._lengths.get(text[start : start + 2], ()):
+                part = text[start : start + length]
+                if part in self._by_part:
+                    yield start, start + len(part), self._by_part[part]
+        for start, end, name in self._tokenizer.find_normalized(text):
+            if name in self._names:
+                yield start, end, name
+
+
+def _is_name(name: str) -> bool:
+    """Return whether a control token can be recognised by its name. Words and `/nothink`, which users write, can't."""
+    return len(name) > 2 and '"' not in name and not any(char.isalnum() or char.isspace() for char in (name[0], name[-1]))
+
+
+def _telling_part(name: str) -> str:
+    """Return the part of a name that is searched for: `|im_end|` of `<|im_end|>`, since templates write `<` + key + `>`."""
+    return name[1:-1] if len(name) > 4 and name[1] in "|｜" else name
+
+
+def _of_message(message: Message, mask: Callable[[str], str]) -> Message:
+    return replace(
+        message,
+        content=mask(message.content),
+        name=None if message.name is None else mask(message.name),
+        calls=tuple(PastCall(mask(call.call_id), mask(call.name), _walked(call.arguments, mask)) for call in message.calls),
+        call_id=mask(message.call_id),
+        reasoning=mask(message.reasoning),
+    )
+
+
+def _walked(value: Any, mask: Callable[[str], str]) -> Any:
+    """Return JSON data with its texts masked. As JSON text they are spelled as they are, since names have no quotes."""
+    try:
+        written = json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        detail = "The messages are nested too deeply for the chat template."
+        raise Rejected(RejectReason.INVALID, detail, param="messages") from error
+    masked = mask(written)
+    return value if masked is written else json.loads(masked)
+
+
+def _differences(prompt: str, masked: str) -> tuple[int, ...] | None:
+    """Return the end of each character that is masked as `_FIRST`, or None if the prompts differ in more than masks."""
+    if len(prompt) != len(masked):
+        return None
+    places = [at for at, (char, mask) in enumerate(zip(prompt, masked, strict=True)) if char != mask]
+    if any(masked[at] not in (_FIRST, _OTHER) for at in places):
+        return None
+    return tuple([at + 1 for at in places if masked[at] == _FIRST])
