@@ -15,6 +15,7 @@ from penstock.engine.ports import ObserverGroup
 from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics, Residence
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
+from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepCounts, StepStats, TierStats, WaitReason
@@ -187,6 +188,11 @@ def test_a_refused_request_is_counted_once_by_its_reason(metrics):
     for reason in ("never_fits", "deadline", "queue_full"):
         assert values["penstock_requests_rejected_total", frozenset({("reason", reason)})] == 1
     assert sum(count for (name, _), count in values.items() if name == "penstock_request_success_total") == 0
+
+
+@pytest.mark.parametrize("reason", RejectReason)
+def test_the_series_of_a_reason_is_there_before_its_first_refusal(metrics, reason):
+    assert value(metrics, "requests_rejected_total", reason=str(reason)) == 0
 
 
 def test_one_token_has_no_time_per_output_token(metrics):

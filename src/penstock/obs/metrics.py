@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.obs.signals import SustainedLoad
+from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import AdapterStats, EngineLoad, RequestStats, StepStats, TierStats
 
@@ -94,7 +95,8 @@ class Metrics:
         self.model = model
         self.lock = threading.Lock()
         self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
-        self.rejected: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter(dict.fromkeys(map(str, RejectReason), 0))
+        """From 0 for each reason: Prometheus sees no growth in a series that begins with its first refusals."""
         self.slo: Counter[tuple[str, bool]] = Counter()
         """Requests with a target, by target (ttft, itl) and whether it was met."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
