@@ -27,11 +27,25 @@ SLOW_SHARE = 0.75
 """A core below this share of the fastest core's speed is an efficiency core. It would make all other cores wait."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
-PROGRAM_ADDRESS_BYTES = 768 << 20
+
+
+def is_free_threaded() -> bool:
+    """Return whether this Python can run without its GIL."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def has_gil() -> bool:
+    """Return whether the GIL is on now. In a free-threaded Python a package can turn it on when it is imported."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+PROGRAM_ADDRESS_BYTES = (768 << 20) + is_free_threaded() * (1 << 30)
 """Address space of a server without model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
-compile grammars). 463 MiB were measured with two CPUs. With 500, the grammar library aborted at times."""
-CPU_ADDRESS_BYTES = 16 << 20
-"""Stacks of two threads for each CPU: one reads weights, the other computes."""
+compile grammars). 463 MiB were measured with two CPUs. With 500, the grammar library aborted at times. A free-threaded Python
+reserves 1 GiB for its objects at its start."""
+CPU_ADDRESS_BYTES = (16 << 20) + is_free_threaded() * (32 << 20)
+"""Stacks of two threads for each CPU: one reads weights, the other computes. A free-threaded Python takes 32 MiB at a time for
+each thread's objects."""
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
@@ -73,16 +87,6 @@ def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
     mapped = int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
     server = PROGRAM_ADDRESS_BYTES + len(os.sched_getaffinity(0)) * CPU_ADDRESS_BYTES
     return AddressSpace(limit, max(mapped, server))
-
-
-def is_free_threaded() -> bool:
-    """Return whether this Python can run without its GIL."""
-    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-
-
-def has_gil() -> bool:
-    """Return whether the GIL is on now. In a free-threaded Python a package can turn it on when it is imported."""
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.machine import is_free_threaded
 from penstock.text.builtin_templates import BUILTIN_TEMPLATES
 from penstock.text.chat import ChatTemplate, choose_chat_template, require_chat_template
 from penstock.types.errors import ConfigError, Rejected, RejectReason
@@ -272,7 +273,7 @@ class TestTheProcess:
     def test_it_is_small(self):
         template = make(CHATML)
         template.render(HELLO)
-        assert resident_bytes(template.pid) < 30 << 20
+        assert resident_bytes(template.pid) < (40 if is_free_threaded() else 30) << 20  # its objects are larger
 
     def test_it_ends_with_the_template(self):
         template = make("ok")
