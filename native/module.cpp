@@ -1,4 +1,7 @@
 // The Python module: collects the bindings of every part. Owns nothing.
+//
+// It leaves the GIL of a free-threaded Python off, and its classes take no locks for that: an engine and its rows belong to one thread at
+// a time, the engine's. A team has a mutex, the time of an account is atomic, and what packs adapters does not change.
 
 #include <nanobind/nanobind.h>
 
