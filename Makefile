@@ -21,7 +21,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds, 
 	@$(BIN)/penstock pull smollm2:135m
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest tests/server/test_adapters.py -k under_traffic
+
+test-image: $(INSTALLED_TEST)  ## build packaging/Containerfile with podman and check the image: size, start, rights, stop (minutes)
+	@tests/image/run.sh $(ARGS)
 
 bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
