@@ -86,7 +86,7 @@ def test_the_unit_has_no_mistake(unit: Path) -> None:
 
 
 def test_the_unit_may_do_little(unit: Path) -> None:
-    result = analyse("security", "--offline=yes", "--threshold=20", "--no-pager", unit)
+    result = analyse("security", "--offline=yes", "--threshold=15", "--no-pager", unit)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -98,6 +98,13 @@ def test_the_unit_waits_longer_than_the_server_drains() -> None:
     assert found is not None
     assert int(found[1]) >= ServerConfig().shutdown_timeout_s + 10
     assert "Type=notify" in text
+
+
+def test_a_wrong_setting_is_the_exit_code_after_which_nothing_is_restarted(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text("frobnicate = 1\n")
+    command = [sys.executable, "-m", "penstock", "serve", "--config", str(tmp_path / "penstock.toml")]
+    code = subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
+    assert f"\nRestartPreventExitStatus={code}\n" in (PACKAGING / "penstock.service").read_text(encoding="utf-8")
 
 
 # The image
