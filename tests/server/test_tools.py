@@ -160,8 +160,10 @@ async def test_a_stream_tells_name_then_arguments_in_pieces():
 
 
 def test_openai_s_client_puts_a_stream_together():
-    with LiveServer(says(f"One moment.\n{CALL}\n{CALL_NOW}", chat_template=TOOLS_TEMPLATE)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with (
+        LiveServer(says(f"One moment.\n{CALL}\n{CALL_NOW}", chat_template=TOOLS_TEMPLATE)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
         asked = {"model": "toy", "messages": ASK["messages"], "tools": [WEATHER, NOW]}
         with client.chat.completions.stream(**asked) as answer:
             message = answer.get_final_completion().choices[0].message
