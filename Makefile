@@ -21,7 +21,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
+.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by G
 
 test-sanitize: $(INSTALLED_TEST)  ## the kernels of every variant under GCC's sanitizers of memory and undefined behaviour (builds again; many minutes)
 	@tests/backends/sanitized.sh memory $(ARGS)
+
+test-arm: $(INSTALLED)  ## the kernels of 64-bit Arm, cross-built and run by QEMU (apt install g++-aarch64-linux-gnu qemu-user-static mmdebstrap)
+	@tests/arm/run.sh tests $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)
 	@tests/backends/cuda/run.sh $(ARGS)

@@ -10,6 +10,9 @@
 #include <cerrno>
 #include <cstring>
 #endif
+#if defined(PENSTOCK_HAVE_ARM)
+#include <sys/auxv.h>
+#endif
 
 namespace penstock {
 
@@ -62,6 +65,19 @@ std::string ask_for_tiles() {
 
 #endif
 
+#if defined(PENSTOCK_HAVE_ARM)
+// Bits of Linux (Documentation/arch/arm64/elf_hwcaps.rst): the headers of an older C library lack the later ones.
+bool has_neon() {
+    constexpr unsigned long kDotProducts = 1ul << 20;
+    return getauxval(AT_HWCAP) & kDotProducts;
+}
+
+bool has_neon_i8mm() {
+    constexpr unsigned long kInt8Matrices = 1ul << 13, kBf16 = 1ul << 14, kBoth = kInt8Matrices | kBf16;
+    return has_neon() && (getauxval(AT_HWCAP2) & kBoth) == kBoth;
+}
+#endif
+
 }  // namespace
 
 std::string why_no_tiles() {
@@ -97,6 +113,10 @@ constexpr Variant kVariants[] = {
     {"avx2-vnni", avx2_vnni::kernel_table, has_avx2_vnni},
 #endif
     {"avx2", avx2::kernel_table, has_avx2},
+#endif
+#if defined(PENSTOCK_HAVE_ARM)
+    {"neon-i8mm", neon_i8mm::kernel_table, has_neon_i8mm},
+    {"neon", neon::kernel_table, has_neon},
 #endif
     {"portable", portable::kernel_table, [] { return true; }},
 };

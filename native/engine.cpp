@@ -29,6 +29,10 @@ int64_t now_ns() {
 int64_t ticks() {
 #if defined(__x86_64__)
     return static_cast<int64_t>(__rdtsc());
+#elif defined(__aarch64__)
+    int64_t count;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(count));
+    return count;
 #else
     return now_ns();
 #endif

@@ -17,6 +17,7 @@ from penstock.machine import (
     address_space,
     available_memory_bytes,
     claim_cpus,
+    cpu_identity,
     cpu_name,
     data_cache_bytes,
     find_cores,
@@ -282,6 +283,31 @@ def test_the_processor_is_named_where_the_kernel_does(machine: FakeMachine) -> N
     assert cpu_name(proc=machine.proc) == ""
     machine.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
     assert cpu_name(proc=machine.proc) == "Some CPU @ 2 GHz"
+
+
+NUMBERS = """processor\t: 0
+BogoMIPS\t: 2000.00
+Features\t: fp asimd asimddp i8mm bf16
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: {part}
+CPU revision\t: {revision}
+"""
+
+
+def test_arm_processors_are_told_apart_by_numbers(machine: FakeMachine) -> None:
+    """There is no model name; two revisions of a core are two processors for the self-test."""
+    identities = set()
+    for part, revision, name in (
+        ("0xd4f", 0, "Arm Neoverse V2"),
+        ("0xd4f", 1, "Arm Neoverse V2"),
+        ("0xfff", 0, "Arm core 0xfff of implementer 0x41"),
+    ):
+        machine.write("proc/cpuinfo", NUMBERS.format(part=part, revision=revision))
+        assert cpu_name(proc=machine.proc) == name
+        identities.add(cpu_identity(proc=machine.proc))
+    assert len(identities) == 3
 
 
 def test_caches_of_the_own_cpus_count_and_shared_ones_once(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:

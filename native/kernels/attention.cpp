@@ -107,10 +107,20 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
     }
+    // Weights of 8 bits may count kUnsignedLess less than they are. Then that many sums of the values are lacking.
+    constexpr bool kLacks = Kv::kIsInt8 && kUnsignedLess != 0;
+    [[maybe_unused]] constexpr uint32_t kOnes = 0x01010101u * (1 + kUnsignedLess);
+    vi lacking[kColumns];
+    if constexpr (kLacks) {
+        for (int c = 0; c < kColumns; ++c) lacking[c] = set1_i(0);
+    }
     const typename Kv::Weight* const weights = weights_of<Kv>(scratch, 0);
     const auto add_some = [&](const uint8_t* values, int at) __attribute__((always_inline)) {
         vb v[kColumns];
-        for (int c = 0; c < kColumns; ++c) v[c] = load64(values + c * kValueBytes);
+        for (int c = 0; c < kColumns; ++c) {
+            v[c] = load64(values + c * kValueBytes);
+            if constexpr (kLacks) lacking[c] = dot4_u8(lacking[c], set1_pair(&kOnes), v[c]);
+        }
         for (int p = 0; p < kCount; ++p) {
             const vb some = set1_pair(weights + p * kSegment + at);
             for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::add_values(acc[c][p], v[c], some);
@@ -131,6 +141,11 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
         }
     }
     if (!Kv::kIsInt8 && end % 2) add_some(scratch.odd + column, end - 1);
+    if constexpr (kLacks) {
+        for (int c = 0; c < kColumns; ++c) {
+            for (int p = 0; p < kCount; ++p) acc[c][p] = add(acc[c][p], mul(lacking[c], set1_i(kUnsignedLess)));
+        }
+    }
     for (int p = 0; p < kCount; ++p) {
         for (int c = 0; c < kColumns; ++c) store(out + p * head_dim + c * kLanes, Kv::sum_of(acc[c][p], scratch.factor[p]));
     }

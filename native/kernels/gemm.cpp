@@ -1,37 +1,14 @@
 // Matrix products over packed weights: which rows and panels are computed together, tile by tile (gemm_tile.h).
 
 #include "gemm_row8.h"
+#include "gemm_rows.h"
 #include "gemm_tile.h"
+#include "gemm_widened.h"
 #include "parts.h"
 
 namespace penstock::PENSTOCK_ISA {
 
 namespace {
-
-// Rows of a product that are computed together: in as few tiles of at most kMostRows rows as there can be, all of about the same
-// size. A last tile of one row would cost almost as much as a whole one. The weights of some panels stay in the first-level cache
-// for all of them.
-template <int kMostRows>
-struct RowBlock {
-    static constexpr int kTiles = 24;
-    static constexpr int kMost = kTiles * kMostRows;
-    static_assert(kMostRows <= kListRows);
-
-    int row0, row1;
-    bool merged;  // whether each tile has its outliers by column
-    OutlierList outliers[kTiles];
-
-    // Calls f(index, row, rows, number of tiles).
-    template <typename F>
-    PENSTOCK_MEMBER void for_tiles(F f) const {
-        const int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
-        for (int i = 0, row = row0; i < tiles; ++i) {
-            const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
-            f(i, row, rows, tiles);
-            row += rows;
-        }
-    }
-};
 
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
@@ -50,19 +27,9 @@ void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<k
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
         const Ahead ahead{next - panel, tiles, index, kMostRows > kFewRows ? kv.next(&block) : KvPart{}};
         const OutlierList* outliers = block.merged ? &block.outliers[index] : nullptr;
-        const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
-            if constexpr (kRows <= kMostRows) {
-                product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
-            }
-        };
-        switch (rows) {
-            case 1: tile.template operator()<1>(); break;
-            case 2: tile.template operator()<2>(); break;
-            case 3: tile.template operator()<3>(); break;
-            case 4: tile.template operator()<4>(); break;
-            case 5: tile.template operator()<5>(); break;
-            default: tile.template operator()<6>(); break;
-        }
+        with_count<kMostRows>(rows, [&]<int kRows>() __attribute__((always_inline)) {
+            product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
+        });
     });
 }
 
@@ -84,13 +51,7 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
     for (int row = row0; row < row1; row += block.kMost) {
         block.row0 = row;
         block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
-        if constexpr (kKind != WeightKind::kBf16) {
-            if (block.merged) {
-                block.for_tiles([&](int index, int first, int rows, int) {
-                    begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
-                });
-            }
-        }
+        if constexpr (kKind != WeightKind::kBf16) block.template begin_outliers<Layout<kKind>::kNibbles>(a);
         for_panels<kPanels>(range, [&]<int kPanelsOfTile>(int panel, int next) {
             f.template operator()<kPanelsOfTile>(block, panel, next);
         });
@@ -99,9 +60,10 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
 
 template <WeightKind kKind, typename F>
 PENSTOCK_INLINE void for_rows(const Activation& a, int row0, int row1, PanelRange range, F f) {
-    if (row1 - row0 <= kFewRows) {
+    constexpr bool kFewAlone = kWidensWeights && kKind != WeightKind::kBf16;  // others went to gemm_widened
+    if (kFewAlone || row1 - row0 <= kFewRows) {
         for_blocks<kKind, kFewRowPanels, kFewRows>(a, row0, row1, range, f);
-    } else {
+    } else if constexpr (!kFewAlone) {
         for_blocks<kKind, kTilePanels, kTileRows>(a, row0, row1, range, f);
     }
 }
@@ -125,6 +87,8 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
     }
 }
 
+PENSTOCK_INLINE bool is_widened(const PackedMatrix& w, int rows) { return rows > kFewRows && w.kind != WeightKind::kBf16; }
+
 }  // namespace
 
 int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanels; }
@@ -134,6 +98,9 @@ int task_rows(int) { return 96; }
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
           const UpcomingKv& upcoming) {
     if (w.kind == WeightKind::kU8Row) return gemm_row8(w, a, row0, row1, range, e);
+    if constexpr (kWidensWeights) {
+        if (is_widened(w, row1 - row0)) return gemm_widened(w, a, row0, row1, range, e, nullptr);
+    }
     KvFetcher kv(upcoming, tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(w.kind, [&]<WeightKind kKind>() {
         for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
@@ -145,6 +112,12 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
 // The gate's sums wait in `out`, some panels at a time, for those of up.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
+    if constexpr (kWidensWeights) {
+        if (is_widened(gate, row1 - row0)) {
+            gemm_widened(gate, a, row0, row1, range, e, nullptr);
+            return gemm_widened(up, a, row0, row1, range, e, &kind);
+        }
+    }
     KvFetcher kv(upcoming, 2 * tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(gate.kind, [&]<WeightKind kKind>() {
         for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {

@@ -45,7 +45,7 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
     const int8_t* const q = a.q + row0 * a.cols;
     vi acc[kPanels][kRows];
     for (int r = 0; r < kRows; ++r) {
-        const vi start = set1_i(a.row_start[row0 + r]);
+        const vi start = set1_i(kUnsignedLess == kWeightZero ? 0 : a.row_start[row0 + r]);
         for (int p = 0; p < kPanels; ++p) acc[p][r] = start;
     }
     const int steps = a.cols / 4;
@@ -116,7 +116,8 @@ PENSTOCK_INLINE void round_row(const Activation& a, int64_t row, const float* x,
     int8_t* const q = a.q + row * a.cols;
     const vf factor = set1(inverse), shift = set1(zero), none = set1(0.0f);
     const auto values = [&](int column) PENSTOCK_LAMBDA { return fma(load(x + column), factor, shift); };
-    const vb ones = set1_pair("\1\1\1\1");
+    constexpr uint32_t kOnes = 0x01010101u * (1 + kUnsignedLess);
+    const vb ones = set1_pair(&kOnes);
     vi sums = set1_i(0);
     int column = 0;
     for (; column + 2 * kGroup <= a.cols; column += 2 * kGroup) {

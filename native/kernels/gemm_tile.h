@@ -143,6 +143,19 @@ PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation
     }
 }
 
+// acc += the sum over groups of m * sum(x).
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_offsets(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
+    const int pairs = pairs_of(a.cols / kGroup);
+    const uint16_t* sums = a.sum + row0 * 2 * pairs;
+    for (int k = 0; k < pairs; ++k) {
+        for (int p = 0; p < kPanels; ++p) {
+            const vb m = load64(offsets_of<kKind>(panels[p], k));
+            for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
+        }
+    }
+}
+
 // The weights that a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th pair of
 // groups from `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
 // hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
@@ -179,7 +192,9 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
             vi start = set1_i(starts[r * groups + g]);
-            if constexpr (!L::kSmall) {
+            if constexpr (!L::kSmall && kUnsignedLess != 0) {
+                start = set1_i(lifts[r * groups + g]);
+            } else if constexpr (!L::kSmall) {
                 const vi lift = set1_i(lifts[r * groups + g]);
                 start = add(times16(sub(start, lift)), lift);
             }
@@ -215,15 +230,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         for (int p = 0; p < kPanels; ++p) stream[p] += L::kPairBytes;
     }
     if (g < groups) add_group(stream, g, 0, g == fetched);
-    if constexpr (L::kAffine) {
-        const uint16_t* sums = a.sum + row0 * 2 * pairs;
-        for (int k = 0; k < pairs; ++k) {
-            for (int p = 0; p < kPanels; ++p) {
-                const vb m = load64(offsets_of<kKind>(panels[p], k));
-                for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
-            }
-        }
-    }
+    if constexpr (L::kAffine) add_offsets<kKind, kPanels, kRows>(panels, a, row0, acc);
 }
 
 // Four partial sums per row, by column pair modulo 4: short chains, in an order that no tile changes.

@@ -347,5 +347,9 @@ namespace avx512 { const KernelTable& kernel_table(); }
 namespace amx { const KernelTable& kernel_table(); }
 namespace amx_emulated { const KernelTable& kernel_table(); }
 #endif
+#if defined(PENSTOCK_HAVE_ARM)
+namespace neon { const KernelTable& kernel_table(); }
+namespace neon_i8mm { const KernelTable& kernel_table(); }
+#endif
 
 }  // namespace penstock

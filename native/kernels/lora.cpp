@@ -12,6 +12,7 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int kRowsTogether = 4;
+constexpr int32_t kWeightZero = 128;
 constexpr int kChunk = 64;                         // bytes of A: of eight ranks some columns
 constexpr int kGroupBytes = kRanks * kGroup;       // of eight ranks
 constexpr int kChunksOfGroup = kGroupBytes / kChunk;
@@ -67,7 +68,10 @@ PENSTOCK_INLINE void shrink_quantised(const PanelOfA& panel, const Activation& x
                 for (int c = 0; c < kGroupBytes; c += kChunk) prefetch(panel.next[unit] + i * kGroupBytes + c);
             }
             vi dots[kRows];  // of both lanes of a rank: half of what the zero of its weights comes to
-            for (int r = 0; r < kRows; ++r) dots[r] = set1_i(lift[r * groups + g] + 8 * (start[r * groups + g] - lift[r * groups + g]));
+            for (int r = 0; r < kRows; ++r) {
+                const int32_t own = lift[r * groups + g];
+                dots[r] = set1_i(kUnsignedLess == kWeightZero ? own : own + 8 * (start[r * groups + g] - own));
+            }
             for (int c = 0; c < kChunksOfGroup; ++c) {
                 const vb weights = load64(quants + i * kGroupBytes + c * kChunk);
                 for (int r = 0; r < kRows; ++r) dots[r] = dot4_u8(dots[r], weights, set1_eight(q + int64_t{r} * x.cols + g * kGroup + 8 * c));
@@ -150,7 +154,7 @@ PENSTOCK_INLINE void expand_panel(const LoraFactors& f, const uint8_t* panel, co
     vf changes[kRows];
     if (f.is_quantised) {
         vi dots[kRows];
-        for (int r = 0; r < kRows; ++r) dots[r] = set1_i(h.start[row0 + r]);
+        for (int r = 0; r < kRows; ++r) dots[r] = set1_i(kUnsignedLess == kWeightZero ? 0 : h.start[row0 + r]);
         for (int j = 0; j < f.rank; j += 4) {
             const vb weights = load64(panel + j * kPanel);
             for (int r = 0; r < kRows; ++r) dots[r] = dot4_u8(dots[r], weights, set1_pair(h.q + (row0 + r) * h.ld + j));

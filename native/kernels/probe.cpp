@@ -122,6 +122,48 @@ int64_t multiply_float32(int64_t rounds) {
 // There is no such instruction: bf16 becomes float32 by a shift, beside the multiply-adds.
 int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int kSums = 20;
+
+#if defined(PENSTOCK_NEON_I8MM)
+int64_t multiply_int8(int64_t rounds) {
+    const int8x16_t w = vdupq_n_s8(3), a = vdupq_n_s8(-2);
+    int32x4_t sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = vdupq_n_s32(0);
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = vmmlaq_s32(sum[i], w, a);
+    }
+    use_all(sum);
+    return rounds * kSums * 32 * 2;
+}
+#else
+int64_t multiply_int8(int64_t rounds) {
+    const int8x16_t w = vdupq_n_s8(3), a = vdupq_n_s8(-2);
+    int32x4_t sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = vdupq_n_s32(0);
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = vdotq_s32(sum[i], w, a);
+    }
+    use_all(sum);
+    return rounds * kSums * 16 * 2;
+}
+#endif
+
+int64_t multiply_float32(int64_t rounds) {
+    const float32x4_t a = vdupq_n_f32(0.999f), b = vdupq_n_f32(0.001f);
+    float32x4_t sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = vdupq_n_f32(1.0f);
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = vfmaq_f32(sum[i], a, b);
+    }
+    use_all(sum);
+    return rounds * kSums * 4 * 2;
+}
+
+// The instruction that the kernels use multiplies every second one of eight, so four at once.
+int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
+
 #else
 
 constexpr int kSums = 12;

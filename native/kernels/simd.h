@@ -12,6 +12,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #ifndef PENSTOCK_ISA
@@ -34,6 +36,8 @@ constexpr float kRoundingMagic = 12582912.0f;
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "simd_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif
@@ -62,6 +66,9 @@ PENSTOCK_INLINE void interleave_fours(uint8_t* out, const int8_t* in, int64_t st
     _mm_storeu_si128((__m128i*)(out + 16), _mm_unpackhi_epi16(low, next_low));
     _mm_storeu_si128((__m128i*)(out + 32), _mm_unpacklo_epi16(high, next_high));
     _mm_storeu_si128((__m128i*)(out + 48), _mm_unpackhi_epi16(high, next_high));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const auto row = [&](int i) PENSTOCK_LAMBDA { return vreinterpretq_u8_s8(vld1q_s8(in + i * stride)); };
+    vst4q_u8(out, {{row(0), row(1), row(2), row(3)}});
 #else
     for (int i = 0; i < 4 * kLanes; ++i) out[i] = static_cast<uint8_t>(in[i % 4 * stride + i / 4]);
 #endif
@@ -89,6 +96,16 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
     _mm_storeu_si128((__m128i*)(out + out_stride), _mm_unpackhi_epi64(low, next_low));
     _mm_storeu_si128((__m128i*)(out + 2 * out_stride), _mm_unpacklo_epi64(high, next_high));
     _mm_storeu_si128((__m128i*)(out + 3 * out_stride), _mm_unpackhi_epi64(high, next_high));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    uint32x4_t a[4];
+    for (int i = 0; i < 4; ++i) a[i] = vreinterpretq_u32_u8(veorq_u8(vreinterpretq_u8_s8(vld1q_s8(in + i * in_stride)), vdupq_n_u8(flip)));
+    const uint32x4_t low = vzip1q_u32(a[0], a[1]), high = vzip2q_u32(a[0], a[1]);
+    const uint32x4_t next_low = vzip1q_u32(a[2], a[3]), next_high = vzip2q_u32(a[2], a[3]);
+    const auto keep = [&](int i, uint64x2_t fours) PENSTOCK_LAMBDA { vst1q_u8(out + i * out_stride, vreinterpretq_u8_u64(fours)); };
+    keep(0, vzip1q_u64(vreinterpretq_u64_u32(low), vreinterpretq_u64_u32(next_low)));
+    keep(1, vzip2q_u64(vreinterpretq_u64_u32(low), vreinterpretq_u64_u32(next_low)));
+    keep(2, vzip1q_u64(vreinterpretq_u64_u32(high), vreinterpretq_u64_u32(next_high)));
+    keep(3, vzip2q_u64(vreinterpretq_u64_u32(high), vreinterpretq_u64_u32(next_high)));
 #else
     for (int i = 0; i < 4; ++i) {
         for (int k = 0; k < 16; ++k) out[k / 4 * out_stride + 4 * i + k % 4] = static_cast<uint8_t>(in[i * in_stride + k]) ^ flip;
@@ -105,6 +122,11 @@ PENSTOCK_INLINE void transpose_quarters(uint8_t* out, int64_t out_stride, const 
     PENSTOCK_UNROLL for (int i = 0; i < 4; ++i) {
         const __m128i quarter = _mm_loadu_si128((const __m128i*)(in + 16 * i));
         _mm_storeu_si128((__m128i*)(out + i * out_stride), _mm_xor_si128(bits, _mm_shuffle_epi8(quarter, order)));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const uint8x16_t order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    PENSTOCK_UNROLL for (int i = 0; i < 4; ++i) {
+        vst1q_u8(out + i * out_stride, veorq_u8(vqtbl1q_u8(vld1q_u8(in + 16 * i), order), vdupq_n_u8(flip)));
     }
 #else
     for (int i = 0; i < 4; ++i) {

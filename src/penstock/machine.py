@@ -48,6 +48,25 @@ CPU_ADDRESS_BYTES = (16 << 20) + is_free_threaded() * (32 << 20)
 each thread's objects."""
 
 
+_X86_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
+_ARM_IDENTITY = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features")
+_ARM_CORES = {
+    ("0x41", "0xd08"): "Arm Cortex-A72",
+    ("0x41", "0xd0b"): "Arm Cortex-A76",
+    ("0x41", "0xd0c"): "Arm Neoverse N1",
+    ("0x41", "0xd40"): "Arm Neoverse V1",
+    ("0x41", "0xd49"): "Arm Neoverse N2",
+    ("0x41", "0xd4f"): "Arm Neoverse V2",
+    ("0x41", "0xd83"): "Arm Neoverse V3AE",
+    ("0x41", "0xd84"): "Arm Neoverse V3",
+    ("0x41", "0xd8e"): "Arm Neoverse N3",
+    ("0x6d", "0xd49"): "Microsoft Azure Cobalt 100",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1a",
+}
+"""Implementer and part (Linux: arch/arm64/include/asm/cputype.h) -> name."""
+
+
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
     """Return the bytes that can be allocated without swapping.
 
@@ -159,17 +178,18 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
 
 
 def cpu_name(*, proc: Path = _PROC) -> str:
-    """Return the processor's name, or an empty string."""
-    return _values(proc / "cpuinfo").get("model name", "")
+    """Return the processor's name, or an empty string. Arm's kernels give numbers, of which the common ones are known here."""
+    values = _values(proc / "cpuinfo")
+    if name := values.get("model name"):
+        return name
+    maker, part = values.get("CPU implementer", ""), values.get("CPU part", "")
+    return _ARM_CORES.get((maker, part), f"Arm core {part} of implementer {maker}") if maker else ""
 
 
 def cpu_identity(*, proc: Path = _PROC) -> str:
     """Return a string that tells processors apart: vendor, model, stepping, microcode and features. May be empty."""
     values = _values(proc / "cpuinfo")
-    return " ".join(
-        values.get(name, "")
-        for name in ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags", "Features")
-    )
+    return " ".join(values.get(name, "") for name in (*_X86_IDENTITY, *_ARM_IDENTITY))
 
 
 def data_cache_bytes(*, devices: Path = _DEVICES) -> int:

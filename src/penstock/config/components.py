@@ -415,8 +415,9 @@ class BackendConfig(Component):
     )
     kernels: str | None = choice(
         None,
-        "Instruction set of the kernels on the CPU, used without a self-test. amx: Intel's tiles; avx512: with VNNI and bf16.",
-        choices=("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable"),
+        "Instruction set of the kernels on the CPU, used without a self-test. amx: Intel's tiles; avx512: with VNNI and bf16; "
+        "neon: Arm's, with dot products.",
+        choices=("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "neon-i8mm", "neon", "portable"),
         default_doc="the best that the machine has; `penstock env` tells",
     )
     weight_dtype: str | None = choice(
