@@ -193,10 +193,10 @@ def one_list(num: int, name: str = "list", **fields: Any) -> list[Request]:
 
 
 def test_one_text_does_not_wait_for_a_list_of_two_thousand() -> None:
-    """At most for the end of the step that runs, and for its own, which takes 2.5 ms as all do."""
+    """At most for the end of the step that runs, and for its own, which takes 5 ms as all do."""
     singles = [make_text(f"single {idx}", 24, arrival_ns=(5 + 7 * idx) * MS) for idx in range(80)]
     waits = latencies_ms(make_policies("texts"), [*one_list(2048), *singles])
-    assert max(waits[single.request_id] for single in singles) < 2 * 2.7
+    assert max(waits[single.request_id] for single in singles) < 2 * 5.4
     assert max(waits.values()) < 1000  # and the list gets nearly all of the machine
     waits = latencies_ms(make_policies("texts", order="fcfs"), [*one_list(2048), *singles])
     assert max(waits[single.request_id] for single in singles) > 300
@@ -307,6 +307,6 @@ def test_steps_are_held_to_a_time_or_by_their_fixed_part(fixed_ns: int, token_ns
         duration_ns += stall_ns * (idx == 0)
         step = StepRecord(0, num_tokens, duration_ns, num_pairs)
         durations.append(duration_ns)
-    target_ns = max(2_500_000, fixed_ns / budget.max_fixed_share)
+    target_ns = max(budget.step_ns, fixed_ns / budget.max_fixed_share)
     usual_ns = sorted(durations[500:])[250]
     assert 0.8 * target_ns < usual_ns < 1.2 * target_ns

@@ -235,7 +235,7 @@ class HoldStep(Budget):
     Short steps keep latency low, since a new text waits for the current step. A text that takes longer gets its own step.
     """
 
-    step_ns: int = 2_500_000
+    step_ns: int = 5_000_000
     """Duration of a step, unless its fixed part requires more."""
     max_fixed_share: float = 0.3
     """Largest share of a step's time for its fixed part. (0, 1)"""
