@@ -21,7 +21,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
+.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,12 @@ install-locked: $(LOCKED)  ## install, with exactly the packages of packaging/re
 lock: $(LOCKED)  ## write packaging/requirements-dev.lock anew, with the newest packages that pyproject.toml allows
 	@$(BIN)/uv pip compile pyproject.toml --upgrade --universal --generate-hashes --extra hf --extra test --extra docs --group wheels \
 	  --quiet --custom-compile-command 'make lock' --output-file $(LOCK)
+
+wheels: $(LOCKED)  ## build wheels for Linux into dist: ARCH=aarch64 for Arm (see packaging/wheels.sh for what it needs)
+	@packaging/wheels.sh
+
+test-wheels: $(LOCKED)  ## install a wheel of dist in a Debian 11 and time it up to the first answer: ARGS='--python python3.12 --rounds 3'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python packaging/test_wheels.py $(ARGS)
 
 .venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

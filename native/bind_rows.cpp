@@ -116,10 +116,10 @@ class NamedRows {
             ++num_found;
             told(sampled_[i], [&] {
                 const auto num_bytes = static_cast<size_t>(table_.mask_words()) * sizeof(uint32_t);
-                if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_GET_SIZE(mask)) != num_bytes)
+                if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_Size(mask)) != num_bytes)
                     throw std::invalid_argument("has a mask that is not " + std::to_string(num_bytes) + " bytes");
                 mask_.resize(static_cast<size_t>(table_.mask_words()));
-                std::memcpy(mask_.data(), PyBytes_AS_STRING(mask), num_bytes);
+                std::memcpy(mask_.data(), PyBytes_AsString(mask), num_bytes);
                 table_.restrict(static_cast<int>(i), mask_.data());
                 return 0;
             });

@@ -27,8 +27,8 @@ void on_signal(int number) {
 
 PyObject* end_at_second(PyObject*, PyObject* numbers) {
     num_received = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
-        const int number = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(numbers, i)));
+    for (Py_ssize_t i = 0; i < PyTuple_Size(numbers); ++i) {
+        const int number = static_cast<int>(PyLong_AsLong(PyTuple_GetItem(numbers, i)));
         if (PyErr_Occurred()) {
             return nullptr;
         }

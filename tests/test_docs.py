@@ -31,7 +31,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HOW_TOS = [
     *(
-        page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if page.stem not in ("several-models", "deploy")
+        page
+        for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+        if page.stem not in ("several-models", "deploy", "release")
     ),  # no Python
     ROOT / "docs" / "tutorial" / "your-own-policy.md",
 ]
