@@ -37,6 +37,7 @@ mount --bind "$1" "$0/root/cache/models" && mount --bind "$2" "$0/dist" && shift
 def make_debian() -> None:
     if not (DEBIAN / ".complete").exists():
         shutil.rmtree(DEBIAN, ignore_errors=True)
+        DEBIAN.parent.mkdir(parents=True, exist_ok=True)
         # NumPy needs libstdc++, which every Debian has for apt. From the release alone: old security archives lose packages.
         main_only = 'sed -i "/bullseye-/d" "$1/etc/apt/sources.list"'
         command = ["mmdebstrap", "--quiet", "--variant=extract", "--include=libc6,libstdc++6,dash,coreutils"]

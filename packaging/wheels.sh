@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Wheels for Linux into dist/: `make wheels`, `make wheels ARCH=aarch64`. They need glibc 2.28 or later (manylinux_2_28) and
-# nothing else: libstdc++ is inside. docs/how-to/release.md says what they contain and how to repeat them byte for byte.
+# Wheels for Linux into dist/: `make wheels`, `make wheels ARCH=aarch64`. They need glibc 2.28 or, if the tag says so, an older
+# one, and nothing else: libstdc++ is inside. docs/how-to/release.md says what they contain and how to repeat them exactly.
 #
 # This machine's GCC compiles against the C library of Debian 11 (glibc 2.31), which is unpacked into build/wheels; auditwheel
 # says what the symbols need, and more than 2.28 is an error; packaging/glibc_2_28.cpp replaces those that were.
@@ -37,6 +37,7 @@ done
 
 if [[ ! -e $SYSROOT/.complete ]]; then
   rm -rf "$SYSROOT"
+  mkdir -p "$BUILD"
   mmdebstrap --quiet --variant=extract --arch=$debian --include=libc6-dev \
     --setup-hook="sed -i /$RELEASE-/d \"\$1/etc/apt/sources.list\"" $RELEASE "$SYSROOT"
   # Its absolute links would lead to this machine's files.
