@@ -67,6 +67,8 @@ def _located(data: bytes | str, error: Exception) -> DecodeError:
     text = data if isinstance(data, str) else data.decode("utf-8", "replace")
     if isinstance(error, RecursionError):
         return DecodeError("nested too deeply", text, 0)
+    if text.startswith("\ufeff"):
+        return DecodeError("a byte order mark (BOM) before the value", text, 0)
     if (at := _half_surrogate(text)) is not None:
         return DecodeError("half of a surrogate pair", text, at)
     message, found = str(error).removeprefix("JSON is malformed: "), _AT_BYTE.search(str(error))
