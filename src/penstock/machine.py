@@ -178,7 +178,7 @@ def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.
 
 
 def cpu_name(*, proc: Path = _PROC) -> str:
-    """Return the processor's name, or an empty string. Arm's kernels give numbers, of which the common ones are known here."""
+    """Return the processor's name, or an empty string. On Arm, Linux gives numbers instead, which `_ARM_CORES` names."""
     values = _values(proc / "cpuinfo")
     if name := values.get("model name"):
         return name

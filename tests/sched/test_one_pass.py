@@ -193,7 +193,7 @@ def one_list(num: int, name: str = "list", **fields: Any) -> list[Request]:
 
 
 def test_one_text_does_not_wait_for_a_list_of_two_thousand() -> None:
-    """At most for the end of the step that runs, and for its own, which takes 5 ms as all do."""
+    """It waits at most for the current step to end, and for its own step. Each takes 5 ms."""
     singles = [make_text(f"single {idx}", 24, arrival_ns=(5 + 7 * idx) * MS) for idx in range(80)]
     waits = latencies_ms(make_policies("texts"), [*one_list(2048), *singles])
     assert max(waits[single.request_id] for single in singles) < 2 * 5.4

@@ -42,8 +42,9 @@ from penstock.types.sampling import MAX_LOGPROBS, PARAMETERS
 _log = logging.getLogger(__name__)
 
 MAX_BODY_DEPTH = 800
-"""Levels of lists and objects in a body, and in a value of it that is written again."""
+"""Most levels of lists and objects in a body."""
 MAX_VALUE_DEPTH = 246
+"""Most levels in a value for a template or a grammar, which recurse."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SUFFIX_CHARS = 2**20
