@@ -27,7 +27,7 @@ DEBIAN = ROOT / "build/wheels/debian11"
 MODEL = "smollm2:135m"
 QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}
 PASSED = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "PIP_CERT", "SSL_CERT_FILE", "HTTPS_PROXY", "https_proxy")
-# As a user of its own namespaces, who is root there: mounts what programs expect, then becomes the Debian.
+# Run as root of new namespaces: mounts what programs expect, then changes its root folder to the Debian.
 ENTER = """
 mount --rbind /dev "$0/dev" && mount --rbind /sys "$0/sys" && mount -t proc proc "$0/proc"
 mount --bind "$1" "$0/root/cache/models" && mount --bind "$2" "$0/dist" && shift 2 && exec chroot "$0" "$@"
@@ -37,21 +37,24 @@ mount --bind "$1" "$0/root/cache/models" && mount --bind "$2" "$0/dist" && shift
 def make_debian() -> None:
     if not (DEBIAN / ".complete").exists():
         shutil.rmtree(DEBIAN, ignore_errors=True)
-        DEBIAN.parent.mkdir(parents=True, exist_ok=True)
+        DEBIAN.mkdir(parents=True)
         # NumPy needs libstdc++, which every Debian has for apt. From the release alone: old security archives lose packages.
         main_only = 'sed -i "/bullseye-/d" "$1/etc/apt/sources.list"'
         command = ["mmdebstrap", "--quiet", "--variant=extract", "--include=libc6,libstdc++6,dash,coreutils"]
-        subprocess.run([*command, f"--setup-hook={main_only}", "bullseye", DEBIAN], check=True)
+        # Through tar, since a folder that mmdebstrap writes belongs to another user, unless root runs it.
+        archive = DEBIAN.with_suffix(".tar")
+        subprocess.run([*command, f"--setup-hook={main_only}", "bullseye", archive], check=True)
+        subprocess.run(["tar", "-x", "-f", archive, "-C", DEBIAN, "--exclude=./dev/*"], check=True)
+        archive.unlink()
         (DEBIAN / ".complete").touch()
     assert not [*DEBIAN.glob("usr/bin/*g++*"), *DEBIAN.glob("usr/bin/*gcc*"), *DEBIAN.glob("usr/bin/cc")]
     for name in ("root/cache/models", "dist", "dev", "sys", "proc", "tmp", "etc/ssl/certs"):
         (DEBIAN / name).mkdir(parents=True, exist_ok=True)
     certificates = os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
-    for file in ("/etc/resolv.conf", "/etc/hosts", certificates, shutil.which("uv") or sys.exit("error: uv is missing.")):
-        place = DEBIAN / ("usr/bin/uv" if file.endswith("uv") else file[1:])
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
-    (DEBIAN / "usr/bin/uv").chmod(0o755)
+    for file in ("/etc/resolv.conf", "/etc/hosts", certificates):
+        (DEBIAN / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, DEBIAN / file[1:])
+    shutil.copy(shutil.which("uv") or sys.exit("error: uv is missing. Run make install-locked."), DEBIAN / "usr/bin/uv")
 
 
 def inside(*words: str) -> list[str]:
@@ -117,6 +120,7 @@ def measure(installer: str, python: str, wheel: str) -> None:
         finally:
             ended = time.monotonic()
             server.kill()
+    assert "Paris" in answer, answer
     print(f"{wheel} by {installer}: {ended - began:.1f} s, {installed - began:.1f} of them to install. {answer!r}", flush=True)
 
 

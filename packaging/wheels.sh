@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Wheels for Linux into dist/: `make wheels`, `make wheels ARCH=aarch64`. They need glibc 2.28 or, if the tag says so, an older
-# one, and nothing else: libstdc++ is inside. docs/how-to/release.md says what they contain and how to repeat them exactly.
+# Builds wheels for Linux into dist/: `make wheels`, `make wheels ARCH=aarch64`. They run with glibc 2.28 or later, and have
+# libstdc++ inside. docs/how-to/release.md says what else they contain and how to build the same bytes again.
 #
-# This machine's GCC compiles against the C library of Debian 11 (glibc 2.31), which is unpacked into build/wheels; auditwheel
-# says what the symbols need, and more than 2.28 is an error; packaging/glibc_2_28.cpp replaces those that were.
+# This machine's GCC compiles against the C library of Debian 11 (glibc 2.31), which is unpacked into build/wheels. For symbols
+# newer than glibc 2.28, packaging/glibc_2_28.cpp has replacements; auditwheel finds any that are left, and that is an error.
 #
-#   PYTHONS="..."   the interpreters to build with. The default has one for each wheel, and those that are missing are left out:
-#                   python3.11 for 3.11, python3.12 for every later one (stable ABI), python3.14t for 3.14 without the GIL
+#   PYTHONS="..."   the interpreters to build with. The default has one for each wheel: python3.11 for 3.11, python3.12 for every
+#                   later one (stable ABI), python3.14t for 3.14 without the GIL. The last line names those that were missing
 #
 # Needs GCC 12 or later (`g++`; for the other architecture `g++-aarch64-linux-gnu`), `mmdebstrap`, and `make install-locked`.
 # No root.
@@ -37,10 +37,12 @@ done
 
 if [[ ! -e $SYSROOT/.complete ]]; then
   rm -rf "$SYSROOT"
-  mkdir -p "$BUILD"
+  mkdir -p "$SYSROOT"
+  # Through tar, since a folder that mmdebstrap writes belongs to another user, unless root runs it.
   mmdebstrap --quiet --variant=extract --arch=$debian --include=libc6-dev \
-    --setup-hook="sed -i /$RELEASE-/d \"\$1/etc/apt/sources.list\"" $RELEASE "$SYSROOT"
-  # Its absolute links would lead to this machine's files.
+    --setup-hook="sed -i /$RELEASE-/d \"\$1/etc/apt/sources.list\"" $RELEASE - |
+    tar -x -C "$SYSROOT" --exclude='./dev/*'
+  # Absolute links would lead to this machine's files.
   find "$SYSROOT" -type l -lname '/*' -printf '%p %l\n' | while read -r link target; do ln -sfn "$SYSROOT$target" "$link"; done
   touch "$SYSROOT/.complete"
 fi
@@ -66,10 +68,11 @@ export _PYTHON_HOST_PLATFORM=linux-$ARCH
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 
-built=0
+built=()
+absent=()
 for python in $PYTHONS; do
   path=$(command -v "$python") || {
-    echo "note: no $python here, so its wheel is not built. PYTHONS names others." >&2
+    absent+=("$python")
     continue
   }
   # aarch64's interpreter is not here: its headers are the same, and its modules are named after it.
@@ -86,14 +89,14 @@ for python in $PYTHONS; do
   rm -rf "$BUILD/tagged"
   auditwheel repair --plat auto --wheel-dir "$BUILD/tagged" "$BUILD"/raw/*.whl
   wheel=$(basename "$BUILD"/tagged/*.whl)
-  # An older C library than 2.28 may do.
   if ! [[ $wheel =~ manylinux_2_([0-9]+) ]] || ((BASH_REMATCH[1] > 28)); then
     echo "error: $wheel needs more than glibc 2.28." >&2
     exit 1
   fi
   mkdir -p dist
   mv "$BUILD/tagged/$wheel" dist
-  built=1
+  built+=("dist/$wheel")
 done
-((built)) || exit 1
-sha256sum dist/*"$ARCH".whl
+((${#built[@]} == 0)) || sha256sum "${built[@]}"
+((${#absent[@]} == 0)) || echo "note: not built, because the interpreter is missing here: ${absent[*]}" >&2
+((${#built[@]}))

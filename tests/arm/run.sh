@@ -27,8 +27,10 @@ TESTS=(tests/backends/test_native_{kernels,formats,row8,texts,experts,adapter_bi
 make_root() {
   if [[ ! -x $ROOT/usr/bin/python3 ]]; then
     rm -rf "$ROOT"
+    mkdir -p "$ROOT"
+    # Through tar, since a folder that mmdebstrap writes belongs to another user, unless root runs it.
     mmdebstrap --quiet --variant=extract --arch=arm64 --include=python3,libpython3-dev,libstdc++6 \
-      "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$ROOT"
+      "$(. /etc/os-release && echo "$VERSION_CODENAME")" - | tar -x -C "$ROOT" --exclude='./dev/*'
   fi
   NAME=$(basename "$(readlink "$ROOT/usr/bin/python3")") # python3.11
   SITE=$ARM/venv/lib/$NAME/site-packages
