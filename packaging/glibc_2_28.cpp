@@ -1,4 +1,4 @@
-// What this machine's libstdc++ and the module would ask of a newer C library than glibc 2.28. wheels.sh links it into wheels.
+// Symbols newer than glibc 2.28 that this machine's libstdc++ and our modules use. wheels.sh links these into wheels.
 
 #include <pthread.h>
 #include <time.h>
@@ -9,8 +9,8 @@
 
 extern "C" {
 
-// Of glibc 2.30, for waits of std::condition_variable with a time limit. The limit is moved to the clock that glibc 2.28 waits by;
-// if that clock is set meanwhile, the wait ends early or late.
+// From glibc 2.30, for waits of std::condition_variable with a time limit. The limit is converted to the clock that glibc 2.28
+// waits by; if that clock is set meanwhile, the wait ends early or late.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* end) {
     constexpr int64_t second = 1'000'000'000;
     timespec now, limit;
@@ -23,10 +23,10 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
     return pthread_cond_timedwait(condition, mutex, &limit);
 }
 
-// Of glibc 2.32: whether a reference count may do without atomic operations. It may not.
+// From glibc 2.32: whether reference counts can do without atomic operations. 0: they can't.
 extern const char __libc_single_threaded = 0;
 
-// Of glibc 2.36, for std::random_device.
+// From glibc 2.36, for std::random_device.
 uint32_t arc4random() {
     uint32_t number = 0;
     if (getentropy(&number, sizeof number) != 0) abort();

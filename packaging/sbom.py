@@ -1,4 +1,4 @@
-"""The bill of materials of a wheel, as CycloneDX JSON on standard output: what of other projects is in its files.
+"""The bill of materials of a wheel, as CycloneDX JSON on standard output: what of other projects its files contain.
 
     .venv/bin/python packaging/sbom.py x86_64-linux-gnu-g++
 
@@ -24,19 +24,15 @@ def found(pattern: str, text: str) -> tuple[str, ...]:
     return match.groups()
 
 
-def component(name: str, version: str, licence: str, purl: str, place: str) -> dict[str, object]:
-    return {
-        "type": "library",
-        "name": name,
-        "version": version,
-        "description": place,
-        "licenses": [{"expression": licence}],
-        "purl": f"pkg:{purl}@{version}",
-    }
+def component(name: str, version: str | None, licence: str, purl: str, place: str) -> dict[str, object]:
+    described = {"type": "library", "name": name, "description": place, "licenses": [{"expression": licence}]}
+    if version is None:
+        return {**described, "purl": f"pkg:{purl}"}
+    return {**described, "version": version, "purl": f"pkg:{purl}@{version}"}
 
 
 def components(compiler: str) -> list[dict[str, object]]:
-    """Return what is linked into the modules and the libraries of the page."""
+    """Return what is linked into the modules, what was copied into the source, and the libraries of the page."""
     lock = (ROOT / "packaging/requirements-dev.lock").read_text(encoding="utf-8")
     [nanobind] = found(r"^nanobind==(\S+)", lock)
     if metadata.version("nanobind") != nanobind:
@@ -52,8 +48,9 @@ def components(compiler: str) -> list[dict[str, object]]:
     [temml] = found(r"^fetch temml ([\d.]+)", fetched)
     return [
         component("nanobind", nanobind, "BSD-3-Clause", "pypi/nanobind", "linked into _native"),
-        component("robin-map", robin_map, "MIT", "github/Tessil/robin-map", "linked into _native, by nanobind"),
-        component("libstdc++", gcc, "GPL-3.0-or-later WITH GCC-exception-3.1", "generic/gcc", "linked into _native"),
+        component("robin-map", robin_map, "MIT", "github/tessil/robin-map", "linked into _native, by nanobind"),
+        component("libstdc++", gcc, "GPL-3.0-or-later WITH GCC-exception-3.1", "generic/gcc", "linked into the modules"),
+        component("ggml", None, "MIT", "github/ggml-org/ggml", "the values of models/codebooks.h, compiled into _native"),
         component("highlight.js", highlight, "BSD-3-Clause", "npm/%40highlightjs/cdn-assets", "in serve/page/vendor"),
         component("temml", temml, "MIT", "npm/temml", "in serve/page/vendor"),
     ]
