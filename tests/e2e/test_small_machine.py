@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -23,11 +24,12 @@ NUM_CLIENTS = 8
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[ControlGroup]:
-    try:
-        with control_group(request.param * MIB, num_cpus=1) as made:
-            yield made
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(control_group(request.param * MIB, num_cpus=1))
+        except OSError as error:
+            pytest.skip(f"no control group can be made here: {error}")
+        yield made
 
 
 def ask(url: str, number: int, num_prompt_tokens: int, num_answer_tokens: int) -> int:

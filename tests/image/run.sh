@@ -2,8 +2,8 @@
 # Builds the image and checks in containers what docs/how-to/deploy.md says of it: `make test-image`.
 #
 #   ENGINE=docker   another engine than podman
-#   BASE=debian     base images made here of Debian's packages (mmdebstrap, as root), and wheels from pip's own index: as
-#                   where the registry of python:3.13 is not reached, which is when it is done by itself
+#   BASE=debian     makes the base images here from Debian's packages (mmdebstrap, as root) and takes wheels from pip's index.
+#                   This is also what happens if the registry that has python:3.13 is not reached
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
