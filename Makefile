@@ -24,7 +24,7 @@ SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find n
 .PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, test, bench)"
 
 install: $(INSTALLED)  ## make .venv and build Penstock into it
@@ -116,11 +116,9 @@ test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5
 	@$(BIN)/penstock pull minilm
 	PENSTOCK_MUTANTS=$(MUTANTS) $(BIN)/pytest -s tests/e2e/test_mutants.py $(ARGS)
 
-test-python: export PYTHON := $(PYTHON)
 test-python:  ## all tests under another Python, beside .venv: PYTHON=python3.14t (builds again; 15 to 20 minutes)
 	@tests/pythons/run.sh newest $(ARGS)
 
-test-floors: export PYTHON := $(PYTHON)
 test-floors:  ## all tests with the oldest dependencies that pyproject.toml allows: PYTHON=python3.11 (the same)
 	@tests/pythons/run.sh oldest $(ARGS)
 

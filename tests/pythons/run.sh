@@ -4,7 +4,7 @@
 #   newest   `make test-python PYTHON=python3.14t`: the newest dependencies
 #   oldest   `make test-floors PYTHON=python3.11`: the oldest that pyproject.toml allows, chosen by uv
 #
-# Each has an environment of its own in build/, which is made again when pyproject.toml changes.
+# Each has an environment of its own in build/pythons, which is made again when pyproject.toml or the C++ code changes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -17,11 +17,10 @@ name=$("$PYTHON" -c 'import sys, sysconfig; print(sysconfig.get_config_var("SOAB
 }
 ENV=build/pythons/$name-$kind
 
-if [[ ! pyproject.toml -ot $ENV/.installed ]]; then
+if [[ ! -e $ENV/.installed || -n $(find pyproject.toml CMakeLists.txt native -type f -newer "$ENV/.installed") ]]; then
   echo "Building Penstock for $("$PYTHON" -VV) in $ENV; the first time takes a few minutes, in which pip is silent."
   rm -rf "$ENV"
   "$PYTHON" -m venv "$ENV"
-  # A change of Python's code needs no new build; after a change of native/, remove the environment.
   if [[ $kind == oldest ]]; then
     "$ENV/bin/pip" install --quiet --disable-pip-version-check uv
     "$ENV/bin/uv" pip install --quiet --python "$ENV/bin/python" --resolution lowest-direct --editable '.[test]'
