@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ _TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}
     *(marks_of(tools, None) for tools in TOOL_FORMATS), *(marks_of(None, reasoning) for reasoning in REASONING_FORMATS)
 )
 """Tags that clients also write themselves, such as frameworks that describe tools in the system message."""
+_REMOVED = re.compile(r"""\breplace\(\s*('[^'\\]+'|"[^"\\]+")\s*,\s*(?:''|"")\s*\)""")
+"""A text that a template removes from others, such as `/think`."""
 
 
 class ControlTokens:
@@ -46,6 +49,8 @@ class ControlTokens:
             "assistant": self._names - tags - (frozenset() if "openai" in formats else dialect.marks),
         }
         self._others = self._names - tags
+        self._has_normalized = not self._names.isdisjoint(tokenizer.normalized_names)
+        self._removed = [found[1][1:-1] for found in _REMOVED.finditer(source)]
         self._by_part = {_telling_part(name): name for name in self._names}
         firsts = {part[0] for part in self._by_part}
         self._firsts = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else "(?!)")
@@ -65,7 +70,7 @@ class ControlTokens:
 
         `prompt` is the result of `render` for the other arguments. Each cut is inside a name. A name that the template itself
         looks for, as in `content.split('<|end_think|>')`, remains a control token. Raises `Rejected` if the template writes
-        something else where a text contains a name.
+        something else where a text contains a name, or makes a name of its parts, and what `render` raises.
         """
         found: set[str] = set()
 
@@ -77,10 +82,7 @@ class ControlTokens:
                 [_walked(tool, partial(mask, self._names)) for tool in tools],
                 {name: _walked(value, partial(mask, self._others)) for name, value in variables.items()},
             )
-            try:
-                return _differences(prompt, render(*masked)) if found else ()
-            except Rejected:
-                return None
+            return _differences(prompt, render(*masked)) if found else ()
 
         if (cuts := differences(())) is not None:
             return cuts
@@ -90,12 +92,7 @@ class ControlTokens:
                 spared.remove(name)
         if (cuts := differences(spared)) is not None:
             return cuts
-        names = ", ".join(sorted(found)[:3])
-        raise Rejected(
-            RejectReason.INVALID,
-            f"The messages contain control tokens ({names}) where the chat template changes them. Leave them out.",
-            param="messages",
-        )
+        raise _refused(found, "where the chat template changes them")
 
     def _masked(self, spared: Collection[str], found: set[str], names: Collection[str], text: str) -> str:
         """Return the text with masked names, as long as the text itself. Adds the names to `found`."""
@@ -111,7 +108,19 @@ class ControlTokens:
                 if chars[at] != _FIRST:
                     chars[at] = _OTHER
             chars[first] = _FIRST
+        self._check_rest(names, text)
         return "".join(chars) if chars else text
+
+    def _check_rest(self, names: Collection[str], text: str) -> None:
+        """Raise `Rejected` if the text has more control tokens once the template has removed what it removes of texts."""
+        rest = text
+        for part in self._removed:
+            rest = rest.replace(part, "")
+        if len(rest) < len(text) and (more := Counter(self._names_in(rest)) - Counter(self._names_in(text))).keys() & {*names}:
+            raise _refused(more, "in pieces that the chat template joins")
+
+    def _names_in(self, text: str) -> list[str]:
+        return [name for _, _, name in self._find(text)]
 
     def _find(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Yield begin and end of the telling part, and the name, of each control token in a text. They may overlap."""
@@ -121,9 +130,14 @@ class ControlTokens:
                 part = text[start : start + length]
                 if part in self._by_part:
                     yield start, start + len(part), self._by_part[part]
-        for start, end, name in self._tokenizer.find_normalized(text):
-            if name in self._names:
-                yield start, end, name
+        if self._has_normalized:
+            yield from [found for found in self._tokenizer.find_normalized(text) if found[2] in self._names]
+
+
+def _refused(names: Iterable[str], where: str) -> Rejected:
+    named = ", ".join(sorted(names)[:3])
+    detail = f"The messages contain control tokens ({named}) {where}. Leave them out."
+    return Rejected(RejectReason.INVALID, detail, param="messages")
 
 
 def _is_name(name: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -23,6 +23,8 @@ from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import MARKERS, GgufVocab, SpecialTokens
 
 _Encoded = TypeVar("_Encoded")
+_PARTS_AT_ONCE = 4096
+"""Parts of a cut text that are encoded together. The library takes about 1 KB for each of them."""
 
 
 def load_tokenizer(
@@ -124,23 +126,20 @@ class Tokenizer:
         return names | {self.token_text(token_id): True for token_id in self._special_ids}
 
     @cached_property
-    def _normalized_ids(self) -> frozenset[int]:
-        """Added tokens that are recognised in the normalised text, so that other characters may spell them too."""
-        added = self._backend.encoder.get_added_tokens_decoder()
-        has_normalizer = self._backend.encoder.normalizer is not None
-        return frozenset(token_id for token_id, token in added.items() if has_normalizer and token.normalized)
+    def normalized_names(self) -> frozenset[str]:
+        """Names of added tokens that are recognised in the normalised text, so that other characters may spell them too."""
+        added = self._backend.encoder.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.normalized and self._backend.encoder.normalizer is not None)
 
     def find_normalized(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield begin, end and name of the added tokens in a text that are recognised after its normalisation."""
-        if not self._normalized_ids:
-            return
+        """Yield begin, end and name of those of the `normalized_names` in a text."""
         self._check_size(_num_bytes(text))
-        encoder = self._backend.encoder
-        encoding = _unless_it_fails(lambda: encoder.encode(text, add_special_tokens=False))
+        encode = self._backend.encoder.encode_batch  # `encode` would keep the GIL
+        [encoding] = _unless_it_fails(lambda: encode([text], add_special_tokens=False))
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self._normalized_ids:
+            if (name := self.token_text(token_id)) in self.normalized_names:
                 stripped = text[start:end].lstrip()  # some tokens take the white space around them
-                yield end - len(stripped), end - len(stripped) + len(stripped.rstrip()), self.token_text(token_id)
+                yield end - len(stripped), end - len(stripped) + len(stripped.rstrip()), name
 
     def encode(
         self, text: str, *, add_special_tokens: bool, is_continuation: bool = False, cuts: Sequence[int] = ()
@@ -155,9 +154,12 @@ class Tokenizer:
         if cuts:
             self._check_size(_num_bytes(text))
             first, *others = [text[begin:end] for begin, end in pairwise((0, *cuts, len(text)))]
-            different = list(dict.fromkeys(others))
-            found = dict(zip(different, self._encode_continuations(different), strict=True))
-            token_ids = [*self.encode(first, add_special_tokens=False), *(one for part in others for one in found[part])]
+            token_ids = self.encode(first, add_special_tokens=False)
+            for begin in range(0, len(others), _PARTS_AT_ONCE):
+                some = others[begin : begin + _PARTS_AT_ONCE]
+                different = list(dict.fromkeys(some))
+                found = dict(zip(different, self._encode_continuations(different), strict=True))
+                token_ids += chain.from_iterable([found[part] for part in some])
             return list(self.with_ends([token_ids]).token_ids) if add_special_tokens else token_ids
         if is_continuation:
             return self._encode_continuations([text], add_special_tokens)[0]
