@@ -216,3 +216,10 @@ async def test_control_tokens_in_a_client_s_text_are_text_in_chats_alone(client)
         assert counted.json()["input_tokens"] == len(ids), counted.text
     plain = (await client.post("/v1/completions", json={"prompt": text, "max_tokens": 1, "return_token_ids": True})).json()
     assert plain["choices"][0]["prompt_token_ids"] == TOKENIZER.encode(text, add_special_tokens=False) != ids
+
+
+async def test_a_prompt_with_more_names_than_the_context_has_tokens_is_refused_unread(client):
+    hostile = [{"role": "user", "content": "<|end|>" * 2100}]
+    response = await client.post(URL, json={"messages": hostile})
+    assert response.status_code == 400
+    assert "the prompt has at least 2100" in response.json()["error"]["message"]

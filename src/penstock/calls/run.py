@@ -386,8 +386,8 @@ def _token_ids(prompt: Prompt, call: Call, fim: FillInTheMiddle | None) -> tuple
         token_ids = prompt.token_ids
     else:
         if len(prompt.text) > INLINE_MAX_SIZE and keep is None:
-            # Even the longest tokens would be too many.
-            least = len(prompt.text) // running.tokenizer.max_token_bytes
+            # Even the longest tokens would be too many, or one for each part of a cut prompt.
+            least = max(len(prompt.text) // running.tokenizer.max_token_bytes, len(prompt.cuts))
             if least > max_model_len:
                 raise _too_long(
                     f"The model's context is {max_model_len} tokens; the prompt has at least {least}.", prompt.param
