@@ -97,6 +97,7 @@ for python in $PYTHONS; do
   mv "$BUILD/tagged/$wheel" dist
   built+=("dist/$wheel")
 done
+[[ -z $(git status --porcelain) ]] || echo "note: built with changes that are not committed." >&2
 ((${#built[@]} == 0)) || sha256sum "${built[@]}"
 ((${#absent[@]} == 0)) || echo "note: not built, because the interpreter is missing here: ${absent[*]}" >&2
 ((${#built[@]}))
