@@ -64,7 +64,7 @@ class Running:
 
 @contextmanager
 def container() -> Iterator[Running]:
-    """A healthy server in a container that can write nothing at all; the weights of this machine are its cache."""
+    """A healthy server in a read-only container; the weights of this machine are its cache."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
