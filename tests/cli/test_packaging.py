@@ -1,4 +1,4 @@
-"""The files that run Penstock as a service: the systemd unit, the image, and what the service manager is told.
+"""The files that run Penstock as a service (systemd's unit, the image, what the service manager is told), and the lock.
 
 Without a container engine, these steps of the Containerfile are run here: its environment, its entry point and its health
 check. The files that it copies are looked up. Its wheel is built as `make install` builds one, and is not built again here.
@@ -19,12 +19,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from penstock.config.sources import unknown_variables
 from penstock.serve.server import READY, notify
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
+
+
+# The lock
+
+
+def test_the_lock_has_what_the_project_requires() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    required = [*project["project"]["dependencies"], *project["build-system"]["requires"], *project["dependency-groups"]["wheels"]]
+    required += [line for extra in ("hf", "lab", "test", "docs") for line in extras[extra] if not line.startswith("penstock")]
+    locked = re.findall(r"^(\S+)==(\S+)", (PACKAGING / "requirements-dev.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    for requirement in map(Requirement, required):
+        versions = [version for name, version in locked if name == requirement.name]
+        assert versions, f"{requirement} is missing. Run make lock."
+        assert all(requirement.specifier.contains(version) for version in versions), f"{requirement}: run make lock."
 
 
 # The service manager
