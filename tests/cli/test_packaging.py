@@ -32,9 +32,9 @@ PACKAGING = ROOT / "packaging"
 
 
 def test_the_lock_has_what_the_project_requires() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = project["project"]["optional-dependencies"]
-    required = [*project["project"]["dependencies"], *project["build-system"]["requires"], *project["dependency-groups"]["wheels"]]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, extras = settings["project"], settings["project"]["optional-dependencies"]
+    required = project["dependencies"] + settings["build-system"]["requires"] + settings["dependency-groups"]["wheels"]
     required += [line for extra in ("hf", "lab", "test", "docs") for line in extras[extra] if not line.startswith("penstock")]
     locked = re.findall(r"^(\S+)==(\S+)", (PACKAGING / "requirements-dev.lock").read_text(encoding="utf-8"), re.MULTILINE)
     for requirement in map(Requirement, required):
