@@ -35,7 +35,7 @@ def loads(data: bytes | str) -> Any:
     """Return the value of JSON. Raises `DecodeError`, with line and column, if it is not JSON, or too deep for the stack."""
     try:
         return _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _located(data, error) from None
 
 

@@ -416,7 +416,10 @@ TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema"
         (Grammar(GrammarKind.TOOLS, LOOSE_TOOL, other=Grammar(GrammarKind.TOOLS, STRICT_TOOL)), LONG_ANSWER, False),
         (Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)), LONG_ANSWER, False),
         (Grammar(GrammarKind.REGEX, '"maxLength": 99999'), LONG_ANSWER, True),
-        (Grammar(GrammarKind.JSON_SCHEMA, '{"maxLength": 99999'), LONG_ANSWER, True),  # is refused as it is compiled
+        # These are refused as they are compiled, off the event loop.
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"maxLength": 99999'), LONG_ANSWER, True),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"maxLength": 1.2.3}'), LONG_ANSWER, True),
+        (strings(*range(40_000, 44_000)), LONG_ANSWER, True),
     ],
 )
 def test_lengths_that_a_long_answer_could_exceed_the_automaton_with_are_refused_at_once(grammar, max_tokens, is_taken):

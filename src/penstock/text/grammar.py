@@ -75,7 +75,7 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
 
 
 _OF_JSON = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG, GrammarKind.TOOLS})
-_LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d[\d.]*(?:[eE]\+?\d{1,2})?)')
+_LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)')
 _OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
 _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
@@ -132,7 +132,8 @@ class Grammar:
     def _sum_of_lengths(self, *, are_all: bool) -> int:
         """Return the sum of the lengths in its schemas. Unless `are_all`, those of tools that are not strict do not count."""
         of_other = 0 if self.other is None else self.other._sum_of_lengths(are_all=are_all)
-        written = _LENGTH.findall(self.source) if self.kind in _OF_JSON else ()
+        is_read = self.kind in _OF_JSON and len(self.source) <= MAX_SOURCE_CHARS  # else it is refused as it is compiled
+        written = _LENGTH.findall(self.source) if is_read else ()
         if not are_all and sum(map(float, written)) <= json_schema.MAX_LENGTHS:
             return of_other  # nearly always, and cheap enough for an event loop
         try:
