@@ -26,7 +26,7 @@ _SURROGATES, _LOW = range(0xD800, 0xE000), range(0xDC00, 0xE000)
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a value as JSON without white space. It may hold dataclasses, enums, `Raw` and NumPy arrays.
 
-    `default` makes something of any other object that JSON has.
+    `default` converts objects of other types, here also arrays.
     """
     return _encode(value) if default is None else msgspec.json.encode(value, enc_hook=default)
 

@@ -53,7 +53,7 @@ class Decoder:
                 counts[kind] += owner is None
 
     def _buffer(self, name: str, width: int) -> str:
-        """Return the name of a buffer, which may be that of one. If a buffer of another width has it, append the width."""
+        """Return the name of a buffer, with the prefix. If a buffer of another width has that name, append the width."""
         name = self._prefix + name.removeprefix(self._prefix)
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"

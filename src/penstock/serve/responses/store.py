@@ -122,7 +122,7 @@ def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
 
 
 def _compact(data: bytes) -> bytes:
-    """Copy bytes into memory of their own size, since `fast_json.dumps` uses a buffer of 4 KB or more."""
+    """Copy bytes into memory of their own size, since the buffer of `fast_json.dumps` is up to half as large again."""
     return bytes(memoryview(data))
 
 
