@@ -262,6 +262,20 @@ def test_a_name_that_the_template_joins_is_refused_with_the_remedy(byte_level, a
         chat.prompt(user(attack))
 
 
+@pytest.mark.parametrize(("number", "most"), [(4, 7), (5, 2)])
+def test_a_conversation_is_rendered_a_few_times_at_most(byte_level, number, most):
+    names = [f"<|{letter}|>" for letter in "abcde"]
+    source = "".join(names) + "{% for m in messages %}{{ m.content.split('<|a|>')[-1] }}{{ m.content }}{% endfor %}"
+    chat = Chat(byte_level(special=("<|im_start|>", "<|im_end|>", *names)), source)
+    message = user("".join(names[:number]))
+    if number == 4:
+        assert len(chat.prompt(message)[1]) == 6
+    else:
+        with pytest.raises(Rejected, match="Leave them out"):
+            chat.prompt(message)
+    assert chat.num_renderings == most
+
+
 def test_a_prompt_is_refused_if_the_second_rendering_is(byte_level, monkeypatch):
     """At a limit of time, for example: the names must not stay control tokens."""
     chat = Chat(byte_level(), CHATML)

@@ -22,6 +22,8 @@ from penstock.types.errors import Rejected, RejectReason
 Render: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 """Renders messages, tools and further variables of the chat template."""
 
+_MAX_SPARED = 4
+"""Most names for which renderings find out whether the template looks for them. Each takes as long as the first rendering."""
 _FIRST, _OTHER = "0", "1"
 """Masks of the character before a cut and of others in a name. Templates hardly change digits."""
 _TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}).union(
@@ -87,11 +89,12 @@ class ControlTokens:
         if (cuts := differences(())) is not None:
             return cuts
         spared = {name for name in found if name in self._source}
-        for name in sorted(spared):
-            if differences(spared - {name}) is not None:
-                spared.remove(name)
-        if (cuts := differences(spared)) is not None:
-            return cuts
+        if len(spared) <= _MAX_SPARED:
+            for name in sorted(spared):
+                if differences(spared - {name}) is not None:
+                    spared.remove(name)
+            if (cuts := differences(spared)) is not None:
+                return cuts
         raise _refused(found, "where the chat template changes them")
 
     def _masked(self, spared: Collection[str], found: set[str], names: Collection[str], text: str) -> str:
