@@ -296,6 +296,19 @@ def test_names_whose_characters_json_escapes_are_text(byte_level):
     assert Chat(byte_level(special), source).controls(user("".join(special))) == ["<｜User｜>"]
 
 
+def test_names_with_quotes_are_text(byte_level):
+    """As Gemma 4's mark around strings."""
+    special = ("<|im_start|>", "<|im_end|>", '<|"|>')
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{{ m.content | tojson }}<|im_end|>{% endfor %}"
+        "{{ spec.text }}{{ spec | tojson }}{% for part in spec.parts %}<{{ part }}>{% endfor %}"
+    )
+    call = PastCall("c", "f", {"x": '<|"|>'})
+    chat = Chat(byte_level(special), source)
+    spec = {"text": '"<|"|>\\', "parts": ['|"|']}
+    assert chat.controls(assistant('<|"|>,a:<|"|>', calls=(call,)), begins=False, spec=spec) == ["<|im_start|>", "<|im_end|>"]
+
+
 def test_an_assistant_s_text_begins_no_message_of_gpt_oss(byte_level):
     special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>")
     source = "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"

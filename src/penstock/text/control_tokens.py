@@ -53,7 +53,7 @@ class ControlTokens:
         self._others = self._names - tags
         self._has_normalized = not self._names.isdisjoint(tokenizer.normalized_names)
         self._removed = [found[1][1:-1] for found in _REMOVED.finditer(source)]
-        self._by_part = {_telling_part(name): name for name in self._names}
+        self._by_part = {part: name for name in self._names for part in _telling_parts(name)}
         firsts = {part[0] for part in self._by_part}
         self._firsts = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else "(?!)")
         self._lengths: dict[str, set[int]] = {}
@@ -105,7 +105,8 @@ class ControlTokens:
                 continue
             found.add(name)
             chars = chars or list(text)
-            ascii_places = [at for at in range(start, end) if "!" <= text[at] <= "~"]  # JSON may spell others with more letters
+            # JSON may spell others with more letters.
+            ascii_places = [at for at in range(start, end) if "!" <= text[at] <= "~" and text[at] not in '"\\']
             first = next((at for at in ascii_places if at < end - 1 and text[at] != _FIRST), start)
             for at in ascii_places:
                 if chars[at] != _FIRST:
@@ -145,12 +146,15 @@ def _refused(names: Iterable[str], where: str) -> Rejected:
 
 def _is_name(name: str) -> bool:
     """Return whether a control token can be recognised by its name. Words and `/nothink`, which users write, can't."""
-    return len(name) > 2 and '"' not in name and not any(char.isalnum() or char.isspace() for char in (name[0], name[-1]))
+    return len(name) > 2 and not any(char.isalnum() or char.isspace() for char in (name[0], name[-1]))
 
 
-def _telling_part(name: str) -> str:
-    """Return the part of a name that is searched for: `|im_end|` of `<|im_end|>`, since templates write `<` + key + `>`."""
-    return name[1:-1] if len(name) > 4 and name[1] in "|｜" else name
+def _telling_parts(name: str) -> set[str]:
+    """Return the part of a name that is searched for: `|im_end|` of `<|im_end|>`, since templates write `<` + key + `>`. And
+    how JSON spells that part.
+    """
+    part = name[1:-1] if len(name) > 4 and name[1] in "|｜" else name
+    return {part, json.dumps(part, ensure_ascii=False)[1:-1]}
 
 
 def _of_message(message: Message, mask: Callable[[str], str]) -> Message:
@@ -165,7 +169,7 @@ def _of_message(message: Message, mask: Callable[[str], str]) -> Message:
 
 
 def _walked(value: Any, mask: Callable[[str], str]) -> Any:
-    """Return JSON data with its texts masked. As JSON text they are spelled as they are, since names have no quotes."""
+    """Return JSON data with its texts masked."""
     try:
         written = json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
