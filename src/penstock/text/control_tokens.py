@@ -51,7 +51,7 @@ class ControlTokens:
             "assistant": self._names - tags - (frozenset() if "openai" in formats else dialect.marks),
         }
         self._others = self._names - tags
-        self._has_normalized = not self._names.isdisjoint(tokenizer.normalized_names)
+        self._has_normalized = not self._names.isdisjoint(tokenizer.normalized.values())
         self._removed = [found[1][1:-1] for found in _REMOVED.finditer(source)]
         self._by_part = {part: name for name in self._names for part in _telling_parts(name)}
         firsts = {part[0] for part in self._by_part}

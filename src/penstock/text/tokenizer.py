@@ -126,20 +126,21 @@ class Tokenizer:
         return names | {self.token_text(token_id): True for token_id in self._special_ids}
 
     @cached_property
-    def normalized_names(self) -> frozenset[str]:
-        """Names of added tokens that are recognised in the normalised text, so that other characters may spell them too."""
-        added = self._backend.encoder.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.normalized and self._backend.encoder.normalizer is not None)
+    def normalized(self) -> dict[int, str]:
+        """Id -> name of added tokens that are recognised in the normalised text, so that other characters may spell them."""
+        added = self._backend.encoder.get_added_tokens_decoder().items()
+        has_normalizer = self._backend.encoder.normalizer is not None
+        return {token_id: token.content for token_id, token in added if has_normalizer and token.normalized}
 
     def find_normalized(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield begin, end and name of those of the `normalized_names` in a text."""
+        """Yield begin, end and name of the `normalized` tokens in a text."""
         self._check_size(_num_bytes(text))
         encode = self._backend.encoder.encode_batch  # `encode` would keep the GIL
         [encoding] = _unless_it_fails(lambda: encode([text], add_special_tokens=False))
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if (name := self.token_text(token_id)) in self.normalized_names:
+            if token_id in self.normalized:
                 stripped = text[start:end].lstrip()  # some tokens take the white space around them
-                yield end - len(stripped), end - len(stripped) + len(stripped.rstrip()), name
+                yield end - len(stripped), end - len(stripped) + len(stripped.rstrip()), self.normalized[token_id]
 
     def encode(
         self, text: str, *, add_special_tokens: bool, is_continuation: bool = False, cuts: Sequence[int] = ()
