@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS, Dialect, Message, PastCall, marks_of
+from penstock.text.dialects import REASONING_FORMATS, SPELLED_PARTS, TOOL_FORMATS, Dialect, Message, PastCall, marks_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected, RejectReason
 
@@ -53,6 +53,8 @@ class ControlTokens:
         self._others = self._names - tags
         self._has_normalized = not self._names.isdisjoint(tokenizer.normalized.values())
         self._removed = [found[1][1:-1] for found in _REMOVED.finditer(source)]
+        reasoning = dialect.reasoning
+        self._reasoning = None if reasoning is None else (SPELLED_PARTS.findall(reasoning.open)[0], reasoning.close)
         self._by_part = {part: name for name in self._names for part in _telling_parts(name)}
         firsts = {part[0] for part in self._by_part}
         self._firsts = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else "(?!)")
@@ -116,10 +118,13 @@ class ControlTokens:
         return "".join(chars) if chars else text
 
     def _check_rest(self, names: Collection[str], text: str) -> None:
-        """Raise `Rejected` if the text has more control tokens once the template has removed what it removes of texts."""
+        """Raise `Rejected` if the text has more control tokens without what templates remove, such as earlier reasoning."""
         rest = text
         for part in self._removed:
             rest = rest.replace(part, "")
+        if self._reasoning is not None:
+            begin, end = self._reasoning
+            rest = "".join([part.partition(begin)[0] for part in rest.split(end)])
         if len(rest) < len(text) and (more := Counter(self._names_in(rest)) - Counter(self._names_in(text))).keys() & {*names}:
             raise _refused(more, "in pieces that the chat template joins")
 
