@@ -203,10 +203,12 @@ async def test_malformed_json_is_a_400(client, content):
         (b'{"prompt": "\\ud800"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 13."),
         (b'{"prompt": "x\\udc00"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 14."),
         (b'{"prompt" "a"}', "The body is not valid JSON: expected ':'"),
+        *[(b'{"seed": %s}' % number, "a number is out of range.") for number in (b"1e400", b"9" * 400, b"9" * 5000)],
+        (b'{"prompt": %s1%s}' % (b"[" * 800, b"]" * 800), "it is nested in more than 800 levels."),
     ],
-    ids=range(7),
+    ids=range(11),
 )
-async def test_a_body_that_is_no_utf_8_says_where(client, content, words):
+async def test_a_body_that_is_no_json_says_why_and_where(client, content, words):
     error = check(await client.post(COMPLETIONS, content=content), 400, "invalid_request_error")
     assert words in error["message"]
 

@@ -395,6 +395,7 @@ def load_json(data: bytes) -> Any:
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 _LONG_NUMBER = b"0" * 19
 _64_BITS = range(-(2**63), 2**64)
+_OUT_OF_RANGE = "The body is not valid JSON: a number is out of range."
 
 
 def _narrow(value: Any) -> None:
@@ -410,7 +411,7 @@ def _narrow(value: Any) -> None:
                 try:
                     outer[place] = float(one)
                 except OverflowError:
-                    raise invalid("The body is not valid JSON: a number is out of range.") from None
+                    raise invalid(_OUT_OF_RANGE) from None
 
 
 def _why_no_json(data: bytes, error: fast_json.DecodeError) -> str:
@@ -424,6 +425,8 @@ def _why_no_json(data: bytes, error: fast_json.DecodeError) -> str:
             f"The body is not UTF-8, as JSON has to be: byte 0x{byte:02x} after {counted(wrong.start, 'byte')}, "
             f"line {line} column {column}."
         )
+    if "out of range" in error.msg:  # the parser does not say where
+        return _OUT_OF_RANGE
     if "surrogate" in error.msg:
         place = f"line {error.lineno} column {error.colno}"
         return f"The body is not valid JSON: a \\u escape is half a surrogate pair, without the other half: {place}."
