@@ -377,9 +377,10 @@ def test_the_search_for_normalised_names_keeps_no_gil_and_is_left_out_without_an
     assert [text for batch in encoder.batches for text in batch if text == "x"] == searched
 
 
-def test_switches_that_users_write_stay_tokens(byte_level):
-    chat = Chat(byte_level(special=("<|im_start|>", "<|im_end|>", "/nothink")), CHATML)
-    assert chat.controls(user("hi /nothink")) == ["<|im_start|>", "/nothink", "<|im_end|>", "<|im_start|>"]
+@pytest.mark.parametrize("name", ["/nothink", '"""'])
+def test_words_that_users_write_stay_tokens(byte_level, name):
+    chat = Chat(byte_level(special=("<|im_start|>", "<|im_end|>", name)), CHATML)
+    assert chat.controls(user(f"hi {name}"), text=name) == ["<|im_start|>", name, "<|im_end|>", "<|im_start|>"]
 
 
 def test_deep_variables_are_searched(byte_level):

@@ -150,8 +150,9 @@ def _refused(names: Iterable[str], where: str) -> Rejected:
 
 
 def _is_name(name: str) -> bool:
-    """Return whether a control token can be recognised by its name. Words and `/nothink`, which users write, can't."""
-    return len(name) > 2 and not any(char.isalnum() or char.isspace() for char in (name[0], name[-1]))
+    """Return whether a control token can be recognised by its name. Words, `/nothink` and quotes, which users write, can't."""
+    is_usual = name[:1] in ('"', "\\") or any(char.isalnum() or char.isspace() for char in (name[:1], name[-1:]))
+    return len(name) > 2 and not is_usual
 
 
 def _telling_parts(name: str) -> set[str]:
