@@ -25,11 +25,13 @@ Render: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Ma
 _MAX_SPARED = 4
 """Most names for which renderings find out whether the template looks for them. Each takes as long as the first rendering."""
 _FIRST, _OTHER = "0", "1"
-"""Masks of the character before a cut and of others in a name. Templates hardly change digits."""
+"""Masks of the character before a cut and of others in a name: digits, since templates hardly change them."""
 _TAGS = frozenset({"<tool_response>", "</tool_response>", "<tools>", "</tools>"}).union(
     *(marks_of(tools, None) for tools in TOOL_FORMATS), *(marks_of(None, reasoning) for reasoning in REASONING_FORMATS)
 )
-"""Tags that clients also write themselves, such as frameworks that describe tools in the system message."""
+"""Tags of reasoning and calls. Frameworks write them into messages, for example to describe tools. So tags that the model's
+files call text stay tokens in messages, but not in tools and their results.
+"""
 _REMOVED = re.compile(r"""\breplace\(\s*('[^'\\]+'|"[^"\\]+")\s*,\s*(?:''|"")\s*\)""")
 """A text that a template removes from others, such as `/think`."""
 
@@ -156,8 +158,8 @@ def _is_name(name: str) -> bool:
 
 
 def _telling_parts(name: str) -> set[str]:
-    """Return the part of a name that is searched for: `|im_end|` of `<|im_end|>`, since templates write `<` + key + `>`. And
-    how JSON spells that part.
+    """Return the part of a name that is searched for, as it is and as JSON spells it. Of `<|im_end|>` it is `|im_end|`, since a
+    template that writes `<` + key + `>` would complete it.
     """
     part = name[1:-1] if len(name) > 4 and name[1] in "|｜" else name
     return {part, json.dumps(part, ensure_ascii=False)[1:-1]}
