@@ -158,8 +158,8 @@ def _is_name(name: str) -> bool:
 
 
 def _telling_parts(name: str) -> set[str]:
-    """Return the part of a name that is searched for, as it is and as JSON spells it. Of `<|im_end|>` it is `|im_end|`, since a
-    template that writes `<` + key + `>` would complete it.
+    """Return the part of a name that is searched for, as it is and as JSON spells it: `|im_end|` for `<|im_end|>`, which a
+    template that writes `<` + key + `>` would complete.
     """
     part = name[1:-1] if len(name) > 4 and name[1] in "|｜" else name
     return {part, json.dumps(part, ensure_ascii=False)[1:-1]}
