@@ -6,37 +6,14 @@
 
 #include "gemm_row8.h"
 
-#include "activation.h"
 #include "parts.h"
-#include "simd.h"
+#include "row_scaled.h"
 
 namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int32_t kWeightZero = 128;
 constexpr float kSmallestLimit = 1e-15f;  // the squares of smaller numbers underflow: such rows are zeros
-
-// x Phi(x) within 6e-5, without the division that `gelu` needs: Phi(x) - 1/2 as an odd polynomial of degree 17 on [-4.5, 4.5], which is
-// 1/2 at the end. A row's numbers are rounded to 8 bits afterwards. NaN stays NaN.
-PENSTOCK_INLINE vf near_gelu(vf x) {
-    const vf y = min(set1(4.5f), max(set1(-4.5f), x)), t = mul(y, y);
-    vf p = fma(set1(3.000008574893798e-11f), t, set1(-3.2839138075502206e-09f));
-    p = fma(p, t, set1(1.5802577024714992e-07f));
-    p = fma(p, t, set1(-4.43168573838193e-06f));
-    p = fma(p, t, set1(8.12097277957946e-05f));
-    p = fma(p, t, set1(-0.0010362534085288644f));
-    p = fma(p, t, set1(0.009580654092133045f));
-    p = fma(p, t, set1(-0.06597726792097092f));
-    p = fma(p, t, set1(0.3987085819244385f));
-    return mul(x, fma(y, p, set1(0.5f)));
-}
-
-// Where the column of a panel is: the bytes of 16 rows, each in a lane of its own.
-PENSTOCK_INLINE vi weights_of_column(const uint8_t* quants, int32_t column) {
-    const vb lanes = shift_right(load64(quants + column / 4 * 64), column % 4 * 8);
-    return sub(low_bytes_of_lanes(lanes), set1_i(kWeightZero));
-}
 
 template <int kPanels, int kRows, typename F>
 PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t row0, int panel, const Epilogue& e, F activate) {
@@ -59,27 +36,14 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
         }
     }
     for (int r = 0; r < kRows; ++r) {
-        const int64_t row = row0 + r;
-        const int32_t* column = a.outlier + row * a.outliers_per_row;
-        const int32_t* rest = a.row_rest + row * a.outliers_per_row;
-        for (; *column != kNoColumn; ++column, ++rest) {
-            for (int p = 0; p < kPanels; ++p) {
-                acc[p][r] = add(acc[p][r], mul(weights_of_column(quants + p * panel_bytes, *column), set1_i(*rest)));
-            }
-        }
+        vi of_row[kPanels];
+        for (int p = 0; p < kPanels; ++p) of_row[p] = acc[p][r];
+        add_rests<kPanels>(of_row, quants, panel_bytes, a, row0 + r);
+        for (int p = 0; p < kPanels; ++p) acc[p][r] = of_row[p];
     }
     for (int p = 0; p < kPanels; ++p) {
-        const int first = (panel + p) * kPanel, count = w.rows - first < kPanel ? w.rows - first : kPanel;
-        const vf scales = load(w.row_scales + first), bias = e.bias ? load_some(e.bias + first, count) : set1(0.0f);
-        const vi sums = load(w.row_sums + first);
-        for (int r = 0; r < kRows; ++r) {
-            const int64_t row = row0 + r, at = row * e.ld + first;
-            vi total = acc[p][r];
-            if (a.row_zero[row] != 0) total = sub(total, mul(sums, set1_i(a.row_zero[row])));
-            vf value = activate(fma(to_float(total), mul(scales, set1(a.row_scale[row])), bias));
-            if (e.residual) value = add(value, load_some(e.residual + at, count));
-            store_some(e.out + at, value, count);
-        }
+        const RowScaled scaled(w, panel + p, e);
+        for (int r = 0; r < kRows; ++r) scaled.store(acc[p][r], a, row0 + r, e, activate);
     }
 }
 
@@ -217,8 +181,7 @@ void round_rows(const Activation& a, int64_t row0, int64_t row1, const float* x,
 }
 
 void gemm_row8(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
-    if (!e.activation) return for_panels(w, a, row0, row1, range, e, [](vf x) PENSTOCK_LAMBDA { return x; });
-    for_panels(w, a, row0, row1, range, e, [](vf x) PENSTOCK_LAMBDA { return near_gelu(x); });
+    with_row8_activation(e, [&](auto activate) PENSTOCK_LAMBDA { for_panels(w, a, row0, row1, range, e, activate); });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

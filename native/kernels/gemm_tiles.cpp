@@ -10,9 +10,10 @@
 // Widening is not interleaved with the products: both want the same ports, so together they take the sum of their times. Sums of more than
 // two tiles of rows wait in memory between pieces. A sum's order follows from its columns alone, so a row's bits do not depend on the others.
 
+#include "gemm_row8.h"
 #include "gemm_tile.h"
 #include "parts.h"
-#include "tiles.h"
+#include "row_tiles.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -125,23 +126,6 @@ Widen widen_of(WeightKind kind) {
         default: return widen_blocks<WeightKind::kBf16>;  // which only fetches
     }
 }
-
-// How rows are divided into tiles of as many rows each. The last one begins with rows of the one before if need be; those are not stored
-// twice.
-struct RowTiles {
-    int first, end;  // rows
-    int count, rows;
-
-    PENSTOCK_MEMBER RowTiles(int row0, int row1) : first(row0), end(row1) {
-        count = (row1 - row0 + kMostTileRows - 1) / kMostTileRows;
-        rows = (row1 - row0 + count - 1) / count;
-    }
-    PENSTOCK_MEMBER int begin(int tile) const {
-        const int row = first + tile * rows, last = end - rows;
-        return row < last ? row : last;
-    }
-    PENSTOCK_MEMBER int skipped(int tile) const { return first + tile * rows - begin(tile); }
-};
 
 // Where the sums of a tile of rows and a panel wait: [16 rows][16 channels].
 PENSTOCK_INLINE float* sums_of(float* sums, int tile, int panel) { return sums + (tile * 2 + panel) * kMostTileRows * kPanel; }
@@ -271,9 +255,9 @@ int task_rows(int cols) {
 }
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, const UpcomingKv& upcoming) {
-    if (w.kind == WeightKind::kU8Row || w.cols % kBlockCols != 0) {
-        return avx512::kernel_table().gemm(w, a, row0, row1, range, e, upcoming);
-    }
+    const bool is_row8 = w.kind == WeightKind::kU8Row;
+    if (w.cols % (is_row8 ? kTileRowBytes : kBlockCols) != 0) return avx512::kernel_table().gemm(w, a, row0, row1, range, e, upcoming);
+    if (is_row8) return gemm_row8(w, a, row0, row1, range, e);
     for_rows(w, nullptr, {}, a, row0, row1, range, e);
 }
 

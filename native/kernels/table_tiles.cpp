@@ -42,6 +42,7 @@ void tile_product(int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* 
 KernelTable make_table() {
     KernelTable table = avx512::kernel_table();
     table.name = PENSTOCK_VARIANT;
+    table.row8_panels = 2;
     table.tile_panels = tile_panels;
     table.task_rows = task_rows;
     table.gemm = gemm;

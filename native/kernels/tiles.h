@@ -1,7 +1,7 @@
 // Tiles: eight small matrices that one instruction multiplies, Intel's AMX, and the same in portable C++.
 //
 // A tile has up to 16 rows of up to 64 bytes. A product adds A B to C [16][16] float32: A is [16][32] bf16, and B [16][16][2], two rows of
-// the mathematical [32, 16] side by side.
+// the mathematical [32, 16] side by side. Or C is int32, A [16][64] int8, and B [16][16][4] uint8.
 //
 // The order of float32 sums is the hardware's (`add_bf16` below): equal for every row and column of C whatever the others are, so a
 // row's bits do not depend on the shape of a tile. Both implementations give the same bits; `tests/backends/test_tiles.py` compares
@@ -58,6 +58,10 @@ class Tiles {
     template <int kC, int kA, int kB>
     __attribute__((always_inline)) void add_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+    }
+    template <int kC, int kA, int kB>
+    __attribute__((always_inline)) void add_bytes() {
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
     }
 };
 
@@ -135,6 +139,23 @@ class Tiles {
             memcpy(row(kC, m), sum, shapes_[kC].row_bytes);
         }
     }
+    // Exact: sums of int32 that overflow wrap around.
+    template <int kC, int kA, int kB>
+    [[gnu::no_sanitize("address", "undefined")]] void add_bytes() {
+        check(kC, kA, kB);
+        constexpr int kCols = kTileRowBytes / 4;
+        for (int m = 0; m < shapes_[kC].rows; ++m) {
+            uint32_t sum[kCols];
+            memcpy(sum, row(kC, m), sizeof(sum));
+            for (int k = 0; k < shapes_[kA].row_bytes; ++k) {
+                const int left = static_cast<int8_t>(row(kA, m)[k]);
+                const uint8_t* const right = row(kB, k / 4) + k % 4;
+                for (int n = 0; n < kCols; ++n) sum[n] += static_cast<uint32_t>(left * right[4 * n]);
+            }
+            memcpy(row(kC, m), sum, shapes_[kC].row_bytes);
+        }
+    }
+
   private:
     uint8_t* row(int tile, int m) { return data_[tile] + m * kTileRowBytes; }
 
