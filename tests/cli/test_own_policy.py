@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,8 +63,7 @@ def test_a_file_of_settings_names_a_class_and_its_arguments(
 
 def test_one_that_fails_while_it_runs_is_named_in_the_log(environment: dict[str, str], tiny_model: Path, folder: Path) -> None:
     with serving(environment, tiny_model, "--policy", "./my_policy.py:Broken", cwd=folder) as served:
-        with pytest.raises(urllib.error.HTTPError, match=r"50[03]"):
-            served.post("/v1/completions", BODY)
+        assert served.refusal("/v1/completions", BODY)[0] in (500, 503)
         _, error = served.end()
     assert "The order './my_policy.py:Broken' failed in key: ZeroDivisionError" in error
     assert "my_policy.py" in error.rpartition("Traceback")[0], "and where"

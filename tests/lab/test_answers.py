@@ -161,4 +161,4 @@ def test_a_count_of_tokens_that_is_none_is_an_error(count):
 
 
 def test_an_error_nested_too_deep_to_be_written_is_told_as_it_came():
-    assert error_of(b'{"error":' + b'{"a":' * 1000 + b"1" + b"}" * 1001).startswith('{"error"')
+    assert error_of(b'{"error":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001).startswith('{"error"')

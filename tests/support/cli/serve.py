@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 class Served:
     """A server that is ready, and what it printed."""
@@ -36,6 +38,13 @@ class Served:
         with urllib.request.urlopen(request, timeout=60) as answer:
             content: dict[str, Any] = json.load(answer)
         return content
+
+    def refusal(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and error of a request that is refused."""
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            self.post(path, body)
+        with refused.value as answer:
+            return answer.code, json.load(answer)["error"]
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Exit code, and what it said on stderr."""
