@@ -22,7 +22,7 @@ from support.server.harness import GatedExecutor, LiveServer, wait_until
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
-NUM_REQUESTS = 20
+NUM_REQUESTS = 60
 CLOSE = "Connection: close\r\n"
 
 
