@@ -32,7 +32,7 @@ def gpu_all(tmp_path):
     echo.chmod(0o755)
 
     def run(**settings):
-        environment = os.environ | {"PYTHON": str(echo), "FAILING": ""} | settings
+        environment = os.environ | {"PYTHON": str(echo), "FAILING": "", "ARGS": "", "ONLY": ""} | settings
         command = ["benchmarks/gpu_all.sh", str(tmp_path / "results")]
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
 
