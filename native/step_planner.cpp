@@ -80,8 +80,9 @@ void StepPlanner::count_last_instruction() {
         const AttentionOp& op = instruction.attention;
         const KvShape& kv = shape_.kv_shapes[op.layer];
         (is_of_tokens ? costs_.of_position : costs_.of_sample_position) += 2 * kAttentionCost * op.num_heads * kv.head_dim;
-        has_gathered_attention_ = has_gathered_attention_ || !is_of_tokens;
-        const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.head_dim};
+        num_gathered_attentions_ += !is_of_tokens;
+        const Queries queries = !is_of_tokens ? Queries::kGathered : op.of_samples ? Queries::kSamples : Queries::kAll;
+        const Tiling tiling{op.num_heads / kv.num_kv_heads, kv.num_kv_heads, kv.head_dim, queries};
         const auto found = std::find(tilings_.begin(), tilings_.end(), tiling);
         tiling_of_.back() = static_cast<int32_t>(found - tilings_.begin());
         if (found == tilings_.end()) tilings_.push_back(tiling);
@@ -127,7 +128,7 @@ Fetching::Share StepPlanner::fetched_by(int stage, int task) const {
     return fetching_.share(plan_.strands[stage / num_own_].blocks, stage % num_own_, task, plan_.stages[stage].num_tasks);
 }
 
-bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_layers() <= kCachedLayerBytes; }
+bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_token_layers() <= kCachedLayerBytes; }
 
 // As many as pay and can be of about equal cost; one strand if several would not. Experts are read by one strand: with half of the rows
 // each, two would read nearly all of them twice.
@@ -211,42 +212,47 @@ Team::Strands StepPlanner::strands_of_run() const {
 void StepPlanner::plan_attention(Strand& strand) {
     strand.first_tiles = static_cast<int32_t>(plan_.attention_tiles.size());
     if (is_one_pass_) {
-        plan_.attention_tiles.push_back({add_text_tiles(strand), {}});
+        plan_.attention_tiles.push_back(add_text_tiles(strand));
         return;
     }
     const bool all_sample = strand.end_logit - strand.first_logit == strand.end_token - strand.first_token;
-    for (const Tiling& tiling : tilings_) {
-        const TileRange all = add_tiles(strand, tiling, false);
-        const TileRange samples = all_sample ? all : add_tiles(strand, tiling, true);
-        plan_.attention_tiles.push_back({all, samples, has_gathered_attention_ ? add_gathered_tiles(strand, tiling) : TileRange{}});
+    for (size_t i = 0; i < tilings_.size(); ++i) {
+        Tiling tiling = tilings_[i];
+        if (all_sample && tiling.queries == Queries::kSamples) tiling.queries = Queries::kAll;
+        const size_t same = std::find(tilings_.begin(), tilings_.begin() + i, tiling) - tilings_.begin();
+        plan_.attention_tiles.push_back(same < i ? plan_.attention_tiles[strand.first_tiles + same] : add_tiles(strand, tiling));
     }
 }
 
-TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples) {
-    const auto first_tile = static_cast<int32_t>(plan_.tiles.size());
+TileRange StepPlanner::add_tiles(const Strand& strand, const Tiling& tiling) {
+    TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
+    tiling.queries == Queries::kGathered ? add_tiles_of_gathered(strand, tiling) : add_tiles_of_tokens(strand, tiling);
+    if (takers() > 1) split_long_tiles(tiles, tiling);
+    tiles.end = static_cast<int32_t>(plan_.tiles.size());
+    return tiles;
+}
+
+void StepPlanner::add_tiles_of_tokens(const Strand& strand, const Tiling& tiling) {
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
-        if (begin < end) add_tiles_of_run({row, begin, input_.context_lens[row] + begin - first, end - begin, 0, 0}, tiling, of_samples);
+        if (begin < end) add_tiles_of_run({row, begin, input_.context_lens[row] + begin - first, end - begin, 0, 0}, tiling);
     }
-    return finish_tiles(first_tile, tiling);
 }
 
 // A run is of samples that are neighbours in their row.
-TileRange StepPlanner::add_gathered_tiles(const Strand& strand, const Tiling& tiling) {
-    const auto first_tile = static_cast<int32_t>(plan_.tiles.size());
+void StepPlanner::add_tiles_of_gathered(const Strand& strand, const Tiling& tiling) {
     for (int begin = strand.first_logit, end = begin; begin < strand.end_logit; begin = end) {
         const int token = input_.logit_tokens[begin], row = input_.row_of(token), first = input_.query_start_loc[row];
         const int row_end = input_.query_start_loc[row + 1];
         do ++end;
         while (end < strand.end_logit && input_.logit_tokens[end] == token + end - begin && input_.logit_tokens[end] < row_end);
-        add_tiles_of_run({row, begin, input_.context_lens[row] + token - first, end - begin, 0, 0}, tiling, false);
+        add_tiles_of_run({row, begin, input_.context_lens[row] + token - first, end - begin, 0, 0}, tiling);
     }
-    return finish_tiles(first_tile, tiling);
 }
 
 // Of all heads, and of the queries of a run, which are neighbours in the step's row and in the buffer.
-void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling, bool of_samples) {
+void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling) {
     // More heads than a task has pairs, as those of a latent may be, are shared out evenly.
     const int heads = ceil_div(tiling.heads_per_kv, ceil_div(tiling.heads_per_kv, kernels_.attention_queries));
     const int queries = kernels_.attention_queries / heads;
@@ -255,17 +261,10 @@ void StepPlanner::add_tiles_of_run(AttentionTile run, const Tiling& tiling, bool
         const int num_heads = std::min(heads, tiling.heads_per_kv - head % tiling.heads_per_kv);
         for (int tile = ceil_div(run.num_queries, queries) - 1; tile >= 0; --tile) {
             const int at = tile * queries, count = std::min(queries, run.num_queries - at);
-            add_tile({run.row, run.token + at, run.position + at, count, head, num_heads}, of_samples);
+            add_tile({run.row, run.token + at, run.position + at, count, head, num_heads}, tiling.queries == Queries::kSamples);
         }
         head += num_heads;
     }
-}
-
-TileRange StepPlanner::finish_tiles(int32_t first, const Tiling& tiling) {
-    TileRange tiles{first, 0, false};
-    if (takers() > 1) split_long_tiles(tiles, tiling);
-    tiles.end = static_cast<int32_t>(plan_.tiles.size());
-    return tiles;
 }
 
 TileRange StepPlanner::add_text_tiles(const Strand& strand) {
@@ -338,14 +337,12 @@ Stage StepPlanner::plan_stage(const Strand& strand, size_t index, int members) c
     const Instruction& instruction = program_[index];
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
-        const AttentionTiles& of_layer = plan_.attention_tiles[strand.first_tiles + tiling_of_[index]];
-        const bool is_gathered = instruction.domain == Domain::kSamples;
-        const TileRange& tiles = is_gathered ? of_layer.gathered : instruction.attention.of_samples ? of_layer.samples : of_layer.all;
+        const TileRange& tiles = plan_.attention_tiles[strand.first_tiles + tiling_of_[index]];
         const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
     if (instruction.kind == InstructionKind::kTextAttention) {
-        const TileRange& tiles = plan_.attention_tiles[strand.first_tiles].all;
+        const TileRange& tiles = plan_.attention_tiles[strand.first_tiles];
         const int count = (tiles.end - tiles.first) * instruction.text_attention.num_kv_heads;
         const int grain = grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};

@@ -32,13 +32,8 @@ struct TileRange {
 // strand multiply while those of another wait for keys and values.
 struct Strand {
     int32_t first_token, end_token, first_logit, end_logit;
-    int32_t first_tiles = 0;    // those of its attention, in `StepPlan::attention_tiles`: a pair for each of the program's tilings
+    int32_t first_tiles = 0;    // those of its attention, in `StepPlan::attention_tiles`: a range for each of the program's tilings
     Fetching::Blocks blocks{};  // that its products fetch for attention
-};
-
-// Of a strand's attention in layers of one shape: of all tokens, of samples alone, and of samples that were gathered.
-struct AttentionTiles {
-    TileRange all{}, samples{}, gathered{};
 };
 
 // One instruction of a strand, or of all together. The last stage of a step that samples is the draw, which is no instruction.
@@ -81,7 +76,7 @@ struct StepPlan {
     std::vector<Strand> strands;
     std::vector<Stage> stages;  // of the strands, one after the other, then the joint ones
     std::vector<int32_t> num_tasks;  // of the same stages
-    std::vector<AttentionTiles> attention_tiles;
+    std::vector<TileRange> attention_tiles;
     std::vector<AttentionTile> tiles;
     std::vector<AttentionSplit> splits;
     int64_t num_partials = 0;  // floats that the pieces of split tiles leave behind
@@ -121,15 +116,19 @@ class StepPlanner {
     // In multiply-adds of products, of all layers.
     struct Costs {
         int64_t of_token = 0, of_sample = 0;
-        int64_t of_position = 0;   // that a token sees
+        int64_t of_position = 0;         // that a token sees
         int64_t of_sample_position = 0;  // that a gathered sample sees
-        int64_t weight_bytes = 0;  // that tokens are multiplied with
+        int64_t weight_bytes = 0;        // that tokens are multiplied with
         int64_t sample_weight_bytes = 0;
     };
+
+    // Those that attend: of all tokens, of the samples among them, or of samples that were gathered.
+    enum class Queries { kAll, kSamples, kGathered };
 
     // What the tiles of an attention depend on: layers that agree in it have the same.
     struct Tiling {
         int32_t heads_per_kv, num_kv_heads, head_dim;
+        Queries queries;
         bool operator==(const Tiling&) const = default;
     };
 
@@ -137,6 +136,8 @@ class StepPlanner {
     int takers() const { return ceil_div(num_members_, num_strands()); }
     // Of the program; at least those with keys and values.
     int num_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_); }
+    // Those whose weights multiply all tokens.
+    int num_token_layers() const { return std::max(shape_.num_layers(), num_states_ + num_attentions_ - num_gathered_attentions_); }
     bool layer_fits_cache() const;
 
     void plan_strands();
@@ -146,10 +147,10 @@ class StepPlanner {
     int end_of_strand(int64_t token) const;
 
     void plan_attention(Strand& strand);
-    TileRange add_tiles(const Strand& strand, const Tiling& tiling, bool of_samples);
-    TileRange add_gathered_tiles(const Strand& strand, const Tiling& tiling);
-    void add_tiles_of_run(AttentionTile run, const Tiling& tiling, bool of_samples);
-    TileRange finish_tiles(int32_t first, const Tiling& tiling);
+    TileRange add_tiles(const Strand& strand, const Tiling& tiling);
+    void add_tiles_of_tokens(const Strand& strand, const Tiling& tiling);
+    void add_tiles_of_gathered(const Strand& strand, const Tiling& tiling);
+    void add_tiles_of_run(AttentionTile run, const Tiling& tiling);
     TileRange add_text_tiles(const Strand& strand);
     void add_tile(AttentionTile tile, bool of_samples);
     void split_long_tiles(TileRange& tiles, const Tiling& tiling);
@@ -174,8 +175,7 @@ class StepPlanner {
     bool has_experts_ = false;
     int num_states_ = 0;  // layers with a recurrent state
     bool has_state_ = false;
-    int num_attentions_ = 0;
-    bool has_gathered_attention_ = false;
+    int num_attentions_ = 0, num_gathered_attentions_ = 0;
     bool is_one_pass_ = false;  // it computes texts whole
     std::vector<Tiling> tilings_;
     std::vector<int32_t> tiling_of_;  // of each instruction, of those that are attention

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from penstock.backends.native._native import emulated_variants, usable_variants
+from penstock.backends.native._native import RowOp, RowOpKind, SourceFormat, emulated_variants, usable_variants
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
@@ -19,6 +20,7 @@ from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from support.backends.native_probe import Probe
 from support.native_variants import ONE_OF_EACH, WITHOUT_TILES
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
@@ -194,6 +196,24 @@ def test_a_layer_that_no_cache_holds_is_read_once_for_a_block_of_rows(tmp_path: 
     for num_tokens, expected in ((48, 1), (188, 1), (200, 2)):
         steps.run(*[(0, num_tokens // 4)] * 4)
         assert steps.num_strands == expected
+
+
+def test_layers_of_samples_alone_make_no_other_layer_small() -> None:
+    """A layer of 12 MiB stays in one strand, also if a later one only reads its keys and values."""
+    probe = Probe(24, 16, variant=WITHOUT_TILES[0])
+    x, narrow = (probe.input(np.zeros((24, width), np.float32)) for width in (2048, 16))
+    wide = probe.activation(x, 2048, is_quantised=False)
+    probe.row(RowOpKind.KV_WRITE, x=narrow, y=narrow, n=0)
+    probe.flush()
+    matrix = probe.engine.add_matrix(SourceFormat.BF16, 3072, 2048, np.zeros((3072, 4096), np.uint8))
+    probe.engine.add_linear([(matrix, wide, probe.buffer(3072), -1, -1)], samples=False)
+    gathered, out = (probe.engine.add_buffer(16, per_sample=True) for _ in range(2))
+    probe.engine.add_rows([RowOp(RowOpKind.GATHER, x=narrow, out=gathered)], samples=True)
+    for _ in range(2):
+        probe.engine.add_attention(gathered, out, 0, 1, 1.0, 0, 0.0, samples=True)
+    probe.engine.set_logits(out)
+    probe.run(range(24), query_lens=[24], block_tables=np.array([[1, 2]], np.int32), samples=[23])
+    assert probe.engine.num_strands == 1
 
 
 def test_a_row_that_costs_as_much_as_all_others_leaves_the_step_whole(tmp_path: Path) -> None:
