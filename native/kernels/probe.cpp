@@ -124,31 +124,26 @@ int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-constexpr int kSums = 20;
+constexpr int kSums = 16;  // four pipes by four cycles of a multiply-add; of more GCC unrolls no loop, and they go through memory
 
 #if defined(PENSTOCK_NEON_I8MM)
-int64_t multiply_int8(int64_t rounds) {
-    const int8x16_t w = vdupq_n_s8(3), a = vdupq_n_s8(-2);
-    int32x4_t sum[kSums];
-    for (int i = 0; i < kSums; ++i) sum[i] = vdupq_n_s32(0);
-    for (int64_t round = 0; round < rounds; ++round) {
-        for (int i = 0; i < kSums; ++i) sum[i] = vmmlaq_s32(sum[i], w, a);
-    }
-    use_all(sum);
-    return rounds * kSums * 32 * 2;
-}
+constexpr int kProducts = 32;
+PENSTOCK_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t w, int8x16_t a) { return vmmlaq_s32(sum, w, a); }
 #else
+constexpr int kProducts = 16;
+PENSTOCK_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t w, int8x16_t a) { return vdotq_s32(sum, w, a); }
+#endif
+
 int64_t multiply_int8(int64_t rounds) {
     const int8x16_t w = vdupq_n_s8(3), a = vdupq_n_s8(-2);
     int32x4_t sum[kSums];
     for (int i = 0; i < kSums; ++i) sum[i] = vdupq_n_s32(0);
     for (int64_t round = 0; round < rounds; ++round) {
-        for (int i = 0; i < kSums; ++i) sum[i] = vdotq_s32(sum[i], w, a);
+        for (int i = 0; i < kSums; ++i) sum[i] = add_products(sum[i], w, a);
     }
     use_all(sum);
-    return rounds * kSums * 16 * 2;
+    return rounds * kSums * kProducts * 2;
 }
-#endif
 
 int64_t multiply_float32(int64_t rounds) {
     const float32x4_t a = vdupq_n_f32(0.999f), b = vdupq_n_f32(0.001f);
