@@ -30,6 +30,7 @@ def prompts(count: int) -> list[str]:
 def record(file: Path, kernels: str, count: int, num_tokens: int) -> None:
     from penstock import LLM, SamplingParams
 
+    file.unlink(missing_ok=True)  # so that nothing compares an earlier run's if this one fails
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=2)
     with LLM(MODEL, kernels=kernels, max_num_seqs=4) as llm:  # emulated steps of more rows would exceed the limit of a step
         outputs = llm.generate(prompts(count), params, use_tqdm=False)
