@@ -1,5 +1,6 @@
 // One tile of a product: what a few rows by one or more panels of 16 output channels sum up to, and the way of the sums to where they
-// belong. Included by gemm.cpp, which cuts products into tiles, and by gemm_tiles.cpp, for where weights lie.
+// belong. Included by gemm.cpp, which cuts products into tiles; by gemm_widened.cpp, for all but the sums over groups; and by gemm_tiles.cpp,
+// for where weights lie.
 //
 // Weights of a panel are streamed once per tile and unpacked in registers; an activation is broadcast once for all panels
 // of the tile. A row's sum runs over the groups in order, by the same operations in every shape of tile, so its bits

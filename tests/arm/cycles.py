@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-MCA = ("llvm-mca-22", "-mtriple=aarch64", "-mattr=+i8mm,+bf16,+dotprod", "-iterations=200")
+ITERATIONS = 200
+MCA = ("llvm-mca-22", "-mtriple=aarch64", "-mattr=+i8mm,+bf16,+dotprod", f"-iterations={ITERATIONS}")
 LINE = re.compile(r"\s+([0-9a-f]+):\s+(\S+)\s*([^/]*)")
 BRANCH = re.compile(r"b|b\.\w+|cbn?z|tbn?z")
 
@@ -36,7 +37,9 @@ def innermost_loops(path: str) -> Iterator[list[str]]:
             loops.append((index_of[int(target[1], 16)], index))
     for first, last in loops:
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
-            yield [f"{name} {operands}" for _, name, operands in lines[first:last] if not BRANCH.fullmatch(name)]
+            yield [
+                f"{name} {operands.partition(' <')[0]}" for _, name, operands in lines[first:last] if not BRANCH.fullmatch(name)
+            ]
 
 
 def main(path: str, instruction: str, processor: str) -> None:
@@ -44,11 +47,10 @@ def main(path: str, instruction: str, processor: str) -> None:
         count = sum(line.split()[0] == instruction for line in loop)
         if count == 0:
             continue
-        done = subprocess.run([*MCA, f"-mcpu={processor}"], input="\n".join(loop), capture_output=True, text=True, check=True)
-        cycles = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
-        print(
-            f"{count} {instruction} of {len(loop)} instructions: {int(cycles[1]) / 200:.1f} cycles" if cycles else done.stderr
-        )
+        command = [*MCA, f"-mcpu={processor}"]
+        told = subprocess.run(command, input="\n".join(loop), stdout=subprocess.PIPE, text=True, check=True).stdout
+        cycles = int(told.partition("Total Cycles:")[2].split()[0]) / ITERATIONS
+        print(f"{count} {instruction} of {len(loop)} instructions: {cycles:.1f} cycles")
 
 
 if __name__ == "__main__":
