@@ -14,10 +14,11 @@ import pytest
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment
+from penstock.machine import is_free_threaded
 from penstock.serve.app import create_app
 from support.tiny_models import TinyLlama, write_gguf
 
-NUM_LOADS = 24
+NUM_LOADS = 60
 
 
 @pytest.fixture
@@ -47,6 +48,8 @@ async def until_dead(alive: dict[str, weakref.ref[object]]) -> None:
     end_s = time.process_time() + 1.0
     while living := [name for name, part in alive.items() if part() is not None]:
         assert time.process_time() < end_s, f"these live on: {living}"
+        if is_free_threaded():  # counts of references wait for the thread that made the object, or for the collector
+            gc.collect()
         await asyncio.sleep(0.001)
 
 
@@ -83,7 +86,8 @@ def test_nothing_is_left_of_an_unloaded_model(deployment: Deployment) -> None:
                 gc.collect()  # of httpx
                 sizes_kb.append(resident_kb())
                 await asyncio.wrap_future(deployment.want(served))
-            growth_kb = (sizes_kb[-1] - sizes_kb[NUM_LOADS // 3]) / (NUM_LOADS - NUM_LOADS // 3)
+            third = NUM_LOADS // 3  # sizes vary by some 2 MB, and grow in the first dozen of loads
+            growth_kb = (min(sizes_kb[-third:]) - min(sizes_kb[third:-third])) / third
             assert growth_kb < 100, sizes_kb
 
     try:
