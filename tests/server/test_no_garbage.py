@@ -141,7 +141,7 @@ def without_transports(found: list[object]) -> list[object]:
         if id(thing) in ids and id(thing) not in of_transports:
             of_transports.add(id(thing))
             todo += gc.get_referents(thing)
-    assert len(of_transports) <= 8 * NUM_REQUESTS, "a transport keeps something of ours"
+    assert len(of_transports) <= 9 * NUM_REQUESTS, "a transport keeps something of ours"
     return [thing for thing in found if id(thing) not in of_transports]
 
 
