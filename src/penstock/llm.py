@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial, update_wrapper
 from queue import SimpleQueue
@@ -346,9 +347,11 @@ class LLM(_Facts):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
         self._thread.start()
+        threads = ThreadPoolExecutor(thread_name_prefix="penstock-llm")
+        self._loop.set_default_executor(threads)
         self._asking = threading.RLock()
         """Held while work is handed to the loop, so that `close` waits. Reentrant: garbage collection may enter it."""
-        end = partial(_end, self._async, self._loop, self._thread, self._asking)
+        end = partial(_end, self._async, self._loop, self._thread, threads, self._asking)
         self._closer = weakref.finalize(self, _close_unasked, end)
 
     def generate(
@@ -502,13 +505,20 @@ def _close_unasked(end: Callable[[], object]) -> None:
         threading.Thread(target=end, name="penstock-close").start()
 
 
-def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread, asking: threading.RLock) -> None:
+def _end(
+    model: AsyncLLM,
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    threads: ThreadPoolExecutor,
+    asking: threading.RLock,
+) -> None:
     with asking:
         pass  # every thread that found the model open has given its work to the loop
     model.close()
     asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+    threads.shutdown()  # the loop's own method needs a new thread, which Python 3.12 refuses when it ends
     loop.close()
 
 
@@ -517,4 +527,3 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_default_executor()
