@@ -44,7 +44,8 @@ void bind_probe(nb::module_& m) {
         "repeat"_a = usual.repeat, "cpu_time"_a = usual.cpu_time,
         "1e9 operations per second that `num_threads` threads reach together in registers, the best of `repeat` measurements of\n"
         "`seconds` each; a multiply-add is two operations. INT8 is the dot product of bytes (avx512: dpbusd, avx2: maddubs, neon: sdot,\n"
-        "neon-i8mm: smmla, portable: what the compiler makes of a loop). BF16 is float32 where there is no such instruction, and on Arm.\n"
+        "neon-i8mm: smmla, portable: what the compiler makes of a loop). Without an instruction for BF16, and on Arm,\n"
+        "that kind measures float32.\n"
         "With `cpu_time`, only the time counts that a thread had a processor.");
     m.def(
         "peak_read_gbs",

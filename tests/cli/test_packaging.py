@@ -1,4 +1,4 @@
-"""The files that run Penstock as a service (systemd's unit, the image, what the service manager is told), and the lock.
+"""The files that run Penstock as a service: systemd's unit, the image, the messages to the service manager. And the lock.
 
 Without a container engine, these steps of the Containerfile are run here: its environment, its entry point and its health
 check. The files that it copies are looked up. Its wheel is built as `make install` builds one, and is not built again here.
