@@ -545,6 +545,12 @@ def test_a_norm_without_a_weight_only_divides():
     assert_close(row.buffers["y"], (groups / np.sqrt((groups**2).mean(-1, keepdims=True) + 0.1)).reshape(x.shape))
 
 
+def test_numbers_beyond_float32_warn_nobody():
+    """A file's factors can make them."""
+    row = run(make_row(x=values(NUM_TOKENS, 12)), Scale("y", "x", 1e30), RMSNorm("z", "y", None, 0.1))
+    assert not row.buffers["z"].any()
+
+
 def test_scale_multiplies_by_a_factor_and_by_the_one_number_of_a_weight():
     x = values(NUM_TOKENS, 6)
     row = run(make_row(x=x), Scale("y", "x", 0.5), Scale("z", "x", 0.5, "s"), s=np.array([-3.0]))

@@ -74,11 +74,12 @@ def simulate(models: Sequence[Model], until_ns: int) -> None:
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3), st.sampled_from([0.5, 1.0, 2.0, 3.0])), min_size=2, max_size=4)
 )
 def test_models_that_all_want_the_machine_have_it_by_their_shares(kinds: list[tuple[int, int, float]]) -> None:
-    """But for who alone can't use its share, as it is away for most of the time."""
+    """Within 5 % and the longest run, which may have just ended."""
     models = [Model(run * MS, host * MS, share) for run, host, share in kinds]
     simulate(models, 5_000 * MS)
     per_share = [model.account.used_ns / model.share for model in models]
-    assert max(per_share) <= 1.05 * min(per_share)
+    longest_ns = max(model.run_ns / model.share for model in models)
+    assert max(per_share) <= 1.05 * min(per_share) + longest_ns
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 3))

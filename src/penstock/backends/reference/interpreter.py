@@ -100,10 +100,11 @@ class Interpreter:
         """Run the program for a row: write the KV of its tokens and return logits [S, vocab_size], or states."""
         if row.context_len and self._program.is_one_pass:
             raise ValueError("the text must be computed in one step")
-        for op in self._program.ops:
-            value = self._methods[type(op)](op, row)
-            if value is not None:
-                row.buffers[getattr(op, "out", "")] = value
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite, or no number, as on every backend
+            for op in self._program.ops:
+                value = self._methods[type(op)](op, row)
+                if value is not None:
+                    row.buffers[getattr(op, "out", "")] = value
         return row.buffers[self._result]
 
     def _matrix(self, name: str) -> F32:
@@ -278,8 +279,7 @@ class Interpreter:
         q, k = q[:, key_head], k[:, key_head]
         v = x[:, op.v_at : op.v_at + num_heads * op.value_dim].reshape(-1, num_heads, op.value_dim)
         steps = row.buffers[op.steps] + self._vector(op.step_bias)
-        with np.errstate(invalid="ignore"):  # a row may be NaN, which is its own affair
-            steps = np.logaddexp(steps, np.float32(0))
+        steps = np.logaddexp(steps, np.float32(0))
         steps = np.clip(steps, np.float32(op.min_step), np.float32(op.max_step))
         decays = np.exp(steps * self._vector(op.decay))
         rates = steps if op.gates is None else sigmoid(row.buffers[op.gates])
