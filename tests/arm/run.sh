@@ -11,7 +11,7 @@
 #
 # Needs Debian 12 or later, `make install`, and `apt install g++-aarch64-linux-gnu qemu-user-static mmdebstrap`; no root.
 # All goes into build/arm: a Debian for arm64 with Python (unpacked, 130 MB), wheels (250 MB), the module. That takes some three
-# minutes of two cores, and the 3,700 tests less than 40.
+# minutes of two cores, the 3,700 tests less than 40, and the 100 answers 9.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
