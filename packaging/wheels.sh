@@ -71,7 +71,7 @@ export SOURCE_DATE_EPOCH
 built=()
 absent=()
 for python in $PYTHONS; do
-  path=$("$python" -c 'import sys; print(sys.executable)' 2>/dev/null) || { # an installed name may be a version manager's
+  path=$("$python" -c 'import sys; print(sys.executable)' 2>/dev/null) || { # a version manager's command may have none to run
     absent+=("$python")
     continue
   }

@@ -13,20 +13,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PERMITTED = {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "MIT", "MPL-2.0", "PSF-2.0", "Zlib"}
 """SPDX identifiers. MPL-2.0 asks for the source of the files under it alone. See docs/dependencies.md before adding one."""
-CLASSIFIERS = {
+OLD_NAMES = {
+    "Apache": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",
     "MIT License": "MIT",
-    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
 }
 """The identifiers of older metadata. "BSD License" may also mean two clauses, which is permitted, too."""
 
 
 def licence(metadata: Message) -> str:
     """Return the SPDX expression in a distribution's metadata, or an empty string."""
+    given = str(metadata.get("License-Expression") or metadata.get("License") or "")
     classifiers = [str(line).rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or () if "License ::" in line]
-    classified = " AND ".join(CLASSIFIERS.get(name, name) for name in classifiers)
-    return str(metadata.get("License-Expression") or classified or metadata.get("License") or "")  # License may hold any text
+    names = [given] if given and "\n" not in given else classifiers  # License may hold the whole text
+    return " AND ".join(OLD_NAMES.get(name, name) for name in names)
 
 
 def not_permitted(expression: str) -> list[str]:
@@ -62,7 +63,7 @@ def test_a_licence_that_is_not_listed_is_refused(expression: str, refused: list[
 def test_licences_are_read_from_old_metadata_too() -> None:
     old, older, text, unknown = Message(), Message(), Message(), Message()
     old["License"] = "MIT"
-    text["License"] = "Copyright (c) 2005-2023, NumPy Developers."
+    text["License"] = "Copyright (c) 2005-2023, NumPy Developers.\n  All rights reserved."
     text["Classifier"] = "License :: OSI Approved :: BSD License"
     older["Classifier"] = "License :: OSI Approved :: BSD License"
     unknown["Classifier"] = "License :: Other/Proprietary License"
