@@ -78,7 +78,8 @@ run_tests() {
   for cpu in $CPUS; do
     echo "== QEMU's $cpu: $(QEMU_CPU=$cpu "$PYTHON" -c 'from penstock.backends.native import info; print(*info()["variants"])')"
     if [[ $cpu == max ]]; then
-      QEMU_CPU=$cpu "$PYTHON" -m pytest -q -p no:cacheprovider -n "$(nproc)" --dist loadfile --timeout 3000 -k "$COMPILED" "${TESTS[@]}" "$@"
+      QEMU_CPU=$cpu "$PYTHON" -m pytest -q -p no:cacheprovider -n "$(nproc)" --dist loadfile --no-loadscope-reorder \
+        --timeout 3000 -k "$COMPILED" "${TESTS[@]}" "$@"
     else
       QEMU_CPU=$cpu "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 3000 tests/backends/test_choice.py "$@"
     fi

@@ -30,4 +30,4 @@ if [[ ! -e $ENV/.installed || -n $(find pyproject.toml CMakeLists.txt native -ty
   touch "$ENV/.installed"
 fi
 "$ENV/bin/penstock" pull smollm2:135m
-exec "$ENV/bin/python" -m pytest -n 2 --dist loadfile "$@"
+exec "$ENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -108,7 +108,7 @@ async def test_a_key_that_opens_the_name_opens_its_parts(models, tmp_path):
 
 
 async def test_a_model_that_is_away_is_told_by_its_own_name(models):
-    async with make_client(*models, splits=BETA) as client:
+    async with make_client(*models, splits=BETA, load_timeout_s=0.1) as client:
         models[1].leave()
         assert await model_of(client, models) == "chat"
         refused = await client.post(COMPLETIONS, json=ASK, headers={"X-Tenant": "beta"})
