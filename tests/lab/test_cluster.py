@@ -13,10 +13,10 @@ import pytest
 from penstock.admission.door import AdmissionLimits
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
-from penstock.lab.routers import Arrival, LeastLoaded, PrefixAffine, RoundRobin, Router, find_router
 from penstock.lab.simulation import Link, Simulation
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
+from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin, Router, find_router
 from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.plan import Capacity, StepPlan, StepShape
 from penstock.types.stats import EngineLoad
@@ -45,14 +45,6 @@ def cost(*rows: tuple[int, int]) -> int:
     return CostModel().duration_ns(StepShape(rows, 1))
 
 
-def load(num_running: int, num_prompt_tokens: int = 0) -> EngineLoad:
-    return EngineLoad(num_running=num_running, num_prompt_tokens=num_prompt_tokens)
-
-
-def arrival(*blocks: int) -> Arrival:
-    return Arrival(index=0, now_ns=0, num_prompt_tokens=10, tenant="", priority=0, blocks=blocks)
-
-
 def test_one_replica_is_one_server() -> None:
     alone = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=None)
     assert cluster().run(many(60)).records == alone.run(many(60)).records
@@ -67,7 +59,7 @@ def test_two_replicas_serve_what_one_can_not() -> None:
 
 
 @pytest.mark.parametrize("num_prefill_replicas", [0, 2])
-@pytest.mark.parametrize("make_router", [RoundRobin, LeastLoaded, PrefixAffine])
+@pytest.mark.parametrize("make_router", [RoundRobin, LeastWork, PrefixAware])
 def test_runs_repeat(make_router: Callable[[], Router], num_prefill_replicas: int) -> None:
     plans: list[list[StepPlan]] = [[], []]
     settings = replace(SETTINGS, cost=CostModel(residuals=(Residuals(1e9, (0.5, 1.0, 2.0)),)))
@@ -86,43 +78,23 @@ def test_each_replica_has_its_own_door() -> None:
     assert ends == {End.OK: 2 * (4 + 1), End.REFUSED: 20}
 
 
-def test_round_robin_takes_turns() -> None:
-    router = RoundRobin()
-    assert [router.choose(arrival(), [load(9), load(0), load(0)]) for _ in range(4)] == [0, 1, 2, 0]
-
-
-def test_the_least_loaded_has_the_fewest_requests() -> None:
-    assert LeastLoaded().choose(arrival(), [load(3), load(1, 500), load(1, 20)]) == 2
-
-
-def test_prefixes_go_where_they_are_unless_that_is_too_busy() -> None:
-    router = PrefixAffine()
-    idle = [load(0), load(0)]
-    assert router.choose(arrival(1, 2), idle) == 0
-    assert router.choose(arrival(3, 4), [load(1), load(0)]) == 1
-    assert router.choose(arrival(3, 4), [load(4), load(4)]) == 1
-    assert router.choose(arrival(1, 9), [load(4), load(4)]) == 0, "it has the first block"
-    assert router.choose(arrival(4, 3), [load(0), load(1)]) == 0, "the same blocks in another order are another prefix"
-    assert router.choose(arrival(1, 2), [load(8), load(2)]) == 1, "nine requests are more than 1.25 times the mean"
-
-
 def test_affinity_finds_more_in_the_caches() -> None:
     jobs = [
         Job(arrival_ns=k * 200 * MS, num_prompt_tokens=140, num_output_tokens=2, prefix=(k * 7 % 5, 100 + k * 7 % 5))
         for k in range(60)
     ]
     found = {}
-    for make_router in (RoundRobin, PrefixAffine):
+    for make_router in (RoundRobin, PrefixAware):
         records = cluster(num_replicas=4, make_router=make_router).run(of(*jobs, prefix_block_tokens=64)).records
         found[make_router] = sum(record.num_cached_tokens for record in records)
-    assert found[PrefixAffine] == 128 * (60 - 5)
-    assert found[RoundRobin] < 0.8 * found[PrefixAffine]
+    assert found[PrefixAware] == 128 * (60 - 5)
+    assert found[RoundRobin] < 0.8 * found[PrefixAware]
 
 
 def test_turns_of_a_conversation_stay_together() -> None:
     jobs = [Job(arrival_ns=k * MS, num_prompt_tokens=50, num_output_tokens=8) for k in range(3)]
     jobs += [Job(arrival_ns=MS, num_prompt_tokens=90, num_output_tokens=8, after=k) for k in range(3)]
-    records = cluster(num_replicas=3, make_router=PrefixAffine).run(of(*jobs)).records
+    records = cluster(num_replicas=3, make_router=PrefixAware).run(of(*jobs)).records
     assert [record.num_cached_tokens for record in records] == [0, 0, 0, 57, 57, 57]
 
 
@@ -232,7 +204,7 @@ def test_a_router_of_ones_own_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nearest", "There is no router 'nearest'. There are round-robin, least-loaded, prefix"),
+        ("nearest", "There is no router 'nearest'. There are round-robin, least-work, prefix"),
         ("no.such.module:Class", "was not found: there is no module no where Python looks"),
         ("collections:Counter", "has no method choose"),
         ("collections:Nothing", "was not found: collections has no class Nothing"),

@@ -75,7 +75,7 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
     "--replicas", type=click.IntRange(1, 1024), default=1, show_default=True, help="Servers; in a split those that decode."
 )
 @click.option(
-    "--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-loaded, prefix, MODULE:CLASS."
+    "--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS."
 )
 @click.option(
     "--prefill-replicas", type=click.IntRange(0, 1024), default=0, help="Servers that compute prompts for the others."
@@ -198,8 +198,8 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
     from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
-    from penstock.lab.routers import find_router
     from penstock.lab.simulation import Link
+    from penstock.sched.routing.routers import find_router
 
     config = config_from(asked)
     link = None

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import HASH_BYTES, TOKEN_BYTES, BlockTable, child_key, pack, token_at, token_slice
+from penstock.kv.changes import ChangeLog
 from penstock.kv.states import SavedStates
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
@@ -339,6 +340,8 @@ class PrefixIndex:
         self._children: dict[bytes, int | list[int]] = {}
         """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
+        self.log: ChangeLog | None = None
+        """Told of the hashes that can be found, if somebody reads it."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -401,10 +404,14 @@ class PrefixIndex:
                 self._drop(block_id)  # it was a tail
             if self._block_ids.setdefault(block_hash, block_id) == block_id:
                 self._put(block_id, block_hash, parent, content)
+                if self.log is not None:
+                    self.log.note(block_hash, True)
             parent = block_hash
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
         """Add a full block, to be found by its hash only."""
+        if self.log is not None and block_hash not in self._block_ids:
+            self.log.note(block_hash, True)
         self._block_ids[block_hash] = block_id
         self._contents[block_id] = block_hash
 
@@ -449,6 +456,8 @@ class PrefixIndex:
             return None
         block_hash = content[:HASH_BYTES]
         del self._block_ids[block_hash]
+        if self.log is not None:
+            self.log.note(block_hash, False)
         return block_hash
 
     def _forget_child(self, block_id: int, parent: bytes, key: bytes) -> None:

@@ -23,7 +23,6 @@ from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate, share_estimate
 from penstock.lab.records import End
-from penstock.lab.routers import find_router
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
@@ -40,6 +39,7 @@ from penstock.lab.sizing import (
 )
 from penstock.lab.transforms import at_instants, every, repeat
 from penstock.lab.workload import NS_PER_S, Workload
+from penstock.sched.routing.routers import find_router
 from penstock.types.errors import ConfigError
 
 LEAST_SHARE = 0.01

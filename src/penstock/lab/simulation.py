@@ -16,23 +16,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from penstock.admission.estimates import Lengths
 from penstock.clock import VirtualClock
+from penstock.kv.changes import ChangeLog
 from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
-from penstock.lab.routers import Arrival, LeastLoaded, RoundRobin, Router
 from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import NEVER_NS, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched import progress
-from penstock.types.errors import ConfigError, PenstockError
+from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.routers import RoundRobin, Router
+from penstock.types.errors import ConfigError, Rejected
 from penstock.types.events import TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
-
-FIRST_CONVERSATION = 1 << 60
-"""First id of a conversation for routers. Ids of blocks are lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Simulation(ServerSettings):
             max_returns=self.max_returns,
             predictions=predictions,
         )
-        fleet = _Fleet(self, workload, clock, traffic)
+        fleet = _Fleet(self, clock, traffic)
         traffic.begin(fleet)
         _play(clock, traffic, list(fleet.servers.values()), on_plan)
         servers = fleet.servers.values()
@@ -181,7 +181,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Fleet:
-    def __init__(self, simulation: Simulation, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
+    def __init__(self, simulation: Simulation, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
         self._traffic, self._clock, self._link = traffic, clock, simulation.link
         kinds = {"prefill": simulation.num_prefill_replicas, "decode": simulation.num_replicas}
@@ -194,7 +194,6 @@ class _Fleet:
                 tell = partial(self._tell, f"{kind} {number}")
                 seed = simulation.seed + len(self.servers)
                 self.servers[f"{kind} {number}"] = VirtualServer(settings, clock, tell=tell, seed=seed)
-        self._router, self._decode_router = simulation.make_router(), LeastLoaded()
         self._names = [name for name in self.servers if not name.startswith("decode")]
         self._decode_names = [name for name in self.servers if name.startswith("decode")]
         self._free_ns = dict.fromkeys(self._names, 0)
@@ -203,20 +202,27 @@ class _Fleet:
         self._prefilled: dict[str, RequestStats] = {}
         """Id of a call that has left its prefill replica -> the stats of that replica."""
         self._moving: set[str] = set()
-        self._roots: dict[int, int] = {}
-        """Index of a later job in a conversation -> its first job."""
-        for index, job in enumerate(workload.jobs):
-            if job.after is not None:
-                self._roots[index] = self._roots.setdefault(job.after, job.after)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        block_size = simulation.capacity.block_size
+        self._dispatcher = Dispatcher(simulation.make_router(), len(self._names), block_size)
+        self._lengths = Lengths()
+        self._news: set[str] = set()
+        """Routed replicas whose prefix cache has changed since the dispatcher last heard of it."""
+        for name in self._names if len(self._names) > 1 else ():
+            self.servers[name].core.scheduler.kv.prefix.index.log = ChangeLog(partial(self._news.add, name))
 
     # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
-        name = self._names[self._choose(self._router, call, self._names)]
+        name = self._choose(call)
         request = call.request
         if self._decode_names:  # a prefill replica computes only the first token
             request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
-        self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
+        try:
+            self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
+        except Rejected:
+            self._dispatcher.on_end(request.request_id)
+            raise
         self._places[request.request_id] = name
 
     def abort(self, call: Call) -> None:
@@ -228,40 +234,45 @@ class _Fleet:
         event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
         self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
 
-    def _choose(self, router: Router, call: Call, names: list[str]) -> int:
+    def _choose(self, call: Call) -> str:
+        names = self._names
         if len(names) == 1:
-            return 0
-        index = call.record.index
-        arrival = Arrival(
-            index=index,
+            return names[0]
+        self._hear()
+        chosen = self._dispatcher.choose(
+            call.request,
+            self._dispatcher.names_of(call.request),
+            [self.servers[name].load() for name in names],
+            index=call.record.index,
             now_ns=self._clock.now_ns(),
-            num_prompt_tokens=call.request.num_prompt_tokens,
-            tenant=call.job.tenant,
-            priority=call.job.priority,
-            blocks=call.job.prefix or ((FIRST_CONVERSATION + self._roots[index],) if index in self._roots else ()),
+            num_new_tokens=self._lengths.new_tokens(1, call.request.sampling.max_tokens),
         )
-        try:
-            chosen = router.choose(arrival, [self.servers[name].load() for name in names])
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise PenstockError(f"The router {type(router).__name__} failed in choose: {cause}") from error
-        if type(chosen) is not int or not 0 <= chosen < len(names):
-            raise PenstockError(
-                f"The router {type(router).__name__} chose replica {chosen!r}; there are {len(names)}.",
-                remedy="Its choose(arrival, loads) must return a number from 0 on that is less than len(loads).",
-            )
-        return chosen
+        return names[chosen]
+
+    def _hear(self) -> None:
+        news = sorted(self._news, key=self._numbers.__getitem__)
+        self._news.clear()
+        for name in news:
+            log = self.servers[name].core.scheduler.kv.prefix.index.log
+            assert log is not None, "only a log has news"
+            self._dispatcher.hear(self._numbers[name], log.take())
 
     # Events of replicas.
 
     def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
         self._traffic.tell(events, now_ns)
         ended = self.servers[name].ended
+        if name in self._numbers and len(self._names) > 1:
+            self._hear()
+            self._dispatcher.on_tokens(event.request_id for event in events if event.token_ids)
         for event in events:
             if event.finish_reason is None:
                 continue
             request_id = event.request_id
             stats = ended.pop(request_id)
+            if name in self._numbers:
+                self._dispatcher.on_end(request_id)
+                self._lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
             if name in self._decode_names:
                 self._end(event, _joined(self._prefilled[request_id], stats))
             elif self._decode_names and self._goes_on(event):
@@ -295,7 +306,8 @@ class _Fleet:
         if request_id not in self._moving:
             return  # its client has left
         self._moving.discard(request_id)
-        name = self._decode_names[self._choose(self._decode_router, call, self._decode_names)]
+        loads = {name: self.servers[name].load() for name in self._decode_names}
+        name = min(loads, key=lambda name: (self.servers[name].num_in_flight, loads[name].num_prompt_tokens))
         self._places[request_id] = name
         request = _anew(
             call.request,

@@ -1,0 +1,1 @@
+"""Which replica gets a request. Plain classes that know no cluster: the simulation runs the same objects."""

@@ -1,0 +1,73 @@
+"""Which replica holds which KV blocks, as far as a router knows: what replicas told it, and what it has sent them since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_NOTHING: tuple[int, Sequence[int]] = (0, ())
+
+
+class Holdings:
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+        """Name of a block -> bit set of the replicas that hold it."""
+        self._coming: dict[int, int] = {}
+        """Name of a block that a request in flight computes -> the bit of the replica that was last sent one."""
+        self._expected: dict[str, tuple[int, Sequence[int]]] = {}
+        """Id of a request in flight -> its replica, and the names of its blocks."""
+
+    def hear(self, replica: int, added: Iterable[int], removed: Iterable[int]) -> None:
+        """Note what a replica tells: blocks that it holds now, and blocks that it has lost."""
+        held, bit = self._held, 1 << replica
+        for name in added:
+            held[name] = held.get(name, 0) | bit
+        for name in removed:
+            left = held.get(name, 0) & ~bit
+            if left:
+                held[name] = left
+            else:
+                held.pop(name, None)
+
+    def expect(self, request_id: str, replica: int, names: Sequence[int]) -> None:
+        """Note that a replica was sent a request, and will hold these blocks, too."""
+        self._coming.update(dict.fromkeys(names, 1 << replica))
+        self._expected[request_id] = replica, names
+
+    def settle(self, request_id: str) -> None:
+        """Note that a request has its first token, or has ended: its replica has told what it holds. Idempotent."""
+        replica, names = self._expected.pop(request_id, _NOTHING)
+        coming, bit = self._coming, 1 << replica
+        for name in names:
+            if coming.get(name) == bit:
+                del coming[name]
+
+    def depths(self, names: Sequence[int], num_replicas: int) -> list[int]:
+        """Return how many of a prompt's first blocks each replica holds.
+
+        Names are of prefixes: a replica that holds a block holds those before it, or is taken to. So the search halves the
+        prompt, and looks up a few dozen blocks of a thousand.
+        """
+        depths = [0] * num_replicas
+        if names:
+            self._search(names, 1, len(names), self._holders(names[0]), depths)
+        return depths
+
+    def _holders(self, name: int) -> int:
+        return self._held.get(name, 0) | self._coming.get(name, 0)
+
+    def _search(self, names: Sequence[int], low: int, high: int, holders: int, depths: list[int]) -> None:
+        """Find how many blocks each of `holders` holds, if all of them hold `low` and none more than `high`."""
+        while low < high and holders:
+            middle = (low + high) // 2
+            found = holders & self._holders(names[middle])
+            if found == holders:
+                low = middle + 1
+            elif not found:
+                high = middle
+            else:
+                self._search(names, low, middle, holders & ~found, depths)
+                holders, low = found, middle + 1
+        while holders:
+            lowest = holders & -holders
+            depths[lowest.bit_length() - 1] = low
+            holders ^= lowest

@@ -1,0 +1,101 @@
+"""The facts that a router gets: work in flight and held tokens, through the life of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.kv.changes import Changes
+from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin
+from penstock.testing import make_request
+from penstock.types.request import Request
+from penstock.types.stats import EngineLoad
+
+IDLE = [EngineLoad(), EngineLoad()]
+
+
+class Told:
+    """Sends all to one replica, and keeps what it was told."""
+
+    def __init__(self, chosen: int = 0) -> None:
+        self.chosen = chosen
+        self.work: list[Sequence[int]] = []
+        self.held: list[Sequence[int]] = []
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        del loads
+        self.work.append(arrival.work)
+        self.held.append(arrival.held)
+        return self.chosen
+
+
+def send(dispatcher: Dispatcher, request: Request, num_new_tokens: int = 10) -> int:
+    names = dispatcher.names_of(request)
+    return dispatcher.choose(request, names, IDLE, index=0, now_ns=0, num_new_tokens=num_new_tokens)
+
+
+def test_work_is_that_of_prompts_until_their_first_token_and_of_answers_until_their_end() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4)
+    send(dispatcher, make_request("one", 21))
+    send(dispatcher, make_request("two", [7] * 30))
+    assert router.work[-1] == (21 + 10, 0)
+    dispatcher.on_tokens(["one"])
+    send(dispatcher, make_request("three", 1))
+    assert router.work[-1] == (9 + 30 + 10, 0), "a token of its answer is done"
+    for _ in range(20):
+        dispatcher.on_tokens(["one"])
+    dispatcher.on_end("two")
+    dispatcher.on_end("three")
+    send(dispatcher, make_request("four", 1))
+    assert router.work[-1] == (0, 0), "an answer that is longer than expected is no work"
+    for request_id in ("one", "four", "four"):
+        dispatcher.on_end(request_id)
+    send(dispatcher, make_request("five", 1))
+    assert router.work[-1] == (0, 0)
+
+
+def test_held_are_whole_blocks_that_were_told_or_are_being_computed() -> None:
+    router = Told(1)
+    dispatcher = Dispatcher(router, 2, block_size=4)
+    request = make_request("one", 21)
+    names = dispatcher.names_of(request)
+    assert len(names) == 5
+    assert len(dispatcher.names_of(make_request("even", 20))) == 4, "the last token is computed, whatever is cached"
+    dispatcher.hear(0, Changes(names[:2], []))
+    send(dispatcher, request)
+    assert router.held[-1] == (8, 0)
+    send(dispatcher, make_request("two", 14))
+    assert router.held[-1] == (8, 12)
+    assert router.work[-1] == (0, 21 + 10)
+    send(dispatcher, make_request("three", 1))
+    assert router.work[-1] == (0, 21 + 10 + 2 + 10), "of the second prompt, twelve tokens are cached by then"
+
+
+def test_salts_do_not_share() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4)
+    send(dispatcher, make_request("one", 21))
+    send(dispatcher, make_request("two", 21, cache_salt=b"other"))
+    assert router.held[-1] == (0, 0)
+
+
+def arrival(work: Sequence[int], held: Sequence[int]) -> Arrival:
+    return Arrival(index=0, now_ns=0, num_prompt_tokens=100, tenant="", priority=0, work=work, held=held)
+
+
+def test_round_robin_takes_turns() -> None:
+    router = RoundRobin()
+    assert [router.choose(arrival([9, 0, 0], [0, 0, 0]), [EngineLoad()] * 3) for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_least_work_is_in_tokens() -> None:
+    assert LeastWork().choose(arrival([300, 200, 250], [0, 0, 90]), [EngineLoad()] * 3) == 1
+
+
+def test_prefixes_go_where_they_are_unless_that_is_too_far_behind() -> None:
+    router = PrefixAware()
+    assert router.choose(arrival([0, 0, 0], [0, 16, 48]), IDLE) == 2
+    assert router.choose(arrival([0, 0, 60], [0, 16, 48]), IDLE) == 2
+    assert router.choose(arrival([0, 60, 97], [0, 16, 48]), IDLE) == 0
+    assert router.choose(arrival([50, 40, 60], [0, 0, 0]), IDLE) == 1
