@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     default="round-robin",
     show_default=True,
     metavar="NAME",
-    help="Of several replicas: this, least-loaded, prefix or MODULE:CLASS.",
+    help="Of several replicas: this, least-work, prefix or MODULE:CLASS.",
 )
 @click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the numbers there, too.")
 @config_options(
