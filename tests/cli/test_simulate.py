@@ -140,6 +140,12 @@ def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Pat
     assert re.search(r"^0 of 60 requests get", simulate(*words, "--policy", "fcfs", "--without", "policy"), re.MULTILINE)
 
 
+def test_of_many_replicas_three_are_shown(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--replicas", "40", "--router", "prefix")
+    shown = [line.split("  ")[0].partition(": ")[2] for line in out.splitlines() if line.startswith("replica ")]
+    assert shown == ["least busy of 40", "in the middle of 40", "busiest of 40"]
+
+
 def test_replicas_are_shown_apart(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--replicas", "2", "--router", "prefix")
     assert re.search(r"^replica 0 .*\nreplica 1 ", out, re.MULTILINE)

@@ -14,6 +14,7 @@ from penstock.admission.door import AdmissionLimits
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
 from penstock.lab.simulation import Link, Simulation
+from penstock.lab.virtual_server import VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin, Router, find_router
@@ -213,3 +214,31 @@ def test_a_router_of_ones_own_is_found(tmp_path: Path) -> None:
 def test_a_router_that_is_none_is_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_router(name)
+
+
+class First:
+    """Sends all to the first replica, whose load it reads."""
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        del arrival
+        assert len(loads) == 40
+        return loads[0].num_running * 0
+
+
+def test_idle_replicas_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes as many turns with 40 replicas as with one, if one has all requests; loads are read only as asked."""
+    num_calls: Counter[str] = Counter()
+    for method in ("act", "load"):
+        original = getattr(VirtualServer, method)
+
+        def counted(server: VirtualServer, method: str = method, original: Callable[..., Any] = original) -> Any:
+            num_calls[method] += 1
+            return original(server)
+
+        monkeypatch.setattr(VirtualServer, method, counted)
+    alone = cluster().run(many(20))
+    num_turns = num_calls["act"]
+    num_calls.clear()
+    beside = cluster(num_replicas=40, make_router=First).run(many(20))
+    assert beside.records == alone.records
+    assert num_calls == {"act": num_turns, "load": 20}

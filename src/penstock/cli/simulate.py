@@ -74,9 +74,7 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 @click.option(
     "--replicas", type=click.IntRange(1, 1024), default=1, show_default=True, help="Servers; in a split those that decode."
 )
-@click.option(
-    "--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS."
-)
+@click.option("--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS.")
 @click.option(
     "--prefill-replicas", type=click.IntRange(0, 1024), default=0, help="Servers that compute prompts for the others."
 )

@@ -12,6 +12,9 @@ from penstock.lab.simulation import Outcome
 from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
+MOST_SERVERS = 16
+"""Servers that are reported one by one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
@@ -25,17 +28,28 @@ class Foretold:
 
 
 def section_of(simulated: Sequence[Foretold]) -> Section:
-    rows = [_row(one, server) for one in simulated for server in one.outcome.timelines]
+    rows = [_row(one, server, words) for one in simulated for server, words in _shown(one.outcome)]
     head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
     return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])
 
 
-def _row(one: Foretold, server: str) -> tuple[Cell, ...]:
+def _shown(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """Yield (server, how to call it) of all servers, or of three among many: by the mean number of running requests."""
+    timelines = outcome.timelines
+    if len(timelines) <= MOST_SERVERS:
+        yield from zip(timelines, timelines, strict=True)
+        return
+    by_load = sorted(timelines, key=lambda name: timelines[name].means(outcome.duration_ns)[0])
+    for server, words in (by_load[0], "least busy"), (by_load[len(by_load) // 2], "in the middle"), (by_load[-1], "busiest"):
+        yield server, f"{server}: {words} of {len(timelines)}"
+
+
+def _row(one: Foretold, server: str, words: str) -> tuple[Cell, ...]:
     timeline = one.outcome.timelines[server]
     running, waiting, held = timeline.means(one.outcome.duration_ns)
     preemptions = sum(stats.num_preemptions for stats in one.outcome.ended)
     return (
-        Cell(", ".join(filter(None, [one.name, server if len(one.outcome.timelines) > 1 or not one.name else ""]))),
+        Cell(", ".join(filter(None, [one.name, words if len(one.outcome.timelines) > 1 or not one.name else ""]))),
         Cell(f"{running:.2f}"),
         Cell(f"{waiting:.2f}"),
         Cell(f"{held:.1%}"),

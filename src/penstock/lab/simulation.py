@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from heapq import heappop, heappush
+from typing import Any, overload
 
 from penstock.admission.estimates import Lengths
 from penstock.clock import VirtualClock
@@ -23,7 +24,7 @@ from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
 from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.traffic import Call, Traffic
-from penstock.lab.virtual_server import NEVER_NS, ServerSettings, Timeline, VirtualServer
+from penstock.lab.virtual_server import NEVER_NS, Player, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched import progress
 from penstock.sched.routing.dispatcher import Dispatcher
@@ -32,7 +33,7 @@ from penstock.types.errors import ConfigError, Rejected
 from penstock.types.events import TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import RequestStats
+from penstock.types.stats import EngineLoad, RequestStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +152,16 @@ def _play(
     clock: VirtualClock, traffic: Traffic, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None
 ) -> None:
     """Run clients and servers in the order of time. At equal times clients go first, then the first server."""
-    agenda = traffic.agenda
+    agenda, players = traffic.agenda, [server.player for server in servers]
+    due: list[tuple[int, int]] = []
+    """Heap of (instant, number of a server). Entries whose instant is not the server's any more are passed over."""
+    for number, player in enumerate(players):
+        player.on_woken = partial(_note_due, due, player, number)
     with _without_collector():
         while True:
-            server = servers[0] if len(servers) == 1 else min(servers, key=lambda one: one.player.next_ns)
-            next_ns = server.player.next_ns
+            while due and players[due[0][1]].next_ns != due[0][0]:
+                heappop(due)
+            next_ns, number = due[0] if due else (NEVER_NS, 0)
             if agenda.due_ns <= next_ns:
                 if agenda.due_ns == NEVER_NS:
                     return
@@ -163,9 +169,17 @@ def _play(
                 agenda.act()
                 continue
             clock.advance_to(next_ns)
-            server.act()
-            if on_plan is not None and server.player.begun is not None:
-                on_plan(server.player.begun)
+            heappop(due)
+            servers[number].act()
+            player = players[number]
+            if player.next_ns != NEVER_NS:
+                _note_due(due, player, number)
+            if on_plan is not None and player.begun is not None:
+                on_plan(player.begun)
+
+
+def _note_due(due: list[tuple[int, int]], player: Player, number: int) -> None:
+    heappush(due, (player.next_ns, number))
 
 
 @contextmanager
@@ -205,7 +219,7 @@ class _Fleet:
         self._numbers = {name: number for number, name in enumerate(self._names)}
         block_size = simulation.capacity.block_size
         self._dispatcher = Dispatcher(simulation.make_router(), len(self._names), block_size)
-        self._lengths = Lengths()
+        self._lengths, self._loads = Lengths(), _Loads([self.servers[name] for name in self._names])
         self._news: set[str] = set()
         """Routed replicas whose prefix cache has changed since the dispatcher last heard of it."""
         for name in self._names if len(self._names) > 1 else ():
@@ -242,7 +256,7 @@ class _Fleet:
         chosen = self._dispatcher.choose(
             call.request,
             self._dispatcher.names_of(call.request),
-            [self.servers[name].load() for name in names],
+            self._loads,
             index=call.record.index,
             now_ns=self._clock.now_ns(),
             num_new_tokens=self._lengths.new_tokens(1, call.request.sampling.max_tokens),
@@ -317,6 +331,27 @@ class _Fleet:
         )
         place_kv(self.servers[name], request)
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
+
+
+class _Loads(Sequence[EngineLoad]):
+    """The load of each server, read when a router asks for it: of a thousand servers it may ask for two."""
+
+    def __init__(self, servers: Sequence[VirtualServer]) -> None:
+        self._servers = servers
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    @overload
+    def __getitem__(self, number: int) -> EngineLoad: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[EngineLoad]: ...
+
+    def __getitem__(self, number: int | slice) -> EngineLoad | list[EngineLoad]:
+        if isinstance(number, slice):
+            return [server.load() for server in self._servers[number]]
+        return self._servers[number].load()
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:

@@ -102,6 +102,8 @@ class Player:
         self, core: EngineCore, executor: Executor, clock: Clock, *, tell: Tell, transfers: Transfers | None = None
     ) -> None:
         self.next_ns = NEVER_NS
+        self.on_woken: Callable[[], None] = lambda: None
+        """Called when a command sets `next_ns`."""
         self.is_computing = False
         self.begun: StepPlan | None = None
         self._core = core
@@ -115,6 +117,7 @@ class Player:
         self._inbox.put(command)
         if not self.is_computing:
             self.next_ns = self._clock.now_ns()
+            self.on_woken()
 
     def act(self) -> bool:
         """Finish the step that ends now and return False, or plan the next step and return True."""
