@@ -74,7 +74,10 @@ def test_what_was_stopped_goes_on(embed: Embed, tmp_path: Path, vectors: np.ndar
         return own(llm, texts, **options)
 
     monkeypatch.setattr(LLM, "embed", fail_later)
-    assert isinstance(embed("in.txt").exception, PenstockError)
+    result = embed("in.txt")
+    assert isinstance(result.exception, PenstockError)
+    opened = [fd.resolve() for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+    assert tmp_path / "in.txt" not in opened, "whoever keeps the error keeps no file open"
     with (tmp_path / "in.txt.npy.part").open("ab") as part:
         part.write(b"\0" * 7)
     monkeypatch.setattr(LLM, "embed", lambda llm, texts, **options: asked.extend(texts) or own(llm, texts, **options))

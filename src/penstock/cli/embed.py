@@ -9,7 +9,8 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -102,8 +103,11 @@ def _embed_all(
     if done:
         click.echo(f"{counted(done, 'text')} were embedded before; going on.", err=True)
     keep = -1 if truncate else None
-    with tqdm(total=num_texts, initial=done, desc="Texts", unit=" text", disable=None) as bar:
-        left = islice(_texts(file, field), done, None)
+    with (
+        closing(_texts(file, field)) as texts_of_file,
+        tqdm(total=num_texts, initial=done, desc="Texts", unit=" text", disable=None) as bar,
+    ):
+        left = islice(texts_of_file, done, None)
         while texts := list(islice(left, AT_ONCE)):
             try:
                 answers = llm.embed(
@@ -186,7 +190,8 @@ class _Part:
                 for text, vector in zip(_texts(file, field), vectors, strict=True):
                     out.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
         else:
-            _write_parquet(made, _texts(file, field), vectors)
+            with closing(_texts(file, field)) as texts:
+                _write_parquet(made, texts, vectors)
         made.replace(output)
         del vectors
         self._about_path.unlink()
@@ -221,7 +226,7 @@ def _has_objects(file: Path) -> bool:
     return file.suffix.lower() == ".jsonl"
 
 
-def _texts(file: Path, field: str) -> Iterator[str]:
+def _texts(file: Path, field: str) -> Generator[str]:
     with file.open("rb") as lines:
         for number, data in enumerate(lines, 1):
             try:
