@@ -91,7 +91,7 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-# By itself xdist would begin with the files of the most tests, and end with those of one long test, beside an idle worker.
+# xdist would start the files with the most tests first, so that a file of one long test runs last, beside an idle worker.
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-page: $(INSTALLED_TEST)  ## the page at / in headless Chromium (apt install chromium chromium-driver), and its pictures in the docs

@@ -1,4 +1,4 @@
-"""Which router finds the most in the caches, at which price for those who share nothing? And how long does a decision take?
+"""Which router finds the most in the caches, at what price for those who share nothing? And how long does a decision take?
 
     python benchmarks/routing.py                               # four replicas, all workloads: five minutes
     python benchmarks/routing.py --workloads mooncake --replicas 16 --requests 4000
@@ -12,8 +12,8 @@ on the machine, but for those of --decisions. The workloads are at `--load` of t
 - `sharegpt`: conversations of up to eight turns, with 10 s between an answer and the next turn.
 - `mooncake`: a trace of chained blocks, lengths divided by 8.
 
-`one cache` is a single server that is as fast as all replicas together and has all their memory: no router finds more. The last
-line is one JSON object.
+`one cache` is a single server that is as fast as all replicas together and has all their memory: a measure of what there is to
+find. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def print_comparison(name: str, num_requests: int, figures: Mapping[str, Mapping
 
 
 def time_decisions() -> dict[str, float]:
-    """Decisions for prompts of 16,000 tokens, of which one replica holds all or half."""
+    """Decisions for prompts of 16,000 tokens, of which one replica holds all or half. Each block is on one replica."""
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(50_000) for _ in range(DECISION_BLOCKS * BLOCK_SIZE)) for _ in range(DECISION_PROMPTS // 10)]
     dispatcher = Dispatcher(PrefixAware(), DECISION_REPLICAS, BLOCK_SIZE)
@@ -165,7 +165,7 @@ def time_decisions() -> dict[str, float]:
         begun = time.perf_counter()
         dispatcher.names_of(request)
         whole_us.append(router_us[-1] + 1e6 * (time.perf_counter() - begun))
-        dispatcher.on_tokens([request.request_id])
+        dispatcher.on_tokens(request.request_id, 1)
         dispatcher.on_end(request.request_id)
     return {
         "decision_us": statistics.median(router_us),

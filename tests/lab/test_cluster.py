@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.admission.door import AdmissionLimits
+from penstock.kv.changes import names_of
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
-from penstock.lab.simulation import Link, Simulation
+from penstock.lab.simulation import Link, Simulation, _Front
 from penstock.lab.virtual_server import VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -85,18 +86,79 @@ def test_affinity_finds_more_in_the_caches() -> None:
         for k in range(60)
     ]
     found = {}
-    for make_router in (RoundRobin, PrefixAware):
+    for make_router in (RoundRobin, LeastWork, PrefixAware):
         records = cluster(num_replicas=4, make_router=make_router).run(of(*jobs, prefix_block_tokens=64)).records
         found[make_router] = sum(record.num_cached_tokens for record in records)
     assert found[PrefixAware] == 128 * (60 - 5)
-    assert found[RoundRobin] < 0.8 * found[PrefixAware]
+    assert max(found[RoundRobin], found[LeastWork]) < 0.8 * found[PrefixAware]
 
 
-def test_turns_of_a_conversation_stay_together() -> None:
+@pytest.mark.parametrize(("make_router", "are_together"), [(PrefixAware, True), (LeastWork, False), (RoundRobin, False)])
+def test_turns_of_a_conversation_stay_together(make_router: Callable[[], Router], are_together: bool) -> None:
+    """The second turns come in another order than the first."""
     jobs = [Job(arrival_ns=k * MS, num_prompt_tokens=50, num_output_tokens=8) for k in range(3)]
-    jobs += [Job(arrival_ns=MS, num_prompt_tokens=90, num_output_tokens=8, after=k) for k in range(3)]
-    records = cluster(num_replicas=3, make_router=PrefixAware).run(of(*jobs)).records
-    assert [record.num_cached_tokens for record in records] == [0, 0, 0, 57, 57, 57]
+    jobs += [Job(arrival_ns=(900 - 400 * k) * MS, num_prompt_tokens=90, num_output_tokens=8, after=k) for k in range(3)]
+    records = cluster(num_replicas=3, make_router=make_router).run(of(*jobs)).records
+    assert ([record.num_cached_tokens for record in records] == [0, 0, 0, 57, 57, 57]) == are_together
+
+
+@pytest.mark.parametrize("num_prefill_replicas", [0, 3])
+@pytest.mark.parametrize("make_router", [LeastWork, PrefixAware])
+def test_a_router_keeps_nothing_of_requests_that_ended(
+    make_router: Callable[[], Router], num_prefill_replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are served, others refused, cancelled or late. The router knows of the caches what they hold."""
+    fronts: list[_Front] = []
+
+    def make_front(*args: Any) -> _Front:
+        fronts.append(_Front(*args))
+        return fronts[-1]
+
+    monkeypatch.setattr("penstock.lab.simulation._Front", make_front)
+    jobs = [
+        Job(
+            arrival_ns=k * 4 * MS,
+            num_prompt_tokens=40 + k % 90,
+            num_output_tokens=1 + k % 20,
+            prefix=(k % 7,),
+            cancelled_ns=k * 4 * MS + k % 90 * MS if k % 5 == 0 else None,
+            deadline_ns=k * 4 * MS + 60 * MS if k % 6 == 1 else None,
+        )
+        for k in range(300)
+    ]
+    settings = replace(SETTINGS, limits=AdmissionLimits(max_queue=3), capacity=replace(CAPACITY, num_blocks=40))
+    some = cluster(
+        settings=settings, num_replicas=3, num_prefill_replicas=num_prefill_replicas, link=LINK, make_router=make_router
+    )
+    ends = Counter(record.end for record in some.run(of(*jobs, prefix_block_tokens=32)).records)
+    assert min(ends[end] for end in (End.OK, End.CANCELLED, End.REFUSED, End.FAILED)) > 5
+    (front,) = fronts
+    ledger, holdings = front.dispatcher._ledger, front.dispatcher._holdings
+    assert ledger.work == [0, 0, 0]
+    assert not ledger._entries
+    assert not holdings._expected
+    assert not holdings._coming
+    for number, (server, log) in enumerate(zip(front._loads._servers, front._logs, strict=True)):
+        front.dispatcher.hear(number, log.take())
+        index = server.core.scheduler.kv.prefix.index
+        held = {name for name, replicas in holdings._held.items() if replicas >> number & 1}
+        assert held == set(names_of(block_hash for block_hash, _ in index.items()))
+        assert held
+
+
+def test_a_popular_prefix_comes_to_all_replicas() -> None:
+    """Requests of one long prefix at a rate that one replica can't serve: none is refused, and no replica has most of them."""
+    jobs = [Job(arrival_ns=k * 60 * MS, num_prompt_tokens=300, num_output_tokens=40, prefix=(1,)) for k in range(100)]
+    settings = replace(SETTINGS, limits=AdmissionLimits(max_queue=4))
+    outcomes = {
+        count: cluster(settings=settings, num_replicas=count, make_router=PrefixAware).run(of(*jobs, prefix_block_tokens=256))
+        for count in (1, 3)
+    }
+    refused = {count: sum(record.end is End.REFUSED for record in outcome.records) for count, outcome in outcomes.items()}
+    assert refused[1] > 10
+    assert refused[3] == 0
+    running = [timeline.means(outcomes[3].duration_ns)[0] for timeline in outcomes[3].timelines.values()]
+    assert max(running) < sum(running) / 2
 
 
 def test_a_split_computes_the_prompt_here_and_the_answer_there() -> None:
@@ -222,7 +284,8 @@ class First:
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         del arrival
         assert len(loads) == 40
-        return loads[0].num_running * 0
+        assert loads[0].num_running <= CAPACITY.max_rows
+        return 0
 
 
 def test_idle_replicas_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

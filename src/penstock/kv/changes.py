@@ -1,8 +1,8 @@
-"""Tells a router which blocks can be found in a prefix cache: their names, as changes since it last asked."""
+"""Changes of a prefix cache, for a router: the names of blocks that came and went since it was last asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NAME_BYTES = 8
@@ -21,18 +21,13 @@ class Changes(NamedTuple):
 class ChangeLog:
     """Blocks that can be found now and could not at the last `take`, and the reverse. At most two per block of the pool."""
 
-    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
-        """`on_news` is called with the first change after each `take`."""
-        self._on_news = on_news
+    def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
         """Hash -> whether it can be found now."""
 
     def note(self, block_hash: bytes, is_there: bool) -> None:
-        changes = self._changes
-        if not changes:
-            self._on_news()
-        if changes.pop(block_hash, None) is None:  # else it is again as it was
-            changes[block_hash] = is_there
+        if self._changes.pop(block_hash, None) is None:  # else it is again as it was
+            self._changes[block_hash] = is_there
 
     def take(self) -> Changes:
         changes, self._changes = self._changes, {}

@@ -341,7 +341,7 @@ class PrefixIndex:
         """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
         self.log: ChangeLog | None = None
-        """Told of the hashes that can be found, if somebody reads it."""
+        """Is told which hashes come and go. None: nobody reads it."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -410,10 +410,10 @@ class PrefixIndex:
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
         """Add a full block, to be found by its hash only."""
-        if self.log is not None and block_hash not in self._block_ids:
-            self.log.note(block_hash, True)
         self._block_ids[block_hash] = block_id
         self._contents[block_id] = block_hash
+        if self.log is not None:
+            self.log.note(block_hash, True)
 
     def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
         """Add a partly filled block, unless another begins with the same tokens."""

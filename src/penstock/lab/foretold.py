@@ -13,7 +13,7 @@ from penstock.lab.workload import NS_PER_S
 from penstock.types.errors import counted
 
 MOST_SERVERS = 16
-"""Servers that are reported one by one."""
+"""Servers of a kind that are reported one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,17 @@ def section_of(simulated: Sequence[Foretold]) -> Section:
 
 
 def _shown(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """Yield (server, how to call it) of all servers, or of three among many: by the mean number of running requests."""
-    timelines = outcome.timelines
-    if len(timelines) <= MOST_SERVERS:
-        yield from zip(timelines, timelines, strict=True)
-        return
-    by_load = sorted(timelines, key=lambda name: timelines[name].means(outcome.duration_ns)[0])
-    for server, words in (by_load[0], "least busy"), (by_load[len(by_load) // 2], "in the middle"), (by_load[-1], "busiest"):
-        yield server, f"{server}: {words} of {len(timelines)}"
+    """Yield (server, how to call it) of all servers, or of three among many of a kind: by the mean number of requests."""
+    by_kind: dict[str, list[str]] = {}
+    for server in outcome.timelines:
+        by_kind.setdefault(server.partition(" ")[0], []).append(server)
+    for servers in by_kind.values():
+        if len(servers) <= MOST_SERVERS:
+            yield from zip(servers, servers, strict=True)
+            continue
+        by_load = sorted(servers, key=lambda server: sum(outcome.timelines[server].means(outcome.duration_ns)[:2]))
+        for number, words in (0, "least busy"), (len(servers) // 2, "in the middle"), (-1, "busiest"):
+            yield by_load[number], f"{by_load[number]}: {words} of {len(servers)}"
 
 
 def _row(one: Foretold, server: str, words: str) -> tuple[Cell, ...]:

@@ -217,25 +217,21 @@ class _Fleet:
         """Id of a call that has left its prefill replica -> the stats of that replica."""
         self._moving: set[str] = set()
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        block_size = simulation.capacity.block_size
-        self._dispatcher = Dispatcher(simulation.make_router(), len(self._names), block_size)
-        self._lengths, self._loads = Lengths(), _Loads([self.servers[name] for name in self._names])
-        self._news: set[str] = set()
-        """Routed replicas whose prefix cache has changed since the dispatcher last heard of it."""
-        for name in self._names if len(self._names) > 1 else ():
-            self.servers[name].core.scheduler.kv.prefix.index.log = ChangeLog(partial(self._news.add, name))
+        self._front = None if len(self._names) == 1 else _Front(simulation, [self.servers[name] for name in self._names])
 
     # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
-        name = self._choose(call)
-        request = call.request
+        request, name = call.request, self._names[0]
         if self._decode_names:  # a prefill replica computes only the first token
             request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
+        if self._front is not None:
+            name = self._names[self._front.choose(request, call.record.index, self._clock.now_ns())]
         try:
             self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
         except Rejected:
-            self._dispatcher.on_end(request.request_id)
+            if self._front is not None:
+                self._front.dispatcher.on_end(request.request_id)
             raise
         self._places[request.request_id] = name
 
@@ -248,45 +244,18 @@ class _Fleet:
         event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
         self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
 
-    def _choose(self, call: Call) -> str:
-        names = self._names
-        if len(names) == 1:
-            return names[0]
-        self._hear()
-        chosen = self._dispatcher.choose(
-            call.request,
-            self._dispatcher.names_of(call.request),
-            self._loads,
-            index=call.record.index,
-            now_ns=self._clock.now_ns(),
-            num_new_tokens=self._lengths.new_tokens(1, call.request.sampling.max_tokens),
-        )
-        return names[chosen]
-
-    def _hear(self) -> None:
-        news = sorted(self._news, key=self._numbers.__getitem__)
-        self._news.clear()
-        for name in news:
-            log = self.servers[name].core.scheduler.kv.prefix.index.log
-            assert log is not None, "only a log has news"
-            self._dispatcher.hear(self._numbers[name], log.take())
-
     # Events of replicas.
 
     def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
         self._traffic.tell(events, now_ns)
         ended = self.servers[name].ended
-        if name in self._numbers and len(self._names) > 1:
-            self._hear()
-            self._dispatcher.on_tokens(event.request_id for event in events if event.token_ids)
+        if self._front is not None and name in self._numbers:
+            self._front.tell(self._numbers[name], events, ended)
         for event in events:
             if event.finish_reason is None:
                 continue
             request_id = event.request_id
             stats = ended.pop(request_id)
-            if name in self._numbers:
-                self._dispatcher.on_end(request_id)
-                self._lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
             if name in self._decode_names:
                 self._end(event, _joined(self._prefilled[request_id], stats))
             elif self._decode_names and self._goes_on(event):
@@ -320,8 +289,7 @@ class _Fleet:
         if request_id not in self._moving:
             return  # its client has left
         self._moving.discard(request_id)
-        loads = {name: self.servers[name].load() for name in self._decode_names}
-        name = min(loads, key=lambda name: (self.servers[name].num_in_flight, loads[name].num_prompt_tokens))
+        name = min(self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens))
         self._places[request_id] = name
         request = _anew(
             call.request,
@@ -331,6 +299,42 @@ class _Fleet:
         )
         place_kv(self.servers[name], request)
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
+
+
+class _Front:
+    """The router before several servers, and what it hears of them."""
+
+    def __init__(self, simulation: Simulation, servers: Sequence[VirtualServer]) -> None:
+        block_size, has_prefix_caching = simulation.capacity.block_size, simulation.enable_prefix_caching
+        self.dispatcher = Dispatcher(simulation.make_router(), len(servers), block_size, has_prefix_caching=has_prefix_caching)
+        self._loads = _Loads(servers)
+        self._lengths = Lengths()
+        self._logs = [ChangeLog() for _ in servers]
+        for server, log in zip(servers, self._logs, strict=True):
+            server.core.scheduler.kv.prefix.index.log = log
+
+    def choose(self, request: Request, index: int, now_ns: int) -> int:
+        return self.dispatcher.choose(
+            request,
+            self.dispatcher.names_of(request),
+            self._loads,
+            index=index,
+            now_ns=now_ns,
+            num_new_tokens=self._lengths.new_tokens(1, request.sampling.max_tokens),
+        )
+
+    def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
+        """Take the events of a server, with the stats of the requests that end. Its cache's changes come with them."""
+        dispatcher = self.dispatcher
+        dispatcher.hear(number, self._logs[number].take())
+        for event in events:
+            if event.token_ids:
+                dispatcher.on_tokens(event.request_id, len(event.token_ids))
+            if event.finish_reason is not None:
+                dispatcher.on_end(event.request_id)
+            if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                stats = ended[event.request_id]
+                self._lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
 
 class _Loads(Sequence[EngineLoad]):

@@ -162,7 +162,8 @@ class VirtualServer(NullObserver):
         if settings.limits is not None:
             self.admission = Admission(settings.limits, capacity, reads_priority=policies.order.reads_priority)
         self._first_tokens: dict[str, Request] = {}
-        self._num_prompt_tokens = 0
+        self.num_prompt_tokens = 0
+        """Tokens of the prompts of all requests in flight."""
 
     @property
     def num_in_flight(self) -> int:
@@ -180,7 +181,7 @@ class VirtualServer(NullObserver):
             admission.leave(place)
             self._first_tokens[request.request_id] = request
         self._output_lens[request.request_id] = num_output_tokens
-        self._num_prompt_tokens += request.num_prompt_tokens
+        self.num_prompt_tokens += request.num_prompt_tokens
         self.player.put(Add(request))
 
     def abort(self, request_id: str) -> None:
@@ -193,7 +194,7 @@ class VirtualServer(NullObserver):
     def load(self) -> EngineLoad:
         load = self.core.snapshot
         num_waiting = max(0, self.num_in_flight - load.num_running)
-        return load._replace(num_waiting=num_waiting, num_prompt_tokens=self._num_prompt_tokens)
+        return load._replace(num_waiting=num_waiting, num_prompt_tokens=self.num_prompt_tokens)
 
     def on_step(self, stats: StepStats) -> None:
         self.num_steps += 1
@@ -203,7 +204,7 @@ class VirtualServer(NullObserver):
     def on_finish(self, stats: RequestStats) -> None:
         self.ended[stats.request_id] = stats
         del self._output_lens[stats.request_id]
-        self._num_prompt_tokens -= stats.num_prompt_tokens
+        self.num_prompt_tokens -= stats.num_prompt_tokens
         if self.admission is not None:
             self.admission.on_finish(stats)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from penstock.kv.changes import Changes
 from penstock.sched.routing.dispatcher import Dispatcher
 from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin
@@ -40,17 +42,18 @@ def test_work_is_that_of_prompts_until_their_first_token_and_of_answers_until_th
     send(dispatcher, make_request("one", 21))
     send(dispatcher, make_request("two", [7] * 30))
     assert router.work[-1] == (21 + 10, 0)
-    dispatcher.on_tokens(["one"])
+    dispatcher.on_tokens("one", 1)
     send(dispatcher, make_request("three", 1))
     assert router.work[-1] == (9 + 30 + 10, 0), "a token of its answer is done"
-    for _ in range(20):
-        dispatcher.on_tokens(["one"])
+    for _ in range(5):
+        dispatcher.on_tokens("one", 4)
     dispatcher.on_end("two")
     dispatcher.on_end("three")
     send(dispatcher, make_request("four", 1))
     assert router.work[-1] == (0, 0), "an answer that is longer than expected is no work"
     for request_id in ("one", "four", "four"):
         dispatcher.on_end(request_id)
+        dispatcher.on_tokens(request_id, 1)
     send(dispatcher, make_request("five", 1))
     assert router.work[-1] == (0, 0)
 
@@ -72,6 +75,29 @@ def test_held_are_whole_blocks_that_were_told_or_are_being_computed() -> None:
     assert router.work[-1] == (0, 21 + 10 + 2 + 10), "of the second prompt, twelve tokens are cached by then"
 
 
+def test_what_was_expected_is_held_only_if_it_is_told_by_the_first_token() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4)
+    prompts = [[number] * 9 for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        send(dispatcher, make_request(str(number), prompt))
+    dispatcher.hear(0, Changes(dispatcher.names_of(make_request("", prompts[0])), []))
+    dispatcher.on_tokens("0", 1)
+    dispatcher.on_tokens("1", 1)
+    dispatcher.on_end("2")
+    for number, prompt in enumerate(prompts):
+        send(dispatcher, make_request(f"{number} again", prompt))
+    assert router.held[3:] == [(8, 0), (0, 0), (0, 0)]
+
+
+def test_without_prefix_caching_nothing_is_held() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4, has_prefix_caching=False)
+    for request_id in "ab":
+        send(dispatcher, make_request(request_id, 21))
+    assert router.held[-1] == (0, 0)
+
+
 def test_salts_do_not_share() -> None:
     router = Told()
     dispatcher = Dispatcher(router, 2, block_size=4)
@@ -80,8 +106,8 @@ def test_salts_do_not_share() -> None:
     assert router.held[-1] == (0, 0)
 
 
-def arrival(work: Sequence[int], held: Sequence[int]) -> Arrival:
-    return Arrival(index=0, now_ns=0, num_prompt_tokens=100, tenant="", priority=0, work=work, held=held)
+def arrival(work: Sequence[int], held: Sequence[int], prefix: int = 7) -> Arrival:
+    return Arrival(index=0, now_ns=0, num_prompt_tokens=100, tenant="", priority=0, work=work, held=held, prefix=prefix)
 
 
 def test_round_robin_takes_turns() -> None:
@@ -94,8 +120,26 @@ def test_least_work_is_in_tokens() -> None:
 
 
 def test_prefixes_go_where_they_are_unless_that_is_too_far_behind() -> None:
+    for work, chosen in (([0, 0, 0], 2), ([0, 0, 60], 2), ([0, 60, 97], 0)):
+        assert PrefixAware().choose(arrival(work, [0, 16, 48]), [EngineLoad()] * 3) == chosen
+    assert PrefixAware().choose(arrival([50, 40, 60], [0, 0, 0]), [EngineLoad()] * 3) == 1
+
+
+def test_a_prefix_is_copied_once_its_requests_have_waited_for_what_a_copy_costs() -> None:
+    """A copy costs 200 tokens, and each request waits for 60."""
     router = PrefixAware()
-    assert router.choose(arrival([0, 0, 0], [0, 16, 48]), IDLE) == 2
-    assert router.choose(arrival([0, 0, 60], [0, 16, 48]), IDLE) == 2
-    assert router.choose(arrival([0, 60, 97], [0, 16, 48]), IDLE) == 0
-    assert router.choose(arrival([50, 40, 60], [0, 0, 0]), IDLE) == 1
+    popular, other = (arrival([0, 60], [0, 100], prefix) for prefix in (7, 8))
+    chosen = [router.choose(popular, [EngineLoad()] * 2) for _ in range(8)]
+    assert chosen == [1, 1, 1, 0, 1, 1, 1, 0]
+    assert router.choose(other, [EngineLoad()] * 2) == 1, "each prefix pays for itself"
+
+
+def test_an_idle_holder_costs_nobody_anything() -> None:
+    router = PrefixAware()
+    assert {router.choose(arrival([0, 0], [0, 100]), [EngineLoad()] * 2) for _ in range(50)} == {1}
+
+
+@pytest.mark.parametrize("make_router", [LeastWork, PrefixAware])
+def test_equals_take_turns(make_router: type[LeastWork | PrefixAware]) -> None:
+    router = make_router()
+    assert [router.choose(arrival([0, 0, 7, 0], [0] * 4), [EngineLoad()] * 4) for _ in range(5)] == [0, 1, 3, 0, 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.kv.block_table import extend_chain, root_hash
 from penstock.kv.changes import Changes, names_of
@@ -15,12 +15,15 @@ from penstock.types.stats import EngineLoad
 
 
 class Dispatcher:
-    def __init__(self, router: Router, num_replicas: int, block_size: int) -> None:
+    def __init__(self, router: Router, num_replicas: int, block_size: int, *, has_prefix_caching: bool = True) -> None:
         self._router, self._num_replicas, self._block_size = router, num_replicas, block_size
+        self._has_prefix_caching = has_prefix_caching
         self._ledger, self._holdings = Ledger(num_replicas), Holdings()
 
     def names_of(self, request: Request) -> list[int]:
         """Return the names of the whole blocks that a request may find in a cache. Its last token is always computed."""
+        if not self._has_prefix_caching:
+            return []
         root = root_hash(request.cache_salt, request.adapter)
         hashes, _ = extend_chain(root, request.prompt_token_ids[:-1], self._block_size)
         return names_of(hashes)
@@ -37,7 +40,7 @@ class Dispatcher:
     ) -> int:
         """Choose a replica for a request, and count the request as sent to it.
 
-        `names`: of its blocks.
+        `names`: what `names_of(request)` returned.
         `loads`: how busy each replica is.
         `num_new_tokens`: the expected length of its answer.
 
@@ -52,6 +55,7 @@ class Dispatcher:
             priority=request.priority,
             work=tuple(self._ledger.work),
             held=tuple([depth * self._block_size for depth in depths]),
+            prefix=names[deepest - 1] if (deepest := max(depths)) else 0,
         )
         chosen = self._ask(arrival, loads)
         self._ledger.send(request.request_id, chosen, request.num_prompt_tokens - arrival.held[chosen], num_new_tokens)
@@ -74,9 +78,9 @@ class Dispatcher:
     def hear(self, replica: int, changes: Changes) -> None:
         self._holdings.hear(replica, changes.added, changes.removed)
 
-    def on_tokens(self, request_ids: Iterable[str]) -> None:
-        """Note that requests got tokens. Call `hear` before, for the blocks that their replica has by now."""
-        for request_id in self._ledger.on_tokens(request_ids):
+    def on_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Note that a request got tokens. Call `hear` before, for the blocks that its replica has by now."""
+        if self._ledger.on_tokens(request_id, num_tokens):
             self._holdings.settle(request_id)
 
     def on_end(self, request_id: str) -> None:

@@ -44,8 +44,9 @@ class Holdings:
     def depths(self, names: Sequence[int], num_replicas: int) -> list[int]:
         """Return how many of a prompt's first blocks each replica holds.
 
-        Names are of prefixes: a replica that holds a block holds those before it, or is taken to. So the search halves the
-        prompt, and looks up a few dozen blocks of a thousand.
+        Names are of prefixes: a replica that holds a block is taken to hold those before it. So the search halves the prompt,
+        and looks up a few dozen blocks of a thousand. With a sliding window, whose first blocks are evicted first, it finds
+        less than there is.
         """
         depths = [0] * num_replicas
         if names:

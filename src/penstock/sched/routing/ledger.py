@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -25,21 +24,16 @@ class Ledger:
         self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens)
         self.work[replica] += num_prefill_tokens + num_new_tokens
 
-    def on_tokens(self, request_ids: Iterable[str]) -> list[str]:
-        """Count a token for each request. Return those whose token was the first."""
-        started: list[str] = []
-        for request_id in request_ids:
-            entry = self._entries[request_id]
-            num_done = 0
-            if entry.num_new_tokens:
-                entry.num_new_tokens -= 1
-                num_done = 1
-            if not entry.has_started:
-                entry.has_started = True
-                num_done += entry.num_prefill_tokens
-                started.append(request_id)
-            self.work[entry.replica] -= num_done
-        return started
+    def on_tokens(self, request_id: str, num_tokens: int) -> bool:
+        """Count tokens of an answer. Return whether they are its first. Requests that have ended are ignored."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        is_first, entry.has_started = not entry.has_started, True
+        num_new_tokens = min(num_tokens, entry.num_new_tokens)
+        entry.num_new_tokens -= num_new_tokens
+        self.work[entry.replica] -= num_new_tokens + (entry.num_prefill_tokens if is_first else 0)
+        return is_first
 
     def on_end(self, request_id: str) -> None:
         """Count a request as ended. Idempotent."""

@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from penstock.kv.prefix_cache import Recent
 from penstock.sched.policies.own import load, make
 from penstock.types.errors import ConfigError
 from penstock.types.stats import EngineLoad
+
+MAX_PREFIXES = 4096
+"""Prefixes for which it is remembered how long requests waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,10 @@ class Arrival:
     work: Sequence[int]
     """For each replica, the tokens of prompts and answers that it has yet to compute for the requests it was sent."""
     held: Sequence[int]
-    """For each replica, the tokens at the prompt's beginning whose KV it holds, or will once it has its earlier requests."""
+    """For each replica, the tokens at the prompt's beginning whose KV it holds, or will hold once it has computed what it was
+    sent."""
+    prefix: int
+    """Name of the longest beginning of the prompt that a replica holds; 0: none does."""
 
 
 class Router(Protocol):
@@ -44,25 +51,53 @@ class RoundRobin:
 
 
 class LeastWork:
-    """Chooses the replica with the fewest tokens left to compute."""
+    """Chooses the replica with the fewest tokens left to compute; of equals, the next in turn."""
+
+    def __init__(self) -> None:
+        self._last = -1
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         del loads
-        return arrival.work.index(min(arrival.work))
+        self._last = _least(arrival.work, self._last)
+        return self._last
 
 
 class PrefixAware:
-    """Chooses the replica with the fewest tokens left to compute, less twice those of the prompt that it holds.
+    """Chooses the replica with the fewest tokens left to compute, less twice those of the prompt that it holds, until requests
+    have waited for this prefix as long as another copy takes.
 
     Twice, because to compute them elsewhere costs two things: the computation, and the room for a second copy. For that, as
-    many tokens of another prefix are evicted, to be computed again. So a popular prefix comes to a second replica once the
-    first one is that far behind.
+    many tokens of another prefix are evicted, to be computed again.
+
+    A request that goes where its prefix is, although another replica has less work, waits for the difference. These are added
+    up for each prefix. Once they are more than a copy costs, the request makes one, on the replica with the least work. That is
+    how the ski rental problem is solved: rent until you have paid what skis cost (Karlin, Manasse, Rudolph, Sleator,
+    Competitive Snoopy Caching, Algorithmica 3, 1988).
     """
+
+    def __init__(self) -> None:
+        self._last = -1
+        self._waited: Recent[int, int] = Recent(MAX_PREFIXES)
+        """Name of a prefix -> tokens that its requests have waited for since it was last computed."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         del loads
-        left = [work - 2 * held for work, held in zip(arrival.work, arrival.held, strict=True)]
-        return left.index(min(left))
+        work, held = arrival.work, arrival.held
+        idlest = _least(work, self._last)
+        best = _least([tokens - 2 * of_prompt for tokens, of_prompt in zip(work, held, strict=True)], self._last)
+        if work[best] > work[idlest]:
+            waited = (self._waited.get(arrival.prefix) or 0) + work[best] - work[idlest]
+            if waited > 2 * (held[best] - held[idlest]):
+                best, waited = idlest, 0
+            self._waited.put(arrival.prefix, waited)
+        self._last = best
+        return best
+
+
+def _least(values: Sequence[int], last: int) -> int:
+    """Return the number of the least value; of equals, the next one after `last`."""
+    least = min(values)
+    return values.index(least, last + 1) if least in values[last + 1 :] else values.index(least)
 
 
 ROUTERS: Mapping[str, Callable[[], Router]] = {
