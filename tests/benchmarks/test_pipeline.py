@@ -75,7 +75,7 @@ def test_rows_stay_full_while_requests_come_and_go(monkeypatch):
         return submit(device, plan)
 
     monkeypatch.setattr(Timer, "submit", note)
-    crowd = pipeline.Crowd(4, 1, 200_000, 400)
+    crowd = pipeline.Crowd(4, 1, 2_000_000, 400)
     crowd.run()
     assert crowd.num_come > 8, "others came after the first"
     assert num_rows.count(4) > 0.9 * len(num_rows)

@@ -183,15 +183,16 @@ def test_a_line_of_text_has_everything_or_a_dash():
 
 def test_a_reader_that_is_too_slow_holds_up_nobody_and_what_is_lost_is_counted(monkeypatch, caplog):
     monkeypatch.setattr(access_log, "MAX_QUEUED", 3)
-    is_free, written = threading.Event(), []
+    is_called, is_free, written = threading.Event(), threading.Event(), []
 
     def write(text):
+        is_called.set()
         is_free.wait(20)
         written.append(text)
 
     log = AccessLog(as_json=True, write=write)
     log.add(Entry(client="c", method="GET", path="/first"))
-    wait_until(lambda: log._queue.empty())  # the thread has it
+    assert is_called.wait(20)
     for _ in range(5):
         log.add(Entry(client="c", method="GET", path="/a"))
     is_free.set()
