@@ -1,4 +1,4 @@
-"""Which router finds the most in the caches, at what price for those who share nothing? And how long does a decision take?
+"""How much do routers find in the caches of replicas, and how late are first tokens? How long does a decision take?
 
     python benchmarks/routing.py                               # four replicas, all workloads: five minutes
     python benchmarks/routing.py --workloads mooncake --replicas 16 --requests 4000
@@ -137,7 +137,7 @@ def print_comparison(name: str, num_requests: int, figures: Mapping[str, Mapping
 
 
 def time_decisions() -> dict[str, float]:
-    """Decisions for prompts of 16,000 tokens, of which one replica holds all or half. Each block is on one replica."""
+    """Time decisions for prompts of 16,000 tokens. One replica holds the whole prompt, or its first half."""
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(50_000) for _ in range(DECISION_BLOCKS * BLOCK_SIZE)) for _ in range(DECISION_PROMPTS // 10)]
     dispatcher = Dispatcher(PrefixAware(), DECISION_REPLICAS, BLOCK_SIZE)

@@ -50,7 +50,7 @@ def test_work_is_that_of_prompts_until_their_first_token_and_of_answers_until_th
     dispatcher.on_end("two")
     dispatcher.on_end("three")
     send(dispatcher, make_request("four", 1))
-    assert router.work[-1] == (0, 0), "an answer that is longer than expected is no work"
+    assert router.work[-1] == (0, 0), "a longer answer than expected counts as no work"
     for request_id in ("one", "four", "four"):
         dispatcher.on_end(request_id)
         dispatcher.on_tokens(request_id, 1)

@@ -25,10 +25,9 @@ class Arrival:
     tenant: str
     priority: int
     work: Sequence[int]
-    """For each replica, the tokens of prompts and answers that it has yet to compute for the requests it was sent."""
+    """Tokens, of prompts and answers, that each replica still has to compute for the requests it was sent."""
     held: Sequence[int]
-    """For each replica, the tokens at the prompt's beginning whose KV it holds, or will hold once it has computed what it was
-    sent."""
+    """Tokens at the beginning of the prompt that each replica holds, or will hold once it has computed what it was sent."""
     prefix: int
     """Name of the longest beginning of the prompt that a replica holds; 0: none does."""
 
