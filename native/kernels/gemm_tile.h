@@ -77,15 +77,15 @@ PENSTOCK_INLINE vb unpack(vb chunk, bool high, const uint8_t* table) {
     return L::kTable ? look_up(nibbles, table) : nibbles;
 }
 
-// dots[p][r] += sum over the 32 columns of one group of unsigned weight * int8 activation.
+// sums[p][r] += sum over the 32 columns of one group of unsigned weight * int8 activation.
 // `q` is the first row's group; rows are `stride` bytes apart.
-template <WeightKind kKind, int kPanels, int kRows>
+template <WeightKind kKind, int kPanels, int kRows, typename Sum>
 PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const uint8_t* table, const int8_t* q, int64_t stride,
-                               vi (&dots)[kPanels][kRows]) {
+                               Sum (&sums)[kPanels][kRows]) {
     using L = Layout<kKind>;
     const auto multiply = [&](const vb(&w)[kPanels], int column) {
         for (int r = 0; r < kRows; ++r) {
-            for (int p = 0; p < kPanels; ++p) dots[p][r] = dot4<L::kSmall>(dots[p][r], w[p], q + r * stride + column);
+            for (int p = 0; p < kPanels; ++p) sums[p][r] = dot4<L::kSmall>(sums[p][r], w[p], q + r * stride + column);
         }
     };
     for (int c = 0; c < (L::kNibbles ? 4 : 8); ++c) {
@@ -190,16 +190,15 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     const int64_t panel_bytes = int64_t{pairs} * L::kPairBytes;
     constexpr int kHalf = L::kPairBytes / 128 * 64;  // bytes of a pair that its first group fetches ahead
     const auto add_group = [&](const uint8_t* const(&stream)[kPanels], int g, int half, bool fetches) PENSTOCK_LAMBDA {
-        vi dots[kPanels][kRows];
+        const auto start_of = [&](int r) PENSTOCK_LAMBDA {
+            const vi start = set1_i(starts[r * groups + g]);
+            if constexpr (L::kSmall) return start;
+            const vi lift = set1_i(lifts[r * groups + g]);
+            return kWeightsLess != 0 ? lift : add(times16(sub(start, lift)), lift);
+        };
+        decltype(begin_sum<L::kSmall>(vi{})) sums[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
-            vi start = set1_i(starts[r * groups + g]);
-            if constexpr (!L::kSmall && kUnsignedLess != 0) {
-                start = set1_i(lifts[r * groups + g]);
-            } else if constexpr (!L::kSmall) {
-                const vi lift = set1_i(lifts[r * groups + g]);
-                start = add(times16(sub(start, lift)), lift);
-            }
-            for (int p = 0; p < kPanels; ++p) dots[p][r] = start;
+            for (int p = 0; p < kPanels; ++p) sums[p][r] = begin_sum<L::kSmall>(start_of(r));
         }
         if (fetches) {  // all lines of a pair at once would wait for each other
             for (int p = 0; p < kPanels; ++p) {
@@ -212,11 +211,12 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         }
         const uint8_t* quants[kPanels];
         for (int p = 0; p < kPanels; ++p) quants[p] = stream[p] + half * L::kGroupBytes;
-        dot_group<kKind, kPanels, kRows>(quants, panels[0].table, q + g * kGroup, a.cols, dots);
+        dot_group<kKind, kPanels, kRows>(quants, panels[0].table, q + g * kGroup, a.cols, sums);
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(reinterpret_cast<const uint16_t*>(stream[p] + L::kScales) + half * kPanel);
             for (int r = 0; r < kRows; ++r) {
-                acc[p][r] = fma(sub(float_of(dots[p][r]), float_of(set1_i(lifts[r * groups + g]))), d, acc[p][r]);
+                const vi dots = end_sum(sums[p][r], start_of(r));
+                acc[p][r] = fma(sub(float_of(dots), float_of(set1_i(lifts[r * groups + g]))), d, acc[p][r]);
             }
         }
     };

@@ -180,6 +180,7 @@ struct Row {
                     const int column = (g + i) * kGroup + half * kLanes;
                     values[2 * i + half] = mul(load(x + column), factor);
                     if constexpr (kNormed) values[2 * i + half] = mul(values[2 * i + half], load(norm + column));
+                    values[2 * i + half] = max(set1(-127.0f), values[2 * i + half]);  // dot4 takes no -128
                 }
             }
             const vb first = rounded_i8(values[0], values[1], values[2], values[3]);

@@ -42,6 +42,13 @@ constexpr float kRoundingMagic = 12582912.0f;
 #include "simd_portable.h"
 #endif
 
+// The sum of a group of 32 columns, from `start`: `begin_sum`, eight times `dot4`, `end_sum`.
+#ifndef PENSTOCK_SHORT_SUMS
+template <bool kNibbles>
+PENSTOCK_INLINE vi begin_sum(vi start) { return start; }
+#endif
+PENSTOCK_INLINE vi end_sum(vi sum, vi) { return sum; }
+
 // The first `count` of sixteen numbers at p; the others are zero.
 template <typename T>
 PENSTOCK_INLINE auto load_some(const T* p, int count) {

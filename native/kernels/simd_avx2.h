@@ -141,9 +141,15 @@ PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]
 }
 // Products of integers, four bytes or two 16-bit numbers to a lane: with AVX-VNNI as in simd_avx512.h.
 #if defined(__AVXVNNI__)
+constexpr int32_t kWeightsLess = 0;
 PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), a); }
 template <bool kNibbles>
-PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    int32_t bits;
+    memcpy(&bits, a4, 4);
+    const __m256i a = _mm256_set1_epi32(bits);
+    return {_mm256_dpbusd_avx_epi32(acc.l, w.l, a), _mm256_dpbusd_avx_epi32(acc.h, w.h, a)};
+}
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     return {_mm256_dpwssd_avx_epi32(acc.l, w.l, a.l), _mm256_dpwssd_avx_epi32(acc.h, w.h, a.h)};
 }
@@ -156,23 +162,10 @@ PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return dot4_i8(acc, w, a); }
 PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), a), _mm256_set1_epi16(1));
 }
-template <bool kNibbles>
-PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
-    const __m256i one = _mm256_set1_epi16(1);
-    if constexpr (kNibbles) {
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), one));
-    }
-    // maddubs saturates at 16 bits: 255 * 127 * 2 would not fit, so the byte goes in as two nibbles.
-    const __m256i m = _mm256_set1_epi8(0x0F);
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, m), a);
-    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), m), a);
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, one));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
-}
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
 }
-// Signed bytes: |w| times a with the sign of w. The sum of two such products fits into 16 bits.
+// Signed bytes: |w| times a with the sign of w. The sum of two such products fits into 16 bits, and a is never -128.
 constexpr int32_t kDotZero = 0;
 PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
     const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
@@ -187,6 +180,51 @@ PENSTOCK_INLINE __m256i dot4_u8_part(__m256i acc, __m256i w, __m256i a) {
     return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l, a.l), dot4_u8_part(acc.h, w.h, a.h)}; }
+
+// Products of a tile are text: GCC 12 would move the sums to memory and back.
+constexpr int32_t kWeightsLess = 128;
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
+    const __m256i l = _mm256_xor_si256(w.l, _mm256_set1_epi8(-128)), h = _mm256_xor_si256(w.h, _mm256_set1_epi8(-128));
+    __m256i a, words;
+    asm("vpbroadcastd %[four], %[a]\n\t"
+        "vpsignb %[l], %[a], %[words]\n\tvpmaddubsw %[words], %[size_l], %[words]\n\t"
+        "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_l], %[acc_l]\n\t"
+        "vpsignb %[h], %[a], %[words]\n\tvpmaddubsw %[words], %[size_h], %[words]\n\t"
+        "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_h], %[acc_h]"
+        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
+        : [l] "x"(l), [h] "x"(h), [size_l] "x"(_mm256_abs_epi8(l)), [size_h] "x"(_mm256_abs_epi8(h)), [one] "x"(_mm256_set1_epi16(1)),
+          [four] "m"(four));
+    return acc;
+}
+
+// The sum over a group of nibbles fits into 16 bits: 8 times two products of at most 15 * 128.
+#define PENSTOCK_SHORT_SUMS
+struct short_sum { __m256i l, h; };
+template <bool kNibbles>
+PENSTOCK_INLINE short_sum dot4(short_sum acc, vb w, const int8_t* a4) {
+    const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
+    __m256i a, words;
+    asm("vpbroadcastd %[four], %[a]\n\t"
+        "vpmaddubsw %[a], %[l], %[words]\n\tvpaddw %[words], %[acc_l], %[acc_l]\n\t"
+        "vpmaddubsw %[a], %[h], %[words]\n\tvpaddw %[words], %[acc_h], %[acc_h]"
+        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
+        : [l] "x"(w.l), [h] "x"(w.h), [four] "m"(four));
+    return acc;
+}
+template <bool kNibbles>
+PENSTOCK_INLINE auto begin_sum(vi start) {
+    if constexpr (kNibbles) {
+        return short_sum{_mm256_setzero_si256(), _mm256_setzero_si256()};
+    } else {
+        return start;
+    }
+}
+PENSTOCK_INLINE vi end_sum(short_sum sum, vi start) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return add(vi{_mm256_madd_epi16(sum.l, one), _mm256_madd_epi16(sum.h, one)}, start);
+}
 #endif
 PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
     const __m256i first = _mm256_hadd_epi32(sums_of_bytes(a.l), sums_of_bytes(a.h));
@@ -224,25 +262,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     const __m256i m = _mm256_set1_epi32(mask);
     return {_mm256_cvtepi32_ps(_mm256_and_si256(a.l, m)), _mm256_cvtepi32_ps(_mm256_and_si256(a.h, m))};
 }
-template <bool kNibbles>
-PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
-    int32_t bits;
-    memcpy(&bits, a4, 4);
-    const __m256i a = _mm256_set1_epi32(bits);
-    return {dot4_part<kNibbles>(acc.l, w.l, a), dot4_part<kNibbles>(acc.h, w.h, a)};
-}
-PENSTOCK_INLINE __m256 dot2_part(__m256 acc, __m256i w, float a0, float a1) {
-    const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-    const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
-    return _mm256_fmadd_ps(_mm256_set1_ps(a0), w0, _mm256_fmadd_ps(_mm256_set1_ps(a1), w1, acc));
-}
-PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
-    const uint32_t b0 = static_cast<uint32_t>(a2[0]) << 16, b1 = static_cast<uint32_t>(a2[1]) << 16;
-    float a0, a1;
-    memcpy(&a0, &b0, 4);
-    memcpy(&a1, &b1, 4);
-    return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
-}
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;
     memcpy(&bits, p, 4);
@@ -265,6 +284,7 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     return {_mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), _mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), acc.l)),
             _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), acc.h))};
 }
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) { return dot2_bf16(acc, w, set1_pair(a2)); }
 PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }

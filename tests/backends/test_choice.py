@@ -97,11 +97,11 @@ def test_a_variant_that_passes_is_tested_once(tmp_path: Path) -> None:
 
 
 BITS = [
-    "q4_0 a5741e5a",
-    "q4_1 ab5c95b1",
-    "q5_1 63b87b8f",
-    "q8_0 3ece8351",
-    "iq4_nl 567144b7",
+    "q4_0 08c7e058",
+    "q4_1 9d46e919",
+    "q5_1 b5c01713",
+    "q8_0 3f1ae47e",
+    "iq4_nl abd01f8d",
     "bf16 cce92605",
     "texts c811ed4b",
     "states 07c59254",

@@ -33,7 +33,7 @@ def quantised_activations(x: F32, *, outlier_ratio: float = 6.0) -> tuple[F32, F
     is_outlier = np.abs(groups) > limit
     largest = np.abs(np.where(is_outlier, 0, groups)).max(-1, keepdims=True)
     scale = np.exp2(np.ceil(np.log2(np.maximum(largest / np.float32(127), 2.0**-90)))).astype(np.float32)
-    rounded = np.clip(np.rint(groups / scale), -128, 127) * scale
+    rounded = np.clip(np.rint(groups / scale), -127, 127) * scale
     rest = np.where(is_outlier, groups - rounded, 0)
     return rounded.reshape(x.shape).astype(np.float32), rest.reshape(x.shape).astype(np.float32)
 
