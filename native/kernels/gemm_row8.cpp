@@ -22,7 +22,7 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
     const int8_t* const q = a.q + row0 * a.cols;
     vi acc[kPanels][kRows];
     for (int r = 0; r < kRows; ++r) {
-        const vi start = set1_i(kUnsignedLess == kWeightZero ? 0 : a.row_start[row0 + r]);
+        const vi start = set1_i(kRow8Less == kWeightZero ? 0 : a.row_start[row0 + r]);
         for (int p = 0; p < kPanels; ++p) acc[p][r] = start;
     }
     const int steps = a.cols / 4;
@@ -31,8 +31,8 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
         vb weights[kPanels];
         for (int p = 0; p < kPanels; ++p) weights[p] = load64(quants + p * panel_bytes + int64_t{k} * 64);
         for (int r = 0; r < kRows; ++r) {
-            const vb four = set1_pair(q + int64_t{r} * a.cols + 4 * k);
-            for (int p = 0; p < kPanels; ++p) acc[p][r] = dot4_u8(acc[p][r], weights[p], four);
+            const int8_t* const four = q + int64_t{r} * a.cols + 4 * k;
+            for (int p = 0; p < kPanels; ++p) acc[p][r] = dot4_row8(acc[p][r], weights[p], four);
         }
     }
     for (int r = 0; r < kRows; ++r) {

@@ -49,6 +49,12 @@ PENSTOCK_INLINE vi begin_sum(vi start) { return start; }
 #endif
 PENSTOCK_INLINE vi end_sum(vi sum, vi) { return sum; }
 
+// acc[lane] += sum over j of (w[lane][j] - kRow8Less) * a4[j], j = 0..3, of w that are at least 1
+#ifndef PENSTOCK_SIGNED_ROW8
+constexpr int32_t kRow8Less = kUnsignedLess;
+PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) { return dot4_u8(acc, w, set1_pair(a4)); }
+#endif
+
 // The first `count` of sixteen numbers at p; the others are zero.
 template <typename T>
 PENSTOCK_INLINE auto load_some(const T* p, int count) {

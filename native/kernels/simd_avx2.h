@@ -199,6 +199,23 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     return acc;
 }
 
+// Likewise of weights of kU8Row, which are at least 1: |a| times the signed weight, with the sign of a.
+#define PENSTOCK_SIGNED_ROW8
+constexpr int32_t kRow8Less = 128;
+PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) {
+    const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
+    const __m256i l = _mm256_xor_si256(w.l, _mm256_set1_epi8(-128)), h = _mm256_xor_si256(w.h, _mm256_set1_epi8(-128));
+    __m256i a, size, words;
+    asm("vpbroadcastd %[four], %[a]\n\tvpabsb %[a], %[size]\n\t"
+        "vpsignb %[a], %[l], %[words]\n\tvpmaddubsw %[words], %[size], %[words]\n\t"
+        "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_l], %[acc_l]\n\t"
+        "vpsignb %[a], %[h], %[words]\n\tvpmaddubsw %[words], %[size], %[words]\n\t"
+        "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_h], %[acc_h]"
+        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [size] "=&x"(size), [words] "=&x"(words)
+        : [l] "x"(l), [h] "x"(h), [one] "x"(_mm256_set1_epi16(1)), [four] "m"(four));
+    return acc;
+}
+
 // The sum over a group of nibbles fits into 16 bits: 8 times two products of at most 15 * 128.
 #define PENSTOCK_SHORT_SUMS
 struct short_sum { __m256i l, h; };
