@@ -180,7 +180,8 @@ struct Row {
                     const int column = (g + i) * kGroup + half * kLanes;
                     values[2 * i + half] = mul(load(x + column), factor);
                     if constexpr (kNormed) values[2 * i + half] = mul(values[2 * i + half], load(norm + column));
-                    values[2 * i + half] = max(set1(-127.0f), values[2 * i + half]);  // dot4 takes no -128
+                    // No -128, which AVX2's dot4 can't take; nor what comes of numbers beyond 2^31, -128 on some processors.
+                    values[2 * i + half] = min(set1(127.0f), max(set1(-127.0f), values[2 * i + half]));
                 }
             }
             const vb first = rounded_i8(values[0], values[1], values[2], values[3]);

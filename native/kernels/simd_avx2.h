@@ -181,7 +181,8 @@ PENSTOCK_INLINE __m256i dot4_u8_part(__m256i acc, __m256i w, __m256i a) {
 }
 PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l, a.l), dot4_u8_part(acc.h, w.h, a.h)}; }
 
-// Products of a tile are text: GCC 12 would move the sums to memory and back.
+// Inline assembly, since GCC 12 would move the sums of a tile to memory and back. Activations are at least -127: vpsignb can't
+// negate -128. (Sanitizers don't see the reads of such a block.)
 constexpr int32_t kWeightsLess = 128;
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
@@ -193,13 +194,13 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
         "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_l], %[acc_l]\n\t"
         "vpsignb %[h], %[a], %[words]\n\tvpmaddubsw %[words], %[size_h], %[words]\n\t"
         "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_h], %[acc_h]"
-        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
+        : [acc_l] "+&x"(acc.l), [acc_h] "+&x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
         : [l] "x"(l), [h] "x"(h), [size_l] "x"(_mm256_abs_epi8(l)), [size_h] "x"(_mm256_abs_epi8(h)), [one] "x"(_mm256_set1_epi16(1)),
           [four] "m"(four));
     return acc;
 }
 
-// Likewise of weights of kU8Row, which are at least 1: |a| times the signed weight, with the sign of a.
+// Likewise of weights of kU8Row, which are at least 1 (`pack_rows8`): |a| times the signed weight, with the sign of a.
 #define PENSTOCK_SIGNED_ROW8
 constexpr int32_t kRow8Less = 128;
 PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) {
@@ -211,7 +212,7 @@ PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) {
         "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_l], %[acc_l]\n\t"
         "vpsignb %[a], %[h], %[words]\n\tvpmaddubsw %[words], %[size], %[words]\n\t"
         "vpmaddwd %[one], %[words], %[words]\n\tvpaddd %[words], %[acc_h], %[acc_h]"
-        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [size] "=&x"(size), [words] "=&x"(words)
+        : [acc_l] "+&x"(acc.l), [acc_h] "+&x"(acc.h), [a] "=&x"(a), [size] "=&x"(size), [words] "=&x"(words)
         : [l] "x"(l), [h] "x"(h), [one] "x"(_mm256_set1_epi16(1)), [four] "m"(four));
     return acc;
 }
@@ -226,7 +227,7 @@ PENSTOCK_INLINE short_sum dot4(short_sum acc, vb w, const int8_t* a4) {
     asm("vpbroadcastd %[four], %[a]\n\t"
         "vpmaddubsw %[a], %[l], %[words]\n\tvpaddw %[words], %[acc_l], %[acc_l]\n\t"
         "vpmaddubsw %[a], %[h], %[words]\n\tvpaddw %[words], %[acc_h], %[acc_h]"
-        : [acc_l] "+x"(acc.l), [acc_h] "+x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
+        : [acc_l] "+&x"(acc.l), [acc_h] "+&x"(acc.h), [a] "=&x"(a), [words] "=&x"(words)
         : [l] "x"(w.l), [h] "x"(w.h), [four] "m"(four));
     return acc;
 }
