@@ -186,6 +186,7 @@ PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l
 constexpr int32_t kWeightsLess = 128;
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    static_assert(!kNibbles);
     const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
     const __m256i l = _mm256_xor_si256(w.l, _mm256_set1_epi8(-128)), h = _mm256_xor_si256(w.h, _mm256_set1_epi8(-128));
     __m256i a, words;
@@ -222,6 +223,7 @@ PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) {
 struct short_sum { __m256i l, h; };
 template <bool kNibbles>
 PENSTOCK_INLINE short_sum dot4(short_sum acc, vb w, const int8_t* a4) {
+    static_assert(kNibbles);
     const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
     __m256i a, words;
     asm("vpbroadcastd %[four], %[a]\n\t"

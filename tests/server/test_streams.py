@@ -118,6 +118,7 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
             # Event by event until it is held back: on a busy machine an event of many steps could have most of the tokens.
             while not watched.is_held_back:
                 num_pieces = len(watched.pieces)
+                assert num_pieces < num_tokens, "the client was not slow enough to be held back"
                 executor.allow()
                 await until(lambda before=num_pieces: len(watched.pieces) > before)
             executor.open()
