@@ -143,3 +143,38 @@ def test_an_idle_holder_costs_nobody_anything() -> None:
 def test_equals_take_turns(make_router: type[LeastWork | PrefixAware]) -> None:
     router = make_router()
     assert [router.choose(arrival([0, 0, 7, 0], [0] * 4), [EngineLoad()] * 4) for _ in range(5)] == [0, 1, 3, 0, 1]
+
+
+def test_replicas_come_and_go() -> None:
+    """A number is used again, and nothing of the one that had it before is left."""
+    router = Told()
+    dispatcher = Dispatcher(router, 3, block_size=4)
+    loads = [EngineLoad(num_running=number) for number in range(3)]
+
+    def choose(request: Request, **more: object) -> int:
+        return dispatcher.choose(
+            request,
+            dispatcher.names_of(request),
+            loads,
+            index=0,
+            now_ns=0,
+            num_new_tokens=10,
+            **more,  # type: ignore[arg-type]
+        )
+
+    first = make_request("one", 21)
+    dispatcher.hear(0, Changes(dispatcher.names_of(first), []))
+    assert choose(first) == 0
+    dispatcher.on_end("one")
+    dispatcher.leave(0)
+    router.chosen = 1
+    assert choose(make_request("two", 21)) == 2, "the second of those that are left"
+    assert router.held[-1] == (0, 0)
+    assert dispatcher.join() == 0
+    assert dispatcher.join() == 3
+    loads.append(EngineLoad())
+    assert choose(make_request("three", 21), but_not={0, 1}) == 3
+    assert router.work[-1] == (21 + 10, 0), "of those that may be chosen"
+    assert router.held[-1] == (20, 0)
+    assert choose(make_request("four", 21)) == 1
+    assert router.work[-1] == (0, 0, 21 + 10, 21 + 10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.kv.block_table import extend_chain, root_hash
 from penstock.kv.changes import Changes, names_of
@@ -16,9 +16,26 @@ from penstock.types.stats import EngineLoad
 
 class Dispatcher:
     def __init__(self, router: Router, num_replicas: int, block_size: int, *, has_prefix_caching: bool = True) -> None:
-        self._router, self._num_replicas, self._block_size = router, num_replicas, block_size
+        """`num_replicas`: those that are there from the start, numbered from 0."""
+        self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
-        self._ledger, self._holdings = Ledger(num_replicas), Holdings()
+        self._ledger, self._holdings = Ledger(), Holdings()
+        self._numbers: list[int] = []
+        """The replicas that are there, ascending."""
+        for _ in range(num_replicas):
+            self.join()
+
+    def join(self) -> int:
+        """Add a replica that holds nothing, and return its number: the lowest that no other has."""
+        number = next((number for number, taken in enumerate(self._numbers) if number != taken), len(self._numbers))
+        self._numbers.insert(number, number)
+        self._ledger.join(number)
+        return number
+
+    def leave(self, replica: int) -> None:
+        """Forget a replica, and what it holds. Call `on_end` before for the requests that it had. O(blocks)."""
+        self._numbers.remove(replica)
+        self._holdings.forget(replica)
 
     def names_of(self, request: Request) -> list[int]:
         """Return the names of the whole blocks that a request may find in a cache. Its last token is always computed."""
@@ -37,30 +54,39 @@ class Dispatcher:
         index: int,
         now_ns: int,
         num_new_tokens: int,
+        but_not: Collection[int] = (),
     ) -> int:
         """Choose a replica for a request, and count the request as sent to it.
 
         `names`: what `names_of(request)` returned.
-        `loads`: how busy each replica is.
+        `loads`: how busy each replica is, by its number.
         `num_new_tokens`: the expected length of its answer.
+        `but_not`: replicas that must not get it. At least one other must be there.
 
         Raises PenstockError if the router fails, or chooses no replica.
         """
-        depths = self._holdings.depths(names, self._num_replicas)
+        numbers, work = self._numbers, self._ledger.work
+        if but_not:
+            numbers = [number for number in numbers if number not in but_not]
+        if len(numbers) < len(loads):
+            loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
+        all_depths = self._holdings.depths(names, self._numbers[-1] + 1)
+        depths = [all_depths[number] for number in numbers]
         arrival = Arrival(
             index=index,
             now_ns=now_ns,
             num_prompt_tokens=request.num_prompt_tokens,
             tenant=request.tenant,
             priority=request.priority,
-            work=tuple(self._ledger.work),
+            work=tuple(work),
             held=tuple([depth * self._block_size for depth in depths]),
             prefix=names[deepest - 1] if (deepest := max(depths)) else 0,
         )
         chosen = self._ask(arrival, loads)
-        self._ledger.send(request.request_id, chosen, request.num_prompt_tokens - arrival.held[chosen], num_new_tokens)
-        self._holdings.expect(request.request_id, chosen, names[depths[chosen] :])
-        return chosen
+        number = numbers[chosen]
+        self._ledger.send(request.request_id, number, request.num_prompt_tokens - arrival.held[chosen], num_new_tokens)
+        self._holdings.expect(request.request_id, number, names[depths[chosen] :])
+        return number
 
     def _ask(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         router, name = self._router, type(self._router).__name__

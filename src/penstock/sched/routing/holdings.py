@@ -28,6 +28,11 @@ class Holdings:
             else:
                 held.pop(name, None)
 
+    def forget(self, replica: int) -> None:
+        """Note that a replica holds nothing any more. O(blocks)."""
+        bit = 1 << replica
+        self._held = {name: left for name, holders in self._held.items() if (left := holders & ~bit)}
+
     def expect(self, request_id: str, replica: int, names: Sequence[int]) -> None:
         """Note that a replica was sent a request, and will hold these blocks, too."""
         self._coming.update(dict.fromkeys(names, 1 << replica))

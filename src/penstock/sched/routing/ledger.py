@@ -14,11 +14,14 @@ class _Entry:
 
 
 class Ledger:
-    def __init__(self, num_replicas: int) -> None:
-        self.work = [0] * num_replicas
+    def __init__(self) -> None:
+        self.work: list[int] = []
         """Tokens of prompts that have no first token yet and were not cached, and those expected of answers that have not
-        ended."""
+        ended, by the number of the replica."""
         self._entries: dict[str, _Entry] = {}
+
+    def join(self, replica: int) -> None:
+        self.work += [0] * (replica + 1 - len(self.work))
 
     def send(self, request_id: str, replica: int, num_prefill_tokens: int, num_new_tokens: int) -> None:
         self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens)
