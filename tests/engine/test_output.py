@@ -300,3 +300,16 @@ def test_late_answers_end_once_they_have_a_line():
     assert told("abcde\nfg") == ("abcde\n", end)
     assert told("abcdefgh") == ("abcdefgh", [])
     assert told("a\nbcde", stops=("cx",)) == ("a\nbc", end), "what a stop string held back is shown"
+
+
+@given(text=st.text("ab!", min_size=1, max_size=12), at=st.integers(0, 12), stop=st.sampled_from([(), ("ab",), ("a!b", "bb")]))
+def test_an_answer_that_another_engine_began_goes_on_as_if_it_had_not(text: str, at: int, stop: tuple[str, ...]) -> None:
+    whole = make_stage(stop=stop, max_tokens=20)
+    told = [chunk for letter in text for chunk in whole.push([event(letter)]).chunks]
+    at = min(at, len(told) - 1, len(text) - 1)
+    stage = OutputStage(lambda skip_special_tokens: Letters())
+    begun = Request("a", (1,), SamplingParams(stop=stop, max_tokens=20), arrival_ns=0)
+    begun.output_token_ids.extend(map(ord, text[:at]))
+    stage.add(begun)
+    rest = [chunk for letter in text[at:] for chunk in stage.push([event(letter)]).chunks]
+    assert rest == told[at:]

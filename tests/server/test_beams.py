@@ -18,7 +18,7 @@ TOKENIZER = make_tokenizer()
 
 def hypotheses(token_ids, width, max_tokens, *, length_penalty=1.0, early_stopping=False):
     """Texts of a search without engine or server."""
-    params = BeamParams(width=width, length_penalty=length_penalty, early_stopping=EarlyStopping(early_stopping))
+    params = BeamParams(width=width, length_penalty=length_penalty, early_stopping=EarlyStopping.of(early_stopping))
     search = BeamSearch(params, {END_ID}, max_tokens)
     while not search.is_done:
         tops = []

@@ -144,7 +144,7 @@ class BeamSearch:
 
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    """True, False or "never", as defined by `types.sampling.EarlyStopping`."""
+    """True, False or "never", as `types.sampling.EarlyStopping.of` reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,7 @@ def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: R
     beams = BeamParams(
         width=request.n,
         length_penalty=request.beams.length_penalty,
-        early_stopping=EarlyStopping(request.beams.early_stopping),
+        early_stopping=EarlyStopping.of(request.beams.early_stopping),
         num_logprobs=request.logprobs,
     )
     return replace(shown, temperature=0.0, beams=beams, logprobs=max(request.n + num_stops, request.logprobs or 0))

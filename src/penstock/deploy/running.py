@@ -22,6 +22,7 @@ from penstock.clock import Clock, WallClock
 from penstock.models.facts import ModelFacts as ModelFacts  # `serve` knows files by their facts alone
 from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
+from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
 
 if TYPE_CHECKING:  # their imports would hold up the first model's weights
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.text.dialects import Dialect
     from penstock.text.grammar import Grammars
     from penstock.text.tokenizer import Tokenizer
-    from penstock.types.plan import Capacity
 
 _log = logging.getLogger(__name__)
 

@@ -37,10 +37,13 @@ class OutputStage:
         """Stop strings -> their automaton, shared by the choices of a call."""
 
     def add(self, request: Request) -> None:
-        """Expect events of a request. Raises ValueError if a request with its id is in flight."""
+        """Expect events of a request, new or begun by another engine. Raises ValueError if one with its id is in flight."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already in flight")
         self._requests[request.request_id] = request
+        if request.output_token_ids:
+            stream = self._streams[request.request_id] = self._open(request)
+            stream.before = tuple(request.output_token_ids)
 
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Return the chunks of one step's events, and commands for the core.
@@ -126,6 +129,8 @@ class _Stream:
     _make_detokenizer: DetokenizerFactory
     _trees: MutableMapping[tuple[str, ...], StopTree]
     _slo_itl_ns: int | None
+    before: tuple[int, ...] = ()
+    """Tokens that another engine generated, and told with their text, but for an end that may yet become a stop string."""
     is_under_way: bool = False
     """The first tokens have come, and the text is not searched for stop strings or lines."""
     last: OutputChunk | None = None
@@ -224,6 +229,8 @@ class _Stream:
         if sampling.lines is not None:
             self._lines = Lines(sampling.lines)
         self.is_under_way = self._stops is None and self._lines is None and self._last_token_ns is not None
+        if self.before:
+            self._read(TokenEvent(self._request.request_id, self.before, 0))
 
     def _close(self, chunk: OutputChunk) -> None:
         chunk.num_cached_tokens = self._request.num_cached_tokens

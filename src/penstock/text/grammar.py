@@ -179,7 +179,7 @@ class Grammars:
 
         `plan` describes what precedes the grammar. Raises `Rejected` if the grammar is invalid or too large.
         """
-        return self._begin(self._ready(grammar), plan)
+        return self._begin(self.ready(grammar), plan)
 
     def free_matcher(self, plan: AnswerPlan) -> Matcher:
         """Return a matcher for an answer without a grammar, but with limited reasoning."""
@@ -190,14 +190,14 @@ class Grammars:
     def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
         """Compile a grammar, so that `known` returns matchers for `number` answers, or raises if the grammar is refused."""
         with contextlib.suppress(Rejected):
-            self._ready(grammar, num_at_once(plan, number))
+            self.ready(grammar, num_at_once(plan, number))
 
     def known(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> list[Matcher] | None:
         """Return `number` matchers if the grammar is already compiled, else None. Fast enough for an event loop.
 
         A compiled grammar makes a limited number of matchers. Raises `Rejected` for a grammar that was refused before.
         """
-        compiled = self._find(grammar, num_at_once(plan, number))
+        compiled = self.find(grammar, num_at_once(plan, number))
         return None if compiled is None else [self._begin(compiled, plan) for _ in range(number)]
 
     def _begin(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
@@ -205,10 +205,12 @@ class Grammars:
 
         return compiled.matcher() if plan is None else AnswerMatcher(plan, self._tokens, compiled)
 
-    def _ready(self, grammar: Grammar, number: int = 1) -> CompiledGrammar:
-        return self._find(grammar, number) or self._compile(grammar)
+    def ready(self, grammar: Grammar, number: int = 1) -> CompiledGrammar:
+        """Return the compiled grammar, which can make `number` matchers. Raises `Rejected` if the grammar is refused."""
+        return self.find(grammar, number) or self._compile(grammar)
 
-    def _find(self, grammar: Grammar, number: int) -> CompiledGrammar | None:
+    def find(self, grammar: Grammar, number: int) -> CompiledGrammar | None:
+        """Return what `ready` returns if it need not compile the grammar, else None."""
         with self._lock:
             if (detail := self._refused.get(hash(grammar))) is not None:
                 raise Rejected(RejectReason.INVALID, detail)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -52,14 +52,21 @@ MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for (OpenAI's limit)."""
 
 
-class EarlyStopping(Enum):
-    """When a beam search that has as many hypotheses as beams ends; the values are transformers' names."""
+class EarlyStopping(StrEnum):
+    """When a beam search that has as many hypotheses as beams ends."""
 
-    ALWAYS = True
-    HEURISTIC = False
+    ALWAYS = "always"
+    HEURISTIC = "heuristic"
     """When the best running beam, at its present length, would not be among the best."""
     NEVER = "never"
     """When no running beam can get among the best, even at full length if the length penalty is positive."""
+
+    @classmethod
+    def of(cls, value: bool | str) -> EarlyStopping:
+        """Return the member for a value as in transformers: True, False or "never"."""
+        if isinstance(value, bool):
+            return cls.ALWAYS if value else cls.HEURISTIC
+        return cls(value)
 
 
 @dataclass(frozen=True, slots=True)

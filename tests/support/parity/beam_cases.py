@@ -38,7 +38,7 @@ class BeamCase:
     @property
     def params(self) -> BeamParams:
         return BeamParams(
-            width=self.width, length_penalty=self.length_penalty, early_stopping=EarlyStopping(self.early_stopping)
+            width=self.width, length_penalty=self.length_penalty, early_stopping=EarlyStopping.of(self.early_stopping)
         )
 
 
