@@ -49,7 +49,7 @@ async def answer(running: RunningModel, request_id: str = "r") -> str:
     return "".join([chunk.text async for chunk in stream])
 
 
-@pytest.mark.parametrize("step", ["_load_text", "EngineMaker", "_assemble", "_model_info", "RunningModel"])
+@pytest.mark.parametrize("step", ["load_text", "EngineMaker", "_assemble", "_model_info", "RunningModel"])
 def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
     path: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,8 @@ class Admission:
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
         """Called with the time of each call, except returns of refused calls."""
+        self.num_engines = 1
+        """Engines that share the requests: prompts that wait are computed side by side."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -271,7 +273,7 @@ class Admission:
                 num_ahead += load.num_running
         num_ends = num_ahead + 1 - num_rows_free
         turn_ns = max(0, num_ends) * ns_per_request
-        prompts_ns = self.pace.prefill_ns(num_prefill_tokens)
+        prompts_ns = self.pace.prefill_ns(num_prefill_tokens / self.num_engines)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _waits_for_adapters(self, load: EngineLoad) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.config import ServerConfig
 from penstock.config.units import format_size
@@ -39,10 +39,24 @@ if TYPE_CHECKING:
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
     from penstock.obs.explain.journal import Journal
+    from penstock.sched.scheduler import Scheduler
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.stats import RequestStats, StepStats
 
 _log = logging.getLogger(__name__)
+
+
+class EngineTap(Protocol):
+    """Hears of all engines of a model, one after another: an `Observer` of each."""
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Hear of an engine that has not begun yet."""
+        ...
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_finish(self, stats: RequestStats) -> None: ...
 
 
 class Lasting:
@@ -84,7 +98,9 @@ class Lasting:
         return Sources(draw_seed=lambda: generator.getrandbits(64))
 
 
-def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting) -> RunningModel:
+def build(
+    blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting, tap: EngineTap | None = None
+) -> RunningModel:
     """Load a model, and return it running. The caller closes it. `model` and `blueprint` come from the same `resolve`.
 
     Raises ConfigError if something does not fit, after closing everything.
@@ -92,7 +108,7 @@ def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lastin
     _log_model(blueprint, model)
     # The vocabulary takes about as long as the weights, and both release the GIL for most of the time.
     with ThreadPoolExecutor(max_workers=1) as side, contextlib.ExitStack() as undone:
-        text = side.submit(_load_text, blueprint.settings.chat_template, model)
+        text = side.submit(load_text, blueprint.settings.chat_template, model)
         blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))
         undone.callback(executor.close)
         if model.encoder is None:
@@ -101,7 +117,7 @@ def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lastin
         store = _open_tier(blueprint, model, executor, resources)
         if store is not None:
             undone.callback(store.close)
-        maker = EngineMaker(blueprint, resources, lasting, executor=executor, store=store, tokenizer=tokenizer)
+        maker = EngineMaker(blueprint, resources, lasting, executor=executor, store=store, tokenizer=tokenizer, tap=tap)
         undone.callback(maker.release)
         undone.callback(lasting.metrics.disconnect)
         running = _assemble(maker, model, executor, chat_template)
@@ -129,6 +145,7 @@ class EngineMaker:
         executor: Executor,
         store: BlockStore | None,
         tokenizer: Tokenizer,
+        tap: EngineTap | None = None,
     ) -> None:
         """`executor` and `store` (the tier below the KV pool) are for the first engine. `blueprint` has its memory plan."""
         from penstock.admission.door import Admission
@@ -164,7 +181,9 @@ class EngineMaker:
         if blueprint.open_recorder is not None:
             backend = blueprint.compute.options.backend
             self._recorder = blueprint.open_recorder(blueprint.name, backend, executor, self.clock)
-        self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
+        self._tap = tap
+        observers = [self.metrics, self.admission, self.signals]
+        self._observer = ObserverGroup(observers if tap is None else [*observers, tap])
         self._token_observer = ObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
@@ -236,6 +255,8 @@ class EngineMaker:
             adapters=self.adapters,
             max_adapters=self.blueprint.lora.max_loras,
         )
+        if self._tap is not None:
+            self._tap.watch(scheduler)
         journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)
         return Engine(
             EngineCore(scheduler, observer=self._observer, journal=journal),
@@ -339,7 +360,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, res
     return open_store(blueprint.tier_folder, cache.kv_disk_size_bytes, executor, fingerprint)
 
 
-def _load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
+def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config, Load, LoraConfig
 from penstock.config.units import format_size
-from penstock.deploy.build import Lasting, build, seat_of
+from penstock.deploy.build import EngineTap, Lasting, build, seat_of
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
 from penstock.deploy.policies import admission_limits
@@ -178,16 +178,21 @@ def plan_share(config: Config, source: ModelSource, resources: Resources) -> Mem
 
 
 def start_model(
-    config: Config, source: ModelSource, resources: Resources | None = None, lasting: Lasting | None = None
+    config: Config,
+    source: ModelSource,
+    resources: Resources | None = None,
+    lasting: Lasting | None = None,
+    tap: EngineTap | None = None,
 ) -> RunningModel:
     """Load a model from files on this machine, and return it ready for requests. The caller closes it.
 
     `resources`: memory and threads that the deployment's models share; by default, new ones. `lasting`: the parts kept from an
-    earlier load. Raises ModelError or ConfigError if the model can't be loaded or does not fit the machine.
+    earlier load. `tap`: hears of its engines. Raises ModelError or ConfigError if the model can't be loaded or does not fit the
+    machine.
     """
     resources, name = resources or Resources(), served_names(config, source)[0]
     try:
-        running = _start(config, source, resources, lasting or make_lasting(config, source))
+        running = _start(config, source, resources, lasting or make_lasting(config, source), tap)
     except BaseException as error:
         resources.memory.give_back(name)
         if isinstance(error, NotEnoughMemory) and not decide(config).is_on_gpu:
@@ -197,7 +202,7 @@ def start_model(
     return running
 
 
-def _start(config: Config, source: ModelSource, resources: Resources, lasting: Lasting) -> RunningModel:
+def _start(config: Config, source: ModelSource, resources: Resources, lasting: Lasting, tap: EngineTap | None) -> RunningModel:
     machine = resources.machine(served_names(config, source)[0])
     blueprint, model = resolve(config, source, machine)
     share = blueprint.share
@@ -205,7 +210,7 @@ def _start(config: Config, source: ModelSource, resources: Resources, lasting: L
     if blueprint.expert_folder is not None:
         _log.warning("%s", disk_words(model, machine.available_bytes - share.num_bytes))
     try:
-        return build(blueprint, model, resources, lasting)
+        return build(blueprint, model, resources, lasting, tap)
     except MemoryError as error:
         kv_words = f", the KV cache {format_size(share.num_kv_bytes)}" if share.num_kv_bytes else ""
         raise NotEnoughMemory(

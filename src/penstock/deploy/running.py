@@ -30,9 +30,7 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.off_loop import OffLoop
     from penstock.deploy.resources import MemoryShare
-    from penstock.engine.bridge import Bridge
-    from penstock.engine.supervisor import Supervisor
-    from penstock.engine.thread import Engine
+    from penstock.engine.bridge import Bridge, ServingEngine
     from penstock.obs.explain.journal import Journal
     from penstock.obs.metrics import Metrics, Residence
     from penstock.text.chat import ChatTemplate
@@ -79,7 +77,7 @@ class Sources:
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RunningModel:
-    engine: Engine | Supervisor
+    engine: ServingEngine
     """Started; its sink is `bridge.deliver`."""
     bridge: Bridge
     """Attached to `engine`."""

@@ -13,14 +13,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
 from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import EngineState
+from penstock.kv.pool_map import PoolMap
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
+from penstock.types.stats import EngineLoad
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +38,23 @@ class EnginePort(Protocol):
     def submit(self, *requests: Request) -> None: ...
 
     def abort(self, request_id: str, detail: str) -> None: ...
+
+
+class ServingEngine(EnginePort, Protocol):
+    """The engine of a running model: an `Engine`, its supervisor, or the replicas of a cluster."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def pool_map(self) -> PoolMap: ...
+
+    def held(self) -> AbstractContextManager[None]: ...
+
+    def drain(self) -> None: ...
+
+    def close(self, timeout_s: float) -> bool: ...
 
 
 class ChunkReader(Protocol):

@@ -112,7 +112,7 @@ class Signals:
 
         `drain_rate` takes the time now in ns. It returns how many requests per second ended while others waited, or 0.
         """
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._drain_rate = drain_rate
         self._lock = threading.Lock()
         self._replicas = Replicas()
@@ -167,7 +167,7 @@ class Signals:
         held = num_held / num_blocks if num_blocks else 0.0
         self._num_waiting = num_waiting
         self._num_there = num_waiting + num_running
-        self._used = max(held, num_running / self._num_rows)
+        self._used = max(held, num_running / self.num_rows)
         self._free = 1.0 - held
 
     def _advance(self, now_ns: int) -> None:

@@ -55,6 +55,22 @@ def preempt(request: Request) -> None:
     request.num_preemptions += 1
 
 
+def follow(
+    request: Request,
+    token_ids: Sequence[int],
+    first_scheduled_ns: int | None,
+    first_token_ns: int | None,
+    num_cached_tokens: int,
+) -> None:
+    """Note how far a request has come in another process."""
+    request.status = RequestStatus.RUNNING
+    request.output_token_ids += token_ids
+    request.num_tokens += len(token_ids)
+    request.first_scheduled_ns = request.first_scheduled_ns or first_scheduled_ns
+    if first_token_ns is not None and request.first_token_ns is None:
+        request.first_token_ns, request.num_cached_tokens = first_token_ns, num_cached_tokens
+
+
 def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
     request.status = RequestStatus.FINISHED
     request.num_inflight_tokens = 0

@@ -127,9 +127,10 @@ def make_runtime(
     clock=None,
     sources=None,
     max_explained=100,
+    tap=None,
     **model_fields,
 ) -> RunningModel:
-    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
+    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone. `tap`: hears of its engine."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
     tokenizer = make_tokenizer(has_ends=executor.capacity.is_one_pass)
@@ -137,17 +138,20 @@ def make_runtime(
     admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
-    observer = ObserverGroup([metrics, admission, signals])
+    observer = ObserverGroup([metrics, admission, signals, *([] if tap is None else [tap])])
     journal = Journal(max_explained, speaks_for_calls=executor.capacity.is_one_pass) if max_explained else None
+    core = make_core(
+        executor.capacity,
+        # Calls take turns, as where encoders are served: a long list comes before nobody's text.
+        make_policies(order="calls") if executor.capacity.is_one_pass else None,
+        observer=observer,
+        journal=journal,
+        enable_prefix_caching=not executor.capacity.is_one_pass,
+    )
+    if tap is not None:
+        tap.watch(core.scheduler)
     engine = Engine(
-        make_core(
-            executor.capacity,
-            # Calls take turns, as where encoders are served: a long list comes before nobody's text.
-            make_policies(order="calls") if executor.capacity.is_one_pass else None,
-            observer=observer,
-            journal=journal,
-            enable_prefix_caching=not executor.capacity.is_one_pass,
-        ),
+        core,
         executor,
         OutputStage(detokenizer_factory(tokenizer), observer=ObserverGroup([metrics, admission])),
         clock=clock,

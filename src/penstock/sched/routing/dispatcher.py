@@ -88,6 +88,10 @@ class Dispatcher:
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
         return number
 
+    def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
+        """Count a request as sent to a replica, beside one with the same prompt."""
+        self._ledger.send(request_id, replica, 0, num_new_tokens)
+
     def _ask(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         router, name = self._router, type(self._router).__name__
         try:

@@ -1,0 +1,608 @@
+"""The front's end of the cluster: a `Fleet` takes the place of a single server's engine.
+
+Its thread runs an event loop, which alone touches the replicas and the requests in flight. A request that a replica loses, or
+refuses for a reason of its own, goes to another one with the tokens that it has: answers do not depend on where they are
+computed, so the client sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.clock import Clock
+from penstock.cluster.link import MAX_BYTES, Link
+from penstock.cluster.messages import (
+    FORMAT,
+    NONCE_BYTES,
+    Abort,
+    Greeting,
+    Hello,
+    Leave,
+    Submit,
+    Told,
+    decode_to_front,
+    prove,
+    work_of,
+)
+from penstock.deploy.running import ModelInfo
+from penstock.engine.bridge import make_waker
+from penstock.engine.core import DEADLINE_EXCEEDED, request_stats
+from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
+from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Outbox
+from penstock.kv.pool_map import PoolMap
+from penstock.sched import progress
+from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.routers import Router
+from penstock.types.errors import PenstockError, RejectReason, counted
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+
+_log = logging.getLogger(__name__)
+
+SILENCE_NS = 5_000_000_000
+"""A replica that tells nothing for this long is lost. It tells every second."""
+GREETING_NS = 10_000_000_000
+"""Time for a replica that has dialled to say who it is."""
+MAX_STRANGERS = 64
+"""Most connections of those who have not said who they are."""
+PATIENCE_NS = 60_000_000_000
+"""Time that a request without any replica waits for one."""
+NO_REPLICA = "no replica is there to compute it"
+NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
+_OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
+"""Reasons of a replica to end a request that another one can still compute."""
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    link: Link
+    since_ns: int
+    nonce: bytes
+    heard_ns: int = 0
+    name: str = ""
+    """Empty until it has said who it is."""
+    number: int = -1
+    load: EngineLoad = field(default_factory=EngineLoad)
+    flights: dict[str, _Flight] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request that has not ended."""
+
+    request: Request
+    replica: _Replica | None = None
+    """None: no replica is there."""
+    since_ns: int = 0
+    """Since when no replica is there."""
+    refused_by: set[str] = field(default_factory=set)
+    last_token_ns: int = 0
+    stats: RequestStats | None = None
+    """What its replica says of its end."""
+    num_gaps: int = 0
+    num_late: int = 0
+
+
+class Fleet:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        router: Router,
+        clock: Clock,
+        sink: OutputSink,
+        has_prefix_caching: bool = True,
+        resumes: bool = True,
+    ) -> None:
+        """`listener`: where replicas dial in; it is closed with the fleet. `secret`: what they must know.
+
+        `resumes`: an answer that has begun goes on at another replica if its own is lost. Otherwise it ends with an error.
+        """
+        self._listener, self._secret, self._router, self.clock = listener, secret, router, clock
+        self._has_prefix_caching, self._resumes = has_prefix_caching, resumes
+        self._sink = sink
+        self._observer: Observer = NullObserver()
+        self._token_observer: TokenObserver = NullObserver()
+        self._outbox = Outbox(sink, self._observer)
+        self._predict: Callable[[Request], int] = lambda request: request.sampling.max_tokens
+        self.on_size: Callable[[int], None] = lambda _: None
+        """Called with the number of replicas whenever it changes."""
+
+        self._lock = threading.Lock()
+        self._state = EngineState.STARTING
+        self._num_holds = 0
+        self._was_cut_short = False
+        self._pool = EngineLoad()
+        self.model: ModelInfo | None = None
+        """Facts of the replicas' model. None until the first one has come."""
+        self._has_model = threading.Event()
+        self._has_ended = threading.Event()
+
+        # Of the fleet's thread:
+        self._loop = asyncio.new_event_loop()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = make_waker(self._loop, self._poll)
+        self._replicas: dict[Link, _Replica] = {}
+        self._by_number: dict[int, _Replica] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._dispatcher: Dispatcher | None = None
+        self._num_sent = 0
+        self._thread = threading.Thread(target=self._run, name="penstock-fleet", daemon=True)
+
+    # For any thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_for_model(self, timeout_s: float) -> ModelInfo | None:
+        """Wait for the first replica. Return the facts of its model, or None if none came in time."""
+        self._has_model.wait(timeout_s)
+        return self.model
+
+    def observe(self, observer: Observer, token_observer: TokenObserver, predict: Callable[[Request], int]) -> None:
+        """Set who hears of steps, tokens and ends, before the first request. `predict` returns the expected length of an
+        answer."""
+        self._observer, self._token_observer, self._predict = observer, token_observer, predict
+        self._outbox = Outbox(self._sink, observer)
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._by_number)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, *requests: Request) -> None:
+        """Send requests to replicas, those with one prompt to the same one. As `Engine.submit`."""
+        self._outbox.add(requests)
+        self._post(lambda: self._take(requests))
+
+    def abort(self, request_id: str, detail: str = "cancelled") -> None:
+        self._post(lambda: self._abort(request_id, detail))
+
+    def load(self) -> EngineLoad:
+        """Return how busy all replicas are together."""
+        num_in_flight, num_prompt_tokens = self._outbox.counts()
+        pool = self._pool
+        return pool._replace(num_waiting=max(0, num_in_flight - pool.num_running), num_prompt_tokens=num_prompt_tokens)
+
+    def pool_map(self) -> PoolMap:
+        raise TimeoutError("each replica has a pool of its own")
+
+    def kv_waste_ratio(self) -> float:
+        return 0.0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make a drain wait until the `with` block ends, as `Engine.held`."""
+        with self._lock:
+            self._num_holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holds -= 1
+            self._post(self._end_if_drained)
+
+    def drain(self) -> None:
+        """Refuse new requests, and finish the others."""
+        with self._lock:
+            if self._state not in (EngineState.STOPPED, EngineState.FAILED):
+                self._state = EngineState.DRAINING
+        self._post(self._end_if_drained)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drain, wait, abort what is left after `timeout_s`, and close the links. Replicas go on, and dial the next front.
+
+        Returns whether every request ended by itself. Idempotent.
+        """
+        self.drain()
+        if self._thread.is_alive():
+            if not self._has_ended.wait(timeout_s):
+                for request_id in self._outbox.cut_short():
+                    self._was_cut_short = True
+                    self.abort(request_id, SHUTTING_DOWN)
+                with self._lock:
+                    self._was_cut_short |= self._num_holds > 0
+                    self._num_holds = 0
+                self._post(self._end_if_drained)
+                self._has_ended.wait(ABORT_GRACE_S)
+            self._post(self._loop.stop)
+            self._thread.join(ABORT_GRACE_S)
+        self._state = EngineState.STOPPED
+        return not self._was_cut_short
+
+    def dismiss(self, name: str) -> None:
+        """Tell a replica to end its requests, and then itself."""
+        self._post(lambda: self._send_away(name))
+
+    # The fleet's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            server = self._loop.run_until_complete(self._loop.create_server(self._greet, sock=self._listener))
+            beat = self._loop.create_task(self._beat())
+            self._loop.run_forever()
+            beat.cancel()
+            server.close()
+            self._loop.run_until_complete(self._hang_up())
+        except BaseException:
+            _log.critical("the front's thread failed", exc_info=True)
+            self._state = EngineState.FAILED
+        finally:
+            self._end_all()
+            with suppress(Exception):
+                self._loop.close()
+
+    async def _hang_up(self) -> None:
+        own = asyncio.current_task()
+        await asyncio.gather(*[task for task in asyncio.all_tasks() if task is not own], return_exceptions=True)
+        for replica in list(self._replicas.values()):
+            replica.link.close("the front ends")
+        await asyncio.sleep(0)  # the links are closed meanwhile
+
+    def _post(self, job: Callable[[], None]) -> None:
+        self._inbox.append(job)
+        with suppress(RuntimeError, OSError):  # the loop is closed, and all requests have ended
+            self._wake()
+
+    def _poll(self) -> None:
+        while self._inbox:
+            job = self._inbox.popleft()
+            try:
+                job()
+            except Exception:  # another request's job must not be lost with it
+                _log.exception("the front failed in a job")
+
+    async def _beat(self) -> None:
+        """Look for replicas that have fallen silent and for requests that wait too long."""
+        while True:
+            await asyncio.sleep(SILENCE_NS / 10e9)
+            now_ns = self.clock.now_ns()
+            for replica in list(self._replicas.values()):
+                if replica.name and now_ns - replica.heard_ns > SILENCE_NS:
+                    replica.link.close(f"it has told nothing for {SILENCE_NS / 1e9:g} s")
+                elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
+                    replica.link.close("it did not say who it is")
+            for flight in [one for one in self._flights.values() if one.replica is None]:
+                deadline_ns = flight.request.deadline_ns
+                if deadline_ns is not None and now_ns > deadline_ns:
+                    self._end(flight, FinishReason.ABORT, DEADLINE_EXCEEDED, RejectReason.DEADLINE)
+                elif now_ns - flight.since_ns > PATIENCE_NS:
+                    self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
+
+    # Replicas.
+
+    def _greet(self) -> Link:
+        """Make the link of a replica that dials in."""
+        link = _GreetingLink(self._on_message, self._on_lost)
+        strangers = [replica for replica in self._replicas.values() if not replica.name]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].link.close("too many others have dialled")
+        self._replicas[link] = _Replica(link, self.clock.now_ns(), link.nonce)
+        return link
+
+    def _on_message(self, link: Link, data: bytes) -> None:
+        replica = self._replicas[link]
+        match decode_to_front(data):
+            case Hello() as hello if not replica.name:
+                self._welcome(replica, hello)
+            case Told() as told if replica.name:
+                self._hear(replica, told)
+            case message:
+                link.close(f"an unexpected {type(message).__name__}")
+
+    def _welcome(self, replica: _Replica, hello: Hello) -> None:
+        link = replica.link
+        if not secrets.compare_digest(hello.proof, prove(self._secret, replica.nonce)):
+            link.close("it does not know the cluster's secret")
+            return
+        if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
+            link.close(f"its answers would differ: {hello.model.fingerprint} instead of {self.model.fingerprint}")
+            return
+        if any(other.name == hello.name for other in self._replicas.values()):
+            link.close(f"another replica is called {hello.name}")
+            return
+        if self._dispatcher is None:
+            block_size = hello.model.capacity.block_size
+            self._dispatcher = Dispatcher(self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching)
+        link.max_bytes = MAX_BYTES
+        replica.name, replica.heard_ns = hello.name, self.clock.now_ns()
+        replica.number = self._dispatcher.join()
+        self._by_number[replica.number] = replica
+        _log.info("replica %s at %s has come: %s", replica.name, link.peer, counted(len(self._by_number), "replica"))
+        if self.model is None:
+            self.model = hello.model
+            self._has_model.set()
+        self._resize()
+        self._dispatch([flight for flight in self._flights.values() if flight.replica is None])
+
+    def _on_lost(self, link: Link, cause: str) -> None:
+        replica = self._replicas.pop(link)
+        if not replica.name:
+            _log.warning("a replica at %s was not taken: %s", link.peer, cause)
+            return
+        told = counted(len(replica.flights), "request")
+        level = logging.INFO if self._state is EngineState.DRAINING else logging.WARNING
+        _log.log(level, "replica %s was lost with %s: %s", replica.name, told, cause)
+        assert self._dispatcher is not None, "it has joined"
+        flights = list(replica.flights.values())
+        for flight in flights:
+            self._part(flight)
+        self._dispatcher.leave(replica.number)
+        del self._by_number[replica.number]
+        self._resize()
+        self._move(flights)
+
+    def _resize(self) -> None:
+        with self._lock:
+            if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
+                self._state = EngineState.READY if self._by_number else EngineState.RESTARTING
+        self._sum_up()
+        self.on_size(len(self._by_number))
+
+    def _sum_up(self) -> None:
+        loads = [replica.load for replica in self._by_number.values()]
+        waits_for = [load.waits_for for load in loads]
+        self._pool = EngineLoad(
+            num_running=sum([load.num_running for load in loads]),
+            num_waiting=sum([load.num_waiting for load in loads]),
+            waits_for=WaitReason.NOTHING if WaitReason.NOTHING in waits_for or not waits_for else waits_for[0],
+            num_blocks_total=sum([load.num_blocks_total for load in loads]),
+            num_blocks_free=sum([load.num_blocks_free for load in loads]),
+            num_blocks_cached=sum([load.num_blocks_cached for load in loads]),
+            num_blocks_shared=sum([load.num_blocks_shared for load in loads]),
+            num_rows_free=sum([load.num_rows_free for load in loads]),
+        )
+
+    def _send_away(self, name: str) -> None:
+        for replica in self._by_number.values():
+            if replica.name == name:
+                replica.link.send(Leave())
+
+    # Requests: sent, moved, ended.
+
+    def _take(self, requests: Sequence[Request]) -> None:
+        if self._state is EngineState.STOPPED or (self._state is EngineState.DRAINING and not self._num_holds):
+            self._outbox.refuse(requests, RejectReason.DRAINING, self.clock.now_ns())
+            return
+        flights = [_Flight(request) for request in requests]
+        self._flights |= {flight.request.request_id: flight for flight in flights}
+        self._dispatch(flights)
+
+    def _dispatch(self, flights: Iterable[_Flight]) -> None:
+        """Send requests without a replica to one: those with one prompt together."""
+        groups: dict[str, list[_Flight]] = {}
+        for flight in flights:
+            groups.setdefault(flight.request.parent_id or flight.request.request_id, []).append(flight)
+        for group in groups.values():
+            self._send(group)
+
+    def _send(self, group: Sequence[_Flight]) -> None:
+        now_ns, first = self.clock.now_ns(), group[0].request
+        dispatcher = self._dispatcher
+        if dispatcher is None or not self._by_number:
+            for flight in group:
+                flight.since_ns = flight.since_ns or now_ns
+            return
+        refused_by = {name for flight in group for name in flight.refused_by}
+        but_not = {number for number, replica in self._by_number.items() if replica.name in refused_by}
+        if len(but_not) == len(self._by_number):
+            for flight in group:
+                self._end(flight, FinishReason.ERROR, "every replica refused it", RejectReason.UNAVAILABLE)
+            return
+        self._num_sent += 1
+        try:
+            number = dispatcher.choose(
+                first,
+                dispatcher.names_of(first),
+                self._loads(),
+                index=self._num_sent,
+                now_ns=now_ns,
+                num_new_tokens=self._num_new_tokens(first),
+                but_not=but_not,
+            )
+        except PenstockError as error:
+            _log.error("%s", error)
+            for flight in group:
+                self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why")
+            return
+        replica = self._by_number[number]
+        for flight in group:
+            flight.replica, flight.since_ns = replica, 0
+            replica.flights[flight.request.request_id] = flight
+            if flight is not group[0]:
+                dispatcher.also(flight.request.request_id, number, self._num_new_tokens(flight.request))
+        replica.link.send(Submit(now_ns, [work_of(flight.request) for flight in group]))
+
+    def _loads(self) -> Sequence[EngineLoad]:
+        """Return the load of each replica, at the index of its number."""
+        by_number = self._by_number
+        return [by_number[number].load if number in by_number else EngineLoad() for number in range(max(by_number) + 1)]
+
+    def _num_new_tokens(self, request: Request) -> int:
+        return max(1, self._predict(request) - len(request.output_token_ids))
+
+    def _part(self, flight: _Flight) -> None:
+        """Take a request away from its replica."""
+        replica, request_id = flight.replica, flight.request.request_id
+        if replica is not None:
+            flight.replica = None
+            del replica.flights[request_id]
+            assert self._dispatcher is not None, "it was sent"
+            self._dispatcher.on_end(request_id)
+
+    def _move(self, flights: Iterable[_Flight]) -> None:
+        """Send requests that have lost their replica to another one, or end them if they must not be resumed."""
+        moving: list[_Flight] = []
+        for flight in flights:
+            if flight.request.output_token_ids and not self._resumes:
+                self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
+            else:
+                moving.append(flight)
+        self._dispatch(moving)
+
+    def _abort(self, request_id: str, detail: str) -> None:
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        if flight.replica is None:
+            self._end(flight, FinishReason.ABORT, detail)
+        else:
+            flight.replica.link.send(Abort(request_id, detail))
+
+    def _end(self, flight: _Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
+        """End a request here, since no replica does."""
+        request, now_ns = flight.request, self.clock.now_ns()
+        self._part(flight)
+        del self._flights[request.request_id]
+        progress.end(request, reason)
+        chunk = OutputChunk(request.request_id, "", (), (), now_ns, request.num_cached_tokens, len(request.output_token_ids))
+        chunk.finish_reason, chunk.detail = reason, detail
+        chunk.reject_reason = "" if because is None else because.value
+        chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
+        self._observer.on_finish(request_stats(request, now_ns, chunk.reject_reason))
+        self._outbox.deliver([chunk])
+        self._end_if_drained()
+
+    def _end_if_drained(self) -> None:
+        if self._state is EngineState.DRAINING and not self._flights and not self._num_holds:
+            self._has_ended.set()
+
+    def _end_all(self) -> None:
+        for flight in list(self._flights.values()):
+            with suppress(Exception):
+                self._end(flight, FinishReason.ABORT, SHUTTING_DOWN, RejectReason.DRAINING)
+        self._has_ended.set()
+
+    # What replicas tell.
+
+    def _hear(self, replica: _Replica, told: Told) -> None:
+        assert self._dispatcher is not None, "it has joined"
+        now_ns = self.clock.now_ns()
+        shift_ns = now_ns - told.sent_ns
+        replica.load, replica.heard_ns = told.load, now_ns
+        self._sum_up()
+        self._dispatcher.hear(replica.number, told.changes)
+        chunks: list[OutputChunk] = []
+        moving: list[_Flight] = []
+        ended: list[tuple[OutputChunk, _Flight]] = []
+        first: list[Request] = []
+        gaps_ns: list[int] = []
+        for stats in told.ended:
+            if (flight := replica.flights.get(stats.request_id)) is not None:
+                flight.stats = stats
+        for chunk in told.chunks:
+            flight = replica.flights.get(chunk.request_id)
+            if flight is None:  # it ended here, or was sent elsewhere
+                continue
+            if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
+                flight.refused_by.add(replica.name)
+                self._part(flight)
+                moving.append(flight)
+                continue
+            _move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
+            self._note(flight, chunk, told.scores.get(chunk.request_id), first, gaps_ns)
+            chunks.append(chunk)
+            if chunk.finish_reason is not None:
+                ended.append((chunk, flight))
+        for step in told.steps:
+            self._observer.on_step(self._pooled(step, shift_ns))
+        if first or gaps_ns:
+            self._token_observer.on_tokens(first, gaps_ns)
+        for chunk, flight in ended:
+            del self._flights[chunk.request_id]
+            self._part(flight)
+            if flight.num_gaps:
+                self._token_observer.on_itl(flight.num_gaps, flight.num_late)
+            self._observer.on_finish(_stats_of(flight, chunk))
+        self._outbox.deliver(chunks)
+        self._move(moving)
+        if ended:
+            self._end_if_drained()
+
+    def _note(
+        self,
+        flight: _Flight,
+        chunk: OutputChunk,
+        scores: Sequence[Any] | None,
+        first: list[Request],
+        gaps_ns: list[int],
+    ) -> None:
+        """Note a chunk's progress in its request."""
+        request = flight.request
+        if scores is not None:
+            request.prompt_logprobs[:] = scores
+        progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
+        if chunk.token_ids or chunk.states:
+            if flight.last_token_ns:
+                gap_ns = chunk.at_ns - flight.last_token_ns
+                gaps_ns.append(gap_ns)
+                if request.slo_itl_ns is not None:
+                    flight.num_gaps += 1
+                    flight.num_late += gap_ns > request.slo_itl_ns
+            else:
+                first.append(request)
+            flight.last_token_ns = chunk.at_ns
+            assert self._dispatcher is not None, "it was sent"
+            self._dispatcher.on_tokens(request.request_id, len(chunk.token_ids))
+        if chunk.finish_reason is not None:
+            progress.end(request, chunk.finish_reason, chunk.stop_reason)
+
+    def _pooled(self, stats: StepStats, shift_ns: int) -> StepStats:
+        """Return a replica's step as one of the pool: with the requests and blocks of all."""
+        pool = self._pool
+        return replace(
+            stats,
+            started_ns=stats.started_ns + shift_ns,
+            ended_ns=stats.ended_ns + shift_ns,
+            planned_ns=stats.planned_ns + shift_ns,
+            num_running=pool.num_running,
+            num_waiting=pool.num_waiting,
+            num_blocks_total=pool.num_blocks_total,
+            num_blocks_free=pool.num_blocks_free,
+            num_blocks_cached=pool.num_blocks_cached,
+        )
+
+
+class _GreetingLink(Link):
+    """A link that greets who dials in."""
+
+    def __init__(self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None]) -> None:
+        super().__init__(on_message, on_lost)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send(Greeting(FORMAT, self.nonce))
+
+
+def _move_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
+    for name in names:
+        at_ns = getattr(target, name)
+        if at_ns is not None:
+            setattr(target, name, at_ns + shift_ns)
+
+
+def _stats_of(flight: _Flight, chunk: OutputChunk) -> RequestStats:
+    """Return the stats of a request that has ended with this chunk, by this clock."""
+    stats, own = flight.stats, request_stats(flight.request, chunk.at_ns, chunk.reject_reason)
+    if stats is None:  # it ended before it was in the replica's engine
+        return own
+    return replace(own, num_generated_tokens=stats.num_generated_tokens, num_preemptions=stats.num_preemptions)

@@ -1,0 +1,117 @@
+"""The model of a cluster as the front serves it: texts, admission and routing, around a `Fleet` in place of an engine."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from penstock.admission.door import Admission
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.recipes import RecipeBook
+from penstock.config import Config
+from penstock.deploy.build import Lasting, load_text
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.factory import make_lasting
+from penstock.deploy.resolve import aliases, resolve, served_names
+from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare
+from penstock.deploy.running import RunningModel, ServedModel
+from penstock.engine.bridge import Bridge
+from penstock.engine.ports import ObserverGroup
+from penstock.models.catalog import ModelSource
+from penstock.models.read_facts import read_facts
+from penstock.obs.metrics import Metrics
+from penstock.obs.signals import Signals
+from penstock.text.dialects import find_dialect
+from penstock.types.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def start_front(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> Deployment:
+    """Return the deployment of a front whose first replica has come. The fleet's sink is `bridge.deliver`.
+
+    The caller closes it. Raises ConfigError for settings that a cluster can't have yet.
+    """
+    check(config)
+    lasting = make_lasting(config, source)
+    served = ServedModel(
+        names=served_names(config, source),
+        aliases=aliases(config, source),
+        metrics=lasting.metrics,
+        load=partial(_front, config, source, fleet, bridge, machine, lasting),
+        plan=MemoryShare,
+        read_facts=partial(read_facts, source),
+        is_fixed=True,
+        max_waiting=config.admission.max_queue,
+    )
+    deployment = Deployment([served], MemoryBudget())
+    deployment.start([served])
+    return deployment
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for settings that a cluster can't have yet."""
+    for flag, is_set in (
+        ("--lora-modules and --lora-dir", config.lora.is_on),
+        ("--record", config.server.record is not None),
+        ("--idle-unload", config.sharing.idle_unload_s is not None),
+    ):
+        if is_set:
+            raise ConfigError(f"A cluster does not know {flag} yet.", remedy="Leave it out, or serve the model by one server.")
+
+
+def _front(
+    config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine, lasting: Lasting
+) -> RunningModel:
+    info = fleet.model
+    assert info is not None, "its first replica has come"
+    blueprint, model = resolve(config, source, machine)
+    tokenizer, chat_template = load_text(blueprint.settings.chat_template, model)
+    metrics = lasting.metrics
+    metrics.settings_hash = blueprint.settings_hash
+    admission = Admission(
+        lasting.limits, info.capacity, reads_priority=blueprint.policies.reads_priority, tenants=lasting.tenants
+    )
+    connect(fleet, bridge, admission, metrics, max_running=blueprint.policies.max_running(info.capacity))
+    return RunningModel(
+        engine=fleet,
+        bridge=bridge,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        grammars=RecipeBook(tokenizer, vocab_size=info.vocab_size),
+        dialect=find_dialect(
+            None if chat_template is None else chat_template.source,
+            tool_parser=blueprint.settings.tool_call_parser,
+            reasoning_parser=blueprint.settings.reasoning_parser,
+        ),
+        admission=admission,
+        metrics=metrics,
+        model=info,
+        clock=fleet.clock,
+        slo_itl_ns=blueprint.slo_itl_ns,
+        prefix_sharing=blueprint.cache.prefix_sharing,
+        defaults=model.sampling,
+        sources=lasting.sources,
+        release=bridge.detach,
+    )
+
+
+def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:
+    """Let the parts of a front hear of all replicas. `max_running`: requests that run at once in one of them."""
+    signals = Signals(max_running, admission.drain.rate)
+    admission.on_call = signals.on_call
+
+    def on_size(num_replicas: int) -> None:
+        admission.num_engines = max(1, num_replicas)
+        signals.num_rows = max(1, num_replicas) * max_running
+
+    fleet.on_size = on_size
+    on_size(fleet.num_replicas)
+    lengths = admission.lengths
+    fleet.observe(
+        ObserverGroup([metrics, admission, signals]),
+        ObserverGroup([metrics, admission]),
+        lambda request: lengths.new_tokens(request.sampling.min_tokens, request.sampling.max_tokens),
+    )
+    bridge.attach(fleet)
+    metrics.connect(load=fleet.load, signals=lambda: signals.read(fleet.load(), fleet.clock.now_ns()))

@@ -1,0 +1,75 @@
+"""One connection between the front and a replica: frames of a length and a message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from penstock.cluster.messages import encode
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 27
+"""Longest message: a request of a million tokens has 5 MB, the first report of a million blocks 9 MB."""
+MAX_STRANGER_BYTES = 1 << 20
+"""Longest message of somebody who has not shown that they know the secret."""
+_LENGTH = struct.Struct("<I")
+
+
+class Link(asyncio.Protocol):
+    def __init__(self, on_message: Callable[[Link, bytes], None], on_lost: Callable[[Link, str], None]) -> None:
+        """`on_lost` is called once, with the cause. An error in `on_message` closes the link."""
+        self._on_message, self._on_lost = on_message, on_lost
+        self._transport: asyncio.Transport | None = None
+        self._read = bytearray()
+        self._cause = "the connection was closed"
+        self.max_bytes = MAX_STRANGER_BYTES
+        self.peer = ""
+
+    def send(self, message: Any) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            data = encode(message)
+            self._transport.writelines((_LENGTH.pack(len(data)), data))
+
+    def close(self, cause: str) -> None:
+        """Close the connection; `on_lost` follows, with this cause. Idempotent."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._cause = cause
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        host, port = transport.get_extra_info("peername")[:2]
+        self.peer = f"{host}:{port}"
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_lost(self, self._cause if exc is None else f"{self._cause} ({exc})")
+
+    def data_received(self, data: bytes) -> None:
+        read = self._read
+        read += data
+        start = 0
+        while len(read) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(read, start)
+            if length > self.max_bytes:
+                self.close(f"a message of {length} bytes is too large")
+                return
+            end = start + _LENGTH.size + length
+            if len(read) < end:
+                break
+            message, start = bytes(read[start + _LENGTH.size : end]), end
+            try:
+                self._on_message(self, message)
+            except Exception as error:
+                if not isinstance(error, msgspec.MsgspecError):
+                    _log.exception("a message of %s could not be handled", self.peer)
+                self.close(f"a message of it could not be read: {type(error).__name__}: {error}")
+            if self._transport is None or self._transport.is_closing():
+                return
+        del read[:start]

@@ -1,0 +1,143 @@
+"""The messages between the front and its replicas, as MessagePack. Times are those of the sender's clock.
+
+Clocks of two machines differ, so each message that has times says when it was sent. The receiver moves its times by the
+difference to its own clock: they are late by the time the message took, which is what the client waits, too.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import msgspec
+
+from penstock.cluster.recipes import Recipe
+from penstock.deploy.running import ModelInfo
+from penstock.engine.ports import OutputChunk
+from penstock.kv.changes import Changes
+from penstock.types.request import Request
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import EngineLoad, RequestStats, StepStats
+
+FORMAT = 1
+"""Version of these messages."""
+NONCE_BYTES = 32
+
+
+class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A request to compute, from its beginning or from the tokens that another replica generated before it was lost."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    times: dict[str, Any]
+    """Fields of `Request` with a time, unless it is None."""
+    fields: dict[str, Any]
+    """Other fields of `Request`, unless they have their default."""
+    cache_salt: bytes
+    conversation: bytes
+    generated: tuple[int, ...]
+    recipe: Recipe | None
+    """How to make its matcher, if its answer follows a grammar."""
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Compute these requests: choices of one prompt, which begin in the same step."""
+
+    sent_ns: int
+    works: list[Work]
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    request_id: str
+    detail: str
+
+
+class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """End the requests in flight, then the process."""
+
+
+class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The front's first message. The replica answers with its `Hello`."""
+
+    format: int
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A replica's first message: it has loaded its model."""
+
+    format: int
+    proof: bytes
+    """`prove` of the front's nonce."""
+    name: str
+    model: ModelInfo
+
+
+class Told(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The news of a replica since it last told. The first one, right after its `Hello`, has all blocks that it holds."""
+
+    sent_ns: int
+    load: EngineLoad
+    changes: Changes
+    steps: list[StepStats]
+    ended: list[RequestStats]
+    chunks: list[OutputChunk]
+    scores: dict[str, list[TokenLogprobs]]
+    """Request id -> the log-probabilities of its prompt, with the first chunk of requests that ask for them."""
+
+
+ToReplica = Greeting | Submit | Abort | Leave
+ToFront = Hello | Told
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_replica = msgspec.msgpack.Decoder(ToReplica).decode
+decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
+
+_TIMES = (
+    *("arrival_ns", "deadline_ns", "queue_deadline_ns", "first_token_deadline_ns"),
+    *("first_scheduled_ns", "first_token_ns"),
+)
+_FIELDS = (
+    *("parent_id", "priority", "slo_ttft_ns", "slo_itl_ns", "tenant", "second_at", "model_wait_ns", "grammar_wait_ns"),
+    "num_cached_tokens",
+)
+
+
+def prove(secret: bytes, nonce: bytes) -> bytes:
+    """Return what only a holder of the secret can answer to a nonce."""
+    return hmac.digest(secret, nonce, "sha256")
+
+
+def work_of(request: Request) -> Work:
+    """Return a request as it goes to a replica, with the tokens that it has so far."""
+    assert request.adapter is None, "a cluster serves no adapters"
+    return Work(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        times={name: at_ns for name in _TIMES if (at_ns := getattr(request, name)) is not None},
+        fields={name: value for name in _FIELDS if (value := getattr(request, name))},
+        cache_salt=request.cache_salt,
+        conversation=request.conversation,
+        generated=tuple(request.output_token_ids),
+        recipe=request.matcher if isinstance(request.matcher, Recipe) else None,
+    )
+
+
+def request_of(work: Work, shift_ns: int) -> Request:
+    """Return the request of a work, without its matcher. `shift_ns`: this clock, less the sender's."""
+    request = Request(
+        request_id=work.request_id,
+        prompt_token_ids=work.prompt_token_ids,
+        sampling=work.sampling,
+        cache_salt=work.cache_salt,
+        conversation=work.conversation,
+        output_token_ids=list(work.generated),
+        **{name: at_ns + shift_ns for name, at_ns in work.times.items()},
+        **work.fields,
+    )
+    if request.first_token_ns is not None:  # its answer has begun, so these were met
+        request.queue_deadline_ns = request.first_token_deadline_ns = None
+    return request

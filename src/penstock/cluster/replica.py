@@ -1,0 +1,231 @@
+"""A replica's end of the cluster: it dials the front, runs the requests that come, and tells what happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from penstock.cluster.link import MAX_BYTES, Link
+from penstock.cluster.messages import (
+    FORMAT,
+    Abort,
+    Greeting,
+    Hello,
+    Leave,
+    Submit,
+    Told,
+    Work,
+    decode_to_replica,
+    prove,
+    request_of,
+)
+from penstock.cluster.recipes import Recipe
+from penstock.cluster.tap import Tap
+from penstock.deploy.running import RunningModel
+from penstock.engine.ports import OutputChunk
+from penstock.kv.changes import Changes
+from penstock.types.errors import Rejected
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import Matcher
+from penstock.types.stats import AdapterCounts, EngineLoad
+
+_log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""A replica tells the front at least this often."""
+REDIAL_S = 0.5
+_FRONT_LOST = "the connection to the front was lost"
+
+
+class Replica:
+    """Serves one front at a time with a running model. For one event loop. A `ChunkReader` of the model's bridge."""
+
+    def __init__(self, running: RunningModel, tap: Tap, *, name: str, secret: bytes) -> None:
+        """`tap`: an observer of the model's engine."""
+        self._running, self._tap, self._name, self._secret = running, tap, name, secret
+        self._link: Link | None = None
+        """The connection, once the front knows this replica."""
+        self._is_lost = asyncio.Event()
+        self._requests: dict[str, Request] = {}
+        """Requests from the front that have not ended."""
+        self._ended = asyncio.Event()
+        """Set when one of them ends."""
+        self._preparing: dict[str, str | None] = {}
+        """Id of a request whose grammar is being compiled -> the detail of its abort, if it was aborted."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._chunks: list[OutputChunk] = []
+        self._is_leaving = False
+
+    async def serve(self, host: str, port: int) -> None:
+        """Serve the front at this address until it says `Leave`, or `leave` is called. Redials when the connection is lost."""
+        loop = asyncio.get_running_loop()
+        is_told = False
+        while not self._is_leaving:
+            self._is_lost.clear()
+            try:
+                _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
+            except OSError as error:
+                if not is_told:
+                    _log.warning("the front at %s:%d can't be reached yet: %s", host, port, error)
+                is_told = True
+                await asyncio.sleep(REDIAL_S)
+                continue
+            is_told = False
+            try:
+                await self._beat_until_lost()
+            finally:
+                link.close("it ends")
+            await self._end_all()
+        while self._requests or self._preparing:
+            await self._wait_for_end()
+
+    def leave(self) -> None:
+        """End once the requests in flight have ended. The front sends no more, since it is told that this engine drains."""
+        self._is_leaving = True
+        self._running.engine.drain()
+
+    async def _beat_until_lost(self) -> None:
+        while not self._is_lost.is_set():
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await self._is_lost.wait()
+            except TimeoutError:
+                self._tell()
+            if self._is_leaving and not self._requests and not self._preparing and self._link is not None:
+                self._link.close("it leaves")
+
+    async def _end_all(self) -> None:
+        """End the requests of a front that was lost, so that it may send them again."""
+        for request_id in list(self._requests):
+            self._running.bridge.abort(request_id, _FRONT_LOST)
+        self._preparing = dict.fromkeys(self._preparing, _FRONT_LOST)
+        while self._requests or self._preparing:
+            await self._wait_for_end()
+
+    async def _wait_for_end(self) -> None:
+        self._ended.clear()
+        await self._ended.wait()
+
+    # Messages of the front.
+
+    def _on_lost(self, link: Link, cause: str) -> None:
+        if self._link is not None and not self._is_leaving:
+            _log.warning("the front at %s was lost: %s", link.peer, cause)
+        elif not self._is_leaving:
+            _log.warning("the front at %s did not take this replica: %s", link.peer, cause)
+        self._link = None
+        self._is_lost.set()
+
+    def _on_message(self, link: Link, data: bytes) -> None:
+        match decode_to_replica(data):
+            case Submit() as submit:
+                self._take(submit)
+            case Abort(request_id, detail):
+                if request_id in self._preparing:
+                    self._preparing[request_id] = detail
+                self._running.bridge.abort(request_id, detail)
+            case Greeting(version, nonce):
+                self._greet(link, version, nonce)
+            case Leave():
+                self.leave()
+
+    def _greet(self, link: Link, version: int, nonce: bytes) -> None:
+        if version != FORMAT:
+            link.close(f"it speaks version {version} of the messages, this replica {FORMAT}: install one version everywhere")
+            return
+        link.max_bytes = MAX_BYTES
+        link.send(Hello(FORMAT, prove(self._secret, nonce), self._name, self._running.model))
+        self._tap.take()  # the front gets what is held now, and nothing of before
+        self._chunks.clear()
+        held = Changes(list(self._tap.held), [])
+        link.send(Told(self._running.clock.now_ns(), self._load(), held, [], [], [], {}))
+        self._link = link
+        _log.info("replica %s serves the front at %s", self._name, link.peer)
+
+    def _take(self, submit: Submit) -> None:
+        shift_ns = self._running.clock.now_ns() - submit.sent_ns
+        requests = [request_of(work, shift_ns) for work in submit.works]
+        if all(work.recipe is None for work in submit.works):
+            self._begin(requests)
+            return
+        self._preparing |= dict.fromkeys(request.request_id for request in requests)
+        task = asyncio.get_running_loop().create_task(self._prepare(requests, submit.works))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self, requests: Sequence[Request], works: Sequence[Work]) -> None:
+        """Begin requests once their grammars are compiled."""
+        ready: list[Request] = []
+        for request, work in zip(requests, works, strict=True):
+            try:
+                if work.recipe is not None:
+                    request.matcher = await self._matcher(work.recipe, request)
+                    request.matcher.accept(work.generated)
+                ready.append(request)
+            except Exception as error:
+                _log.exception("request %s can't be begun", request.request_id)
+                self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {error}")
+        aborted = {request.request_id: self._preparing.pop(request.request_id) for request in requests}
+        for request in ready:
+            if (detail := aborted[request.request_id]) is not None:
+                self._refuse(request, FinishReason.ABORT, detail)
+        self._begin([request for request in ready if aborted[request.request_id] is None])
+        self._ended.set()
+
+    async def _matcher(self, recipe: Recipe, request: Request) -> Matcher:
+        grammars, grammar, plan = self._running.grammars, recipe.grammar, recipe.plan
+        if grammar is None:
+            assert plan is not None, "a matcher needs a grammar or a plan"
+            return grammars.free_matcher(plan)
+        if matchers := grammars.known(grammar, plan):
+            return matchers[0]
+        size = len(grammar.source)
+        return await self._running.off_loop.compile(request.tenant, size, lambda: grammars.matcher(grammar, plan))
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        try:
+            self._running.bridge.submit(requests, self)
+            self._requests |= {request.request_id: request for request in requests}
+        except Rejected as rejected:
+            for request in requests:
+                self._refuse(request, FinishReason.REJECTED, rejected.detail, str(rejected.reason))
+
+    def _refuse(self, request: Request, finish_reason: FinishReason, detail: str, reject_reason: str = "") -> None:
+        chunk = OutputChunk(request.request_id, "", (), (), self._running.clock.now_ns())
+        chunk.finish_reason, chunk.detail, chunk.reject_reason = finish_reason, detail, reject_reason
+        self._chunks.append(chunk)
+        self._tell()
+
+    # Chunks of the engine.
+
+    def put(self, chunk: OutputChunk) -> None:
+        self._chunks.append(chunk)
+
+    def flush(self) -> None:
+        self._tell()
+
+    def _load(self) -> EngineLoad:
+        return self._running.engine.load()._replace(adapters=AdapterCounts())  # a cluster has none
+
+    def _tell(self) -> None:
+        """Tell the front what happened since the last time."""
+        running, requests = self._running, self._requests
+        steps, ended, changes = self._tap.take()
+        chunks, self._chunks = self._chunks, []
+        scores = {
+            chunk.request_id: request.prompt_logprobs
+            for chunk in chunks
+            if (request := requests.get(chunk.request_id)) is not None
+            and request.sampling.prompt_logprobs is not None
+            and chunk.first_token_ns is not None
+        }
+        if self._link is not None:
+            now_ns = running.clock.now_ns()
+            self._link.send(Told(now_ns, self._load(), changes, steps, ended, chunks, scores))
+        for chunk in chunks:
+            if chunk.finish_reason is not None and requests.pop(chunk.request_id, None) is not None:
+                running.bridge.forget(chunk.request_id)
+                self._ended.set()

@@ -1,0 +1,258 @@
+"""A front and replicas over the hash executor: answers are those of one server, whatever happens to the replicas."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import httpx
+import pytest
+
+from penstock.cluster import fleet as fleet_module
+from penstock.cluster.fleet import MAX_STRANGERS
+from penstock.deploy.running import RunningModel
+from penstock.engine.thread import EngineState
+from penstock.types.request import FinishReason
+from support.cluster import Cluster, ThreadedReplica, cluster
+from support.server.completions import URL, events, oracle
+from support.server.harness import GatedExecutor, running, wait_until
+
+PROMPTS = [f"{letter * (20 + 7 * number)} {number}" for number, letter in enumerate("abcdefghijkl")]
+
+
+def post(made: Cluster, prompt: str, **body) -> httpx.Response:
+    return httpx.post(made.server.url + URL, json={"prompt": prompt, "temperature": 0, **body}, timeout=60)
+
+
+def ask(made: Cluster, prompt: str, **body) -> dict:
+    response = post(made, prompt, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text_of(made: Cluster, prompt: str, **body) -> str:
+    return ask(made, prompt, **body)["choices"][0]["text"]
+
+
+def stream(made: Cluster, prompt: str, **body) -> str:
+    response = post(made, prompt, stream=True, **body)
+    assert response.status_code == 200, response.text
+    told, is_done = events(response.text)
+    assert is_done
+    return "".join(choice["text"] for event in told for choice in event["choices"])
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        yield pool
+
+
+def working(made: Cluster) -> ThreadedReplica:
+    """The replica that has a request."""
+    wait_until(lambda: any(replica.running.engine.load().num_running for replica in made.replicas.values()))
+    return next(replica for replica in made.replicas.values() if replica.running.engine.load().num_running)
+
+
+def gated(number: int = 2) -> list[GatedExecutor]:
+    return [GatedExecutor() for _ in range(number)]
+
+
+def test_answers_are_those_of_one_server(pool) -> None:
+    with cluster(num_replicas=3) as made:
+        wait_until(lambda: made.fleet.num_replicas == 3)
+        for ask_one in (text_of, stream):
+            assert list(pool.map(partial(ask_one, made), PROMPTS)) == [oracle(prompt) for prompt in PROMPTS]
+        num_ended = [num_answers(replica.running) for replica in made.replicas.values()]
+        assert all(num_ended), "each replica has computed some"
+        assert sum(num_ended) == num_answers(made.front) == 2 * len(PROMPTS)
+        assert made.front.metrics.num_generated_tokens == 2 * len(PROMPTS) * 16
+
+
+def num_answers(running: RunningModel) -> int:
+    with running.metrics.lock:
+        running.metrics.settle()
+        return running.metrics.success[FinishReason.LENGTH]
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    with cluster() as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for _ in range(6):
+            cached = ask(made, "x" * 400)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= 384
+
+
+@pytest.mark.parametrize("lose", [ThreadedReplica.kill, ThreadedReplica.hang_up])
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_an_answer_goes_on_elsewhere(lose: Callable[[ThreadedReplica], None], num_steps: int, pool) -> None:
+    """Also with stop strings, penalties, a temperature and log-probabilities: nothing is told twice, and nothing missing."""
+    executors = gated()
+    settings = {"max_tokens": 12, "temperature": 0.9, "seed": 11, "frequency_penalty": 0.5, "logprobs": 2, "stop": ["zzz"]}
+    with running() as alone, cluster(*executors) as made:
+        body = {"prompt": PROMPTS[3], **settings}
+        expected = httpx.post(alone.url + URL, json=body, timeout=60).json()["choices"]
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(ask, made, PROMPTS[3], **settings)
+        lost = working(made)
+        if num_steps:
+            lost.executor.allow(num_steps)
+            wait_until(lambda: any(len(flight.request.output_token_ids) == num_steps for flight in flights(made)))
+        if lose is ThreadedReplica.hang_up:
+            other = next(replica for replica in made.replicas.values() if replica is not lost)
+            lost.hang_up()
+            wait_until(lambda: other.running.engine.load().num_running)
+        else:
+            lost.kill()
+        for executor in executors:
+            executor.open()
+        assert answer.result(60)["choices"] == expected
+
+
+def flights(made: Cluster) -> list:
+    return list(made.fleet._flights.values())
+
+
+def test_without_resuming_an_answer_that_has_begun_ends_with_an_error(pool) -> None:
+    with cluster(*gated(), resumes=False) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(post, made, PROMPTS[0])
+        lost = working(made)
+        lost.executor.allow(2)
+        wait_until(lambda: any(flight.request.output_token_ids for flight in flights(made)))
+        lost.hang_up()
+        response = answer.result(60)
+        assert response.status_code == 503
+        assert "does not resume answers" in response.text
+        lost.executor.open()
+
+
+def test_a_schema_is_followed_on_the_other_replica(pool) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    url = "/v1/chat/completions"
+    executors = gated()
+    with running() as alone, cluster(*executors) as made:
+        expected = httpx.post(alone.url + url, json=body, timeout=60).json()["choices"]
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(httpx.post, made.server.url + url, json=body, timeout=60)
+        lost = working(made)
+        lost.executor.allow(2)
+        wait_until(lambda: any(flight.request.output_token_ids for flight in flights(made)))
+        lost.hang_up()
+        for executor in executors:
+            executor.open()
+        assert answer.result(60).json()["choices"] == expected
+        assert expected[0]["message"]["content"].startswith("{")
+
+
+def test_choices_beams_and_scores() -> None:
+    bodies = [
+        {"n": 3, "temperature": 1.0, "seed": 5},
+        {"n": 3, "use_beam_search": True},
+        {"prompt_logprobs": 1, "max_tokens": 2},
+        {"echo": True, "logprobs": 1, "max_tokens": 2},
+    ]
+    with running() as alone, cluster() as made:
+        for body in bodies:
+            body = {"prompt": "The quick brown fox", "temperature": 0, **body}
+            expected = httpx.post(alone.url + URL, json=body, timeout=60).json()
+            found = httpx.post(made.server.url + URL, json=body, timeout=60).json()
+            assert found["choices"] == expected["choices"]
+            assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+def test_a_replica_that_leaves_is_drained_and_others_go_on(pool) -> None:
+    with cluster(*gated()) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answers = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[:4]]
+        wait_until(lambda: len(flights(made)) == 4 and all(flight.replica for flight in flights(made)))
+        made.fleet.dismiss("r0")
+        wait_until(lambda: made.replicas["r0"].running.engine.state is EngineState.DRAINING)
+        late = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[4:]]
+        for replica in made.replicas.values():
+            replica.executor.open()
+        assert [answer.result(60) for answer in answers + late] == [oracle(prompt) for prompt in PROMPTS]
+        wait_until(lambda: made.replicas["r0"].has_ended and made.fleet.num_replicas == 1)
+
+
+def test_requests_wait_for_a_replica_to_come_back(pool) -> None:
+    with cluster(GatedExecutor()) as made:
+        answer = pool.submit(text_of, made, PROMPTS[0])
+        working(made).executor.allow(3)
+        wait_until(lambda: any(flight.request.output_token_ids for flight in flights(made)))
+        made.replicas["r0"].kill()
+        wait_until(lambda: made.fleet.num_replicas == 0)
+        refused = post(made, PROMPTS[1])
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        made.add("r1")
+        assert answer.result(60) == oracle(PROMPTS[0])
+
+
+def test_what_no_replica_computes_ends_in_time(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "PATIENCE_NS", 0)
+    with cluster(GatedExecutor()) as made:
+        answer = pool.submit(post, made, PROMPTS[0])
+        working(made)
+        made.replicas["r0"].executor.allow(1)
+        made.replicas["r0"].kill()
+        response = answer.result(60)
+        assert response.status_code == 503
+        assert "no replica" in response.text
+
+
+def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "SILENCE_NS", 300_000_000)
+    monkeypatch.setattr("penstock.cluster.replica.BEAT_S", 0.05)
+    executors = gated()
+    with cluster(*executors) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(text_of, made, PROMPTS[0])
+        silent = working(made)
+        silent.replica._tell = lambda: None
+        for executor in executors:
+            executor.open()
+        assert answer.result(60) == oracle(PROMPTS[0])
+
+
+def test_clients_that_leave_end_their_requests(pool) -> None:
+    with cluster(GatedExecutor()) as made:
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            httpx.stream("POST", made.server.url + URL, json={"prompt": "a", "stream": True}, timeout=0.2) as response,
+        ):
+            list(response.iter_lines())
+        made.replicas["r0"].executor.open()
+        wait_until(lambda: not flights(made) and not made.replicas["r0"].running.engine.load().num_running)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"), [({"secret": b"another"}, "secret"), ({"fingerprint": "fp_other"}, "answers would differ")]
+)
+def test_strangers_are_not_taken(fields: dict, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(num_replicas=1) as made:
+        made.add("r1", **fields)
+        wait_until(lambda: told in caplog.text)
+        assert made.fleet.num_replicas == 1
+        assert text_of(made, "Hello") == oracle("Hello")
+
+
+def test_nonsense_and_crowds_at_the_replicas_port_do_no_harm() -> None:
+    with cluster(num_replicas=1) as made:
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff"):
+            with socket.create_connection(("127.0.0.1", made.port)) as stranger:
+                stranger.sendall(nonsense)
+                stranger.settimeout(30)
+                while stranger.recv(4096):
+                    pass
+        crowd = [socket.create_connection(("127.0.0.1", made.port)) for _ in range(MAX_STRANGERS + 10)]
+        assert text_of(made, "Hello") == oracle("Hello")
+        for stranger in crowd:
+            stranger.close()

@@ -1,0 +1,111 @@
+"""A cluster in one process: a front, and replicas in threads, each a whole runtime over the hash executor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.clock import WallClock
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.front import connect
+from penstock.cluster.recipes import RecipeBook
+from penstock.cluster.replica import Replica
+from penstock.cluster.tap import Tap
+from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
+from penstock.engine.bridge import Bridge
+from penstock.sched.routing.routers import PrefixAware, Router
+from penstock.serve.http.listener import bind_socket
+from support.server.harness import VOCAB_SIZE, GatedExecutor, LiveServer, make_runtime
+
+SECRET = b"a secret of tests"
+
+
+class ThreadedReplica:
+    """A replica in a thread. `kill` ends it as a crash would."""
+
+    def __init__(self, port: int, name: str, executor=None, *, secret: bytes = SECRET, **fields) -> None:
+        self.name, self.executor, self._port = name, executor, port
+        self.tap = Tap()
+        self.running = make_runtime(executor, tap=self.tap, **fields)
+        self.replica = Replica(self.running, self.tap, name=name, secret=secret)
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"test-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self.replica.serve("127.0.0.1", self._port))
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(asyncio.sleep(0.01))  # its connection is closed meanwhile
+        self._loop.close()
+
+    def call(self, function, *args) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def hang_up(self) -> None:
+        """Lose the connection. The replica dials again."""
+        self.call(lambda: self.replica._link is not None and self.replica._link.close("a test"))
+
+    def kill(self) -> None:
+        if self._thread.is_alive():
+            self.hang_up()
+            with contextlib.suppress(RuntimeError):
+                self.call(self._task.cancel)
+            self._thread.join(30)
+            assert not self._thread.is_alive()
+        if isinstance(self.executor, GatedExecutor):
+            self.executor.open()
+        self.running.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+
+@dataclass
+class Cluster:
+    front: RunningModel
+    fleet: Fleet
+    port: int
+    server: LiveServer
+    replicas: dict[str, ThreadedReplica] = field(default_factory=dict)
+
+    def add(self, name: str, executor=None, **fields) -> ThreadedReplica:
+        self.replicas[name] = ThreadedReplica(self.port, name, executor, **fields)
+        return self.replicas[name]
+
+
+@contextlib.contextmanager
+def cluster(
+    *executors, router: Router | None = None, resumes: bool = True, num_replicas: int = 2, **config
+) -> Iterator[Cluster]:
+    """A live server in front of replicas `r0`, `r1`, ..."""
+    listener = bind_socket("127.0.0.1", 0)
+    port, bridge = listener.getsockname()[1], Bridge()
+    fleet = Fleet(
+        listener, secret=SECRET, router=router or PrefixAware(), clock=WallClock(), sink=bridge.deliver, resumes=resumes
+    )
+    fleet.start()
+    executors = executors or (None,) * num_replicas
+    replicas = {f"r{number}": ThreadedReplica(port, f"r{number}", executor) for number, executor in enumerate(executors)}
+    try:
+        assert fleet.wait_for_model(30) is not None
+        front = make_runtime()
+        front.engine.close(0.0)
+        front.engine, front.bridge, front.journal = fleet, bridge, None
+        front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
+        connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
+        with LiveServer(front, ServerConfig(port=0, shutdown_timeout_s=0.0, **config)) as server:
+            made = Cluster(front, fleet, port, server, replicas)
+            yield made
+            replicas = made.replicas
+    finally:
+        fleet.close(0.0)
+        for replica in replicas.values():
+            replica.kill()
