@@ -22,7 +22,7 @@ PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t ro
     const int8_t* const q = a.q + row0 * a.cols;
     vi acc[kPanels][kRows];
     for (int r = 0; r < kRows; ++r) {
-        const vi start = set1_i(kRow8Less == kWeightZero ? 0 : a.row_start[row0 + r]);
+        const vi start = set1_i(kDot4Row8Subtracts == kWeightZero ? 0 : a.row_start[row0 + r]);
         for (int p = 0; p < kPanels; ++p) acc[p][r] = start;
     }
     const int steps = a.cols / 4;

@@ -194,7 +194,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             const vi start = set1_i(starts[r * groups + g]);
             if constexpr (L::kSmall) return start;
             const vi lift = set1_i(lifts[r * groups + g]);
-            return kWeightsLess != 0 ? lift : add(times16(sub(start, lift)), lift);
+            return kDot4Subtracts != 0 ? lift : add(times16(sub(start, lift)), lift);
         };
         decltype(begin_sum<L::kSmall>(vi{})) sums[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {

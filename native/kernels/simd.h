@@ -49,9 +49,9 @@ PENSTOCK_INLINE vi begin_sum(vi start) { return start; }
 #endif
 PENSTOCK_INLINE vi end_sum(vi sum, vi) { return sum; }
 
-// acc[lane] += sum over j of (w[lane][j] - kRow8Less) * a4[j], j = 0..3, of w that are at least 1
+// acc[lane] += sum over j of (w[lane][j] - kDot4Row8Subtracts) * a4[j], j = 0..3. Each w is at least 1.
 #ifndef PENSTOCK_SIGNED_ROW8
-constexpr int32_t kRow8Less = kUnsignedLess;
+constexpr int32_t kDot4Row8Subtracts = kUnsignedLess;
 PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) { return dot4_u8(acc, w, set1_pair(a4)); }
 #endif
 

@@ -141,7 +141,7 @@ PENSTOCK_INLINE void store_rounded_u8(uint8_t* p, const vf (&a)[kSoftmaxVectors]
 }
 // Products of integers, four bytes or two 16-bit numbers to a lane: with AVX-VNNI as in simd_avx512.h.
 #if defined(__AVXVNNI__)
-constexpr int32_t kWeightsLess = 0;
+constexpr int32_t kDot4Subtracts = 0;
 PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), a); }
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
@@ -183,7 +183,7 @@ PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l
 
 // Inline assembly, since GCC 12 would move the sums of a tile to memory and back. Activations are at least -127: vpsignb can't
 // negate -128. (Sanitizers don't see the reads of such a block.)
-constexpr int32_t kWeightsLess = 128;
+constexpr int32_t kDot4Subtracts = 128;
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     static_assert(!kNibbles);
@@ -203,7 +203,7 @@ PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
 
 // Likewise of weights of kU8Row, which are at least 1 (`pack_rows8`): |a| times the signed weight, with the sign of a.
 #define PENSTOCK_SIGNED_ROW8
-constexpr int32_t kRow8Less = 128;
+constexpr int32_t kDot4Row8Subtracts = 128;
 PENSTOCK_INLINE vi dot4_row8(vi acc, vb w, const int8_t* a4) {
     const int32_t& four = *reinterpret_cast<const int32_t*>(a4);
     const __m256i l = _mm256_xor_si256(w.l, _mm256_set1_epi8(-128)), h = _mm256_xor_si256(w.h, _mm256_set1_epi8(-128));

@@ -10,8 +10,8 @@ constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSum
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
 constexpr int kStateVectors = 4;  // of columns of a recurrent state that are changed together
 constexpr bool kWidensWeights = false;  // for many rows, by gemm_widened.cpp
-constexpr int32_t kUnsignedLess = 0;    // dot4_u8 takes unsigned numbers for that much less than they are
-constexpr int32_t kWeightsLess = 0;     // likewise dot4 of bytes
+constexpr int32_t kUnsignedLess = 0;   // dot4_u8 takes unsigned numbers for that much less than they are
+constexpr int32_t kDot4Subtracts = 0;  // dot4 subtracts it from each weight of 8 bits
 
 struct vf { __m512 v; };    // 16 float32
 struct vi { __m512i v; };   // 16 int32

@@ -166,7 +166,7 @@ PENSTOCK_INLINE int32x4_t dot4_part(int32x4_t acc, uint8x16_t w, int8x16_t a) {
     return vdotq_s32(acc, as_signed(veorq_u8(w, vdupq_n_u8(kUnsignedLess))), a);
 }
 #endif
-constexpr int32_t kDotZero = 128 - kUnsignedLess, kWeightsLess = kUnsignedLess;
+constexpr int32_t kDotZero = 128 - kUnsignedLess, kDot4Subtracts = kUnsignedLess;
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     int32_t bits;
