@@ -80,6 +80,26 @@ def test_outliers_leave_the_other_columns_their_precision(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("has_zero", [False, True])
+def test_the_largest_weights_by_a_rows_least_integer(variant: str, has_zero: bool) -> None:
+    """Weights are never below -127, but integers of rows are -128: outliers, or the least number of a row with a zero."""
+    w = np.full((70, 384), 127, np.float32)
+    w[1::3] = -127
+    w[2::3, ::2] = -127
+    x = np.full((7, 384), -128 if has_zero else 127, np.float32)
+    if has_zero:
+        x[:, 200] = 127  # so that the scale is 1, and the zero is 0
+        x[5] += 128  # here the zero is -128, the integer of 0
+    else:
+        x[1::2] = -127
+        x[:, 4:6] = [-1024, -1000]  # two of the same four, whose scale is that of the others
+        x[3:5, 11] = 1016
+    sums = x.astype(np.int64) @ w.T.astype(np.int64)
+    expected = (sums + np.arange(70, dtype=np.float32) / np.float32(100)).astype(np.float32)
+    assert np.array_equal(multiply(x, w, variant, has_zero=has_zero), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_gelu_of_a_product(variant: str) -> None:
     from math import erf
 
