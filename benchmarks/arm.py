@@ -30,7 +30,7 @@ from penstock.backends.native._native import usable_variants
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "arm-bench"
 TESTS = ("tests/contracts", "tests/backends/test_choice.py", "tests/backends/test_native_kernels.py")
-TESTS += ("tests/backends/test_native_formats.py", "tests/backends/test_native_row8.py")
+TESTS += tuple(f"tests/backends/test_native_{name}.py" for name in ("formats", "row8", "limits"))
 PEER = "llamacpp"
 
 

@@ -35,7 +35,7 @@ case $kind in
     ;;
   memory)
     sanitizers=address,undefined libraries=(libasan.so libstdc++.so)  # the latter, for the former to find who throws
-    TESTS=(tests/contracts tests/backends/test_native_{kernels,formats,adapter_bits,experts,heads,row8,texts,fetching,logits}.py
+    TESTS=(tests/contracts tests/backends/test_native_{kernels,formats,adapter_bits,experts,heads,row8,limits,texts,fetching,logits}.py
       tests/backends/test_{tiles,adapters,recurrent_state,paged_state,latent_attention}.py)  # those that take long first; strands are races'
     set -- -k "not reference and not hash" "$@"
     processes=$(nproc)

@@ -87,7 +87,7 @@ class _Flight:
     refused_by: set[str] = field(default_factory=set)
     last_token_ns: int = 0
     stats: RequestStats | None = None
-    """What its replica says of its end."""
+    """Stats of its end, as its replica tells them."""
     num_gaps: int = 0
     num_late: int = 0
 
