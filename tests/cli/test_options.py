@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.options import GroupedCommand, config_options, model_argument
 from penstock.config import Config
-from penstock.config.components import DEFAULT_MODEL, config_from
+from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
 from penstock.config.sources import all_settings
 from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog
@@ -21,7 +21,7 @@ from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
-ALL = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
+ALL = tuple(name for name, _ in COMPONENTS)
 
 
 @pytest.fixture(autouse=True)

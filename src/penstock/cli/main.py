@@ -21,6 +21,7 @@ from penstock.types.errors import PenstockError
 
 _COMMANDS = {
     "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
+    "cluster": ("penstock.cli.cluster:cluster", "Run replicas of a model on Ray, behind one server."),
     "chat": ("penstock.cli.chat:chat", "Talk with a model in the terminal."),
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "embed": ("penstock.cli.embed:embed", "Turn a file of texts into a file of vectors."),

@@ -608,6 +608,20 @@ class SharingConfig(Component):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig(Component):
+    """Settings of `penstock cluster`: replicas of one model behind one server."""
+
+    title: ClassVar[str] = "Cluster"
+
+    replicas: int = count(2, "Replicas of the model, each a process with its own KV cache.", minimum=1, maximum=1024)
+    router: str = setting(
+        "prefix", "Chooses the replica of a request: prefix, least-work, round-robin, or your own, as module:Class."
+    )
+    resume: bool = flag(True, "Let an answer go on at another replica if its own is lost. Else it ends with an error.")
+    replica_host: str = setting("127.0.0.1", "Address at which replicas reach the server. On several machines one of its own.")
+
+
 class LogFormat(StrEnum):
     TEXT = "text"
     JSON = "json"
@@ -642,6 +656,7 @@ class Config:
     backend: BackendConfig = field(default_factory=BackendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     sharing: SharingConfig = field(default_factory=SharingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

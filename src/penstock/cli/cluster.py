@@ -1,0 +1,148 @@
+"""`penstock cluster`: replicas of a model on Ray, behind one server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    config_options,
+    models_argument,
+    setting_keys,
+    warn_of_unknown_variables,
+)
+from penstock.cli.serve import check_access, set_up_logging
+from penstock.config import Config
+from penstock.config.several import configs_of
+from penstock.types.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.cluster.fleet import Fleet
+    from penstock.deploy.deployment import Deployment
+
+_COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
+_OF_REPLICAS = ("model", "kv", "scheduler", "backend")
+
+address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
+
+
+@click.group()
+def cluster() -> None:
+    """Run replicas of a model on Ray, behind one server: on this machine, or on those of a Ray cluster."""
+
+
+@cluster.command(cls=GroupedCommand, epilog=EPILOG)
+@models_argument
+@config_options(*_COMPONENTS)
+@address_option
+def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
+    """Start replicas of MODEL and a server before them, until Ctrl-C or SIGTERM."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
+    configs = configs_of(values, words=words, tables=tables)
+    if len(configs) > 1:
+        raise ConfigError(f"A cluster serves one model, and {len(configs)} are named.", remedy="Start a cluster for each.")
+    config = configs[0]
+    set_up_logging(config.log)
+    check_access(config.server, os.environ)
+    warn_of_unknown_variables()
+    settings = {key: values[key] for key in setting_keys(*_OF_REPLICAS) if key in values} | {"model": config.model.model}
+    from penstock.serve.http.listener import bind_socket
+    from penstock.serve.server import run_server
+
+    with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
+        code = run_server(_deployment(config, settings, address, stack), config.server, listener=listener)
+    # Exit at once, as `serve` does.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _deployment(config: Config, settings: Mapping[str, object], address: str | None, stack: ExitStack) -> Deployment:
+    """Start replicas, and return the front's deployment once the first has come. The stack ends them all."""
+    from penstock.cluster.front import check, start_front
+    from penstock.deploy.factory import locate
+    from penstock.deploy.resolve import resolve
+    from penstock.deploy.resources import Resources
+    from penstock.engine.bridge import Bridge
+
+    check(config)
+    source, bridge, secret = locate(config), Bridge(), secrets.token_bytes(32)
+    num_replicas = config.cluster.replicas
+    machine = Resources(num_models=num_replicas).machine("")
+    resolve(config, source, machine)  # what is wrong is told before Ray is started
+    fleet, front = _fleet(config, secret, bridge.deliver)
+    stack.callback(fleet.close, 0.0)
+    num_threads = config.backend.threads or max(1, machine.cores.num_threads // num_replicas)
+    from penstock.cluster import on_ray
+
+    stack.enter_context(on_ray.connected(address, num_threads * num_replicas))
+    stack.callback(on_ray.stop)
+    starting = _Background(
+        partial(
+            on_ray.run,
+            {**settings, "threads": num_threads},
+            front=front,
+            secret=secret,
+            num_replicas=num_replicas,
+            num_cpus=num_threads,
+            num_beside=-(-num_replicas // on_ray.num_machines()),
+            leave_s=config.server.shutdown_timeout_s,
+        )
+    )
+    while fleet.wait_for_model(0.1) is None:
+        starting.check()
+    deployment = start_front(config, source, fleet, bridge, machine)
+    stack.callback(deployment.close)
+    return deployment
+
+
+def _fleet(config: Config, secret: bytes, sink: Any) -> tuple[Fleet, tuple[str, int]]:
+    """Return a started fleet, and where its replicas dial in."""
+    from penstock.clock import WallClock
+    from penstock.cluster.fleet import Fleet
+    from penstock.sched.routing.routers import find_router
+    from penstock.serve.http.listener import bind_socket
+
+    router = find_router(config.cluster.router)()
+    listener = bind_socket(config.cluster.replica_host, 0)
+    fleet = Fleet(
+        listener,
+        secret=secret,
+        router=router,
+        clock=WallClock(),
+        sink=sink,
+        has_prefix_caching=config.kv.prefix_caching,
+        resumes=config.cluster.resume,
+    )
+    fleet.start()
+    return fleet, (config.cluster.replica_host, listener.getsockname()[1])
+
+
+class _Background:
+    """A job in a thread, whose failure `check` raises."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="penstock-ray", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise PenstockError(f"Ray could not start the replicas: {self._error}") from self._error
