@@ -48,8 +48,7 @@ def cluster() -> None:
 @address_option
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of MODEL and a server before them, until Ctrl-C or SIGTERM."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
+    _check_ray()
     configs = configs_of(values, words=words, tables=tables)
     if len(configs) > 1:
         raise ConfigError(f"A cluster serves one model, and {len(configs)} are named.", remedy="Start a cluster for each.")
@@ -66,6 +65,35 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     # Exit at once, as `serve` does.
     sys.stdout.flush()
     os._exit(code)
+
+
+@cluster.command()
+@click.argument("url", default="http://127.0.0.1:8000")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+def status(url: str, api_key: str | None) -> None:
+    """Show the replicas of the cluster at URL: what they run, what they have yet to compute, how full their caches are."""
+    from penstock.cli.top import Reader, replica_lines
+
+    load = Reader(url.rstrip("/"), api_key).load()
+    if "replicas" not in load:
+        raise PenstockError(f"{url} is a single server.", remedy="`penstock top` shows it.")
+    print("\n".join(replica_lines(load["replicas"])))
+
+
+@cluster.command()
+@address_option
+def down(address: str | None) -> None:
+    """Stop the replicas of a cluster on a running Ray, once their requests have ended. One started by `up` ends with it."""
+    _check_ray()
+    from penstock.cluster import on_ray
+
+    with on_ray.connected(address or "auto", 0):
+        on_ray.stop()
+
+
+def _check_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
 
 
 def _deployment(config: Config, settings: Mapping[str, object], address: str | None, stack: ExitStack) -> Deployment:

@@ -11,11 +11,11 @@ import ssl
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
 import click
@@ -39,6 +39,8 @@ _MAX_MAP_ROWS = 8
 _MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
 _ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
 _NAME_WIDTH = 20
+_SILENT_S = 2.0
+"""Replicas tell every second."""
 
 
 @click.command()
@@ -175,6 +177,9 @@ class Reader:
         if self._model not in names:
             raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(names)}.")
 
+    def load(self) -> Mapping[str, Any]:
+        return cast("Mapping[str, Any]", self._json(f"/load?model={quote(self._model, safe='')}"))
+
     def read(self) -> Snapshot:
         of_model = f"?model={quote(self._model, safe='')}"
         try:
@@ -183,7 +188,7 @@ class Reader:
                 url=self._url,
                 model=self._model,
                 at_s=time.monotonic(),
-                load=self._json("/load" + of_model),
+                load=self.load(),
                 pool=self._json("/kv" + of_model, can_be_away=True),
                 requests=self._json("/v1/requests")["data"],
                 totals=counters(self._get("/metrics").decode()),
@@ -244,8 +249,25 @@ def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     Rates are between the two snapshots.
     """
     head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
-    lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
+    if "replicas" in now.load:
+        body: Iterable[str] = replica_lines(now.load["replicas"])
+    else:
+        body = ["The model is not loaded."] if now.pool is None else _pool(now.pool, look)
+    lines = [*head, "", *(line[: look.width] for line in body), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
+
+
+def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table of a cluster's replicas, as `/load` reports them."""
+    lines = [f"{'replica':{_NAME_WIDTH}}  {'running':>7}  {'waiting':>7}  {'tokens left':>11}  {'KV held':>7}  address"]
+    for one in replicas:
+        held = 1 - one["kv_blocks_free"] / one["kv_blocks"] if one["kv_blocks"] else 0.0
+        silent = f", silent for {one['silent_s']:.1f} s" if one["silent_s"] > _SILENT_S else ""
+        lines.append(
+            f"{one['name'][:_NAME_WIDTH]:{_NAME_WIDTH}}  {one['requests_running']:7}  {one['requests_waiting']:7}  "
+            f"{one['tokens_left']:11}  {held:7.0%}  {one['address']}{silent}"
+        )
+    return lines if replicas else ["No replica is there. Requests in flight wait for one, new ones are refused."]
 
 
 def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:

@@ -44,7 +44,7 @@ from penstock.sched.routing.dispatcher import Dispatcher
 from penstock.sched.routing.routers import Router
 from penstock.types.errors import PenstockError, RejectReason, counted
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, StepStats, WaitReason
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +180,24 @@ class Fleet:
         num_in_flight, num_prompt_tokens = self._outbox.counts()
         pool = self._pool
         return pool._replace(num_waiting=max(0, num_in_flight - pool.num_running), num_prompt_tokens=num_prompt_tokens)
+
+    def replicas(self) -> list[ReplicaLoad]:
+        """Return the replicas that take requests, by name."""
+        now_ns, dispatcher = self.clock.now_ns(), self._dispatcher
+        if dispatcher is None:
+            return []
+        found = [
+            ReplicaLoad(
+                replica.name,
+                replica.link.peer,
+                replica.load,
+                len(replica.flights),
+                dispatcher.work_of(replica.number),
+                now_ns - replica.heard_ns,
+            )
+            for replica in list(self._by_number.values())
+        ]
+        return sorted(found, key=lambda one: one.name)
 
     def pool_map(self) -> PoolMap:
         raise TimeoutError("each replica has a pool of its own")

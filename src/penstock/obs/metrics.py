@@ -16,7 +16,7 @@ from typing import Any
 from penstock.obs.signals import SustainedLoad
 from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import AdapterStats, EngineLoad, RequestStats, StepStats, TierStats
+from penstock.types.stats import AdapterStats, EngineLoad, ReplicaLoad, RequestStats, StepStats, TierStats
 
 
 class Histogram:
@@ -144,6 +144,8 @@ class Metrics:
         self.read_waste: Callable[[], float] = float
         self.read_adapters: Callable[[], AdapterStats] | None = None
         """None for a model served without adapters."""
+        self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
+        """None for a model that this process computes."""
         self.read_residence: Callable[[], Residence] | None = None
         """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None

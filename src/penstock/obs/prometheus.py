@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from penstock.obs.metrics import Histogram, Metrics, Residence
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, TierStats, WaitReason
+from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, ReplicaLoad, TierStats, WaitReason
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -51,6 +51,7 @@ class _Snapshot:
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
         # These have locks of their own.
+        replicas = () if metrics.read_replicas is None else metrics.read_replicas()
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         adapters = metrics.read_adapters() if metrics.read_adapters else None
         residence = None if metrics.read_residence is None else metrics.read_residence()
@@ -64,6 +65,7 @@ class _Snapshot:
                 self._gauge("settings_info", "1, with a hash of the settings.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
+                *self._replicas(replicas),
                 *self._residence(residence, metrics.model_wait_ns),
                 *self._adapters(load.adapters, adapters),
                 *self._sizes(metrics),
@@ -87,6 +89,17 @@ class _Snapshot:
         yield self._gauge("kv_blocks", text, blocks, "state")
         yield self._gauge("kv_waste_ratio", "Share of the KV positions held by requests that have no token.", waste)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks held by requests.", usage)
+
+    def _replicas(self, replicas: Sequence[ReplicaLoad]) -> Iterator[Metric]:
+        if not replicas:
+            return
+        running = {one.name: one.load.num_running for one in replicas}
+        used = {one.name: one.load.num_blocks_held / max(1, one.load.num_blocks_total) for one in replicas}
+        left = {one.name: one.num_tokens_left for one in replicas}
+        yield self._gauge("replicas", "Replicas that take requests.", len(replicas))
+        yield self._gauge("replica_requests_running", "Requests in a replica's batch.", running, "replica")
+        yield self._gauge("replica_kv_usage_ratio", "Share of a replica's KV blocks held by requests.", used, "replica")
+        yield self._gauge("replica_tokens_left", "Tokens that a replica has yet to compute.", left, "replica")
 
     def _signals(self, load: SustainedLoad) -> Iterator[Metric]:
         for name, text, value in (

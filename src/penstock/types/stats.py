@@ -217,3 +217,14 @@ class EngineLoad(NamedTuple):
     @property
     def num_blocks_held(self) -> int:
         return self.num_blocks_total - self.num_blocks_free - self.num_blocks_cached
+
+
+class ReplicaLoad(NamedTuple):
+    """One replica of a cluster, as the server before it knows it."""
+
+    name: str
+    address: str
+    load: EngineLoad
+    num_in_flight: int  # requests that were sent to it and have not ended
+    num_tokens_left: int  # of prompts and expected answers, which it has yet to compute
+    silent_ns: int  # time since it last told anything

@@ -105,6 +105,10 @@ class Dispatcher:
             )
         return chosen
 
+    def work_of(self, replica: int) -> int:
+        """Return how many tokens a replica has yet to compute, of prompts and of expected answers."""
+        return self._ledger.work[replica]
+
     def hear(self, replica: int, changes: Changes) -> None:
         self._holdings.hear(replica, changes.added, changes.removed)
 

@@ -19,7 +19,7 @@ from penstock.obs.signals import WINDOW_S
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
-from penstock.types.stats import AdapterCounts, AdapterStats
+from penstock.types.stats import AdapterCounts, AdapterStats, ReplicaLoad
 
 
 class ModelLoad(TypedDict):
@@ -31,6 +31,18 @@ class ModelLoad(TypedDict):
     memory_bytes: Mapping[str, Count]
     machine_s: float
     last_used_s: float | None
+
+
+class Replica(TypedDict):
+    name: str
+    address: str
+    requests_in_flight: Count
+    requests_running: Count
+    requests_waiting: Count
+    tokens_left: Count
+    kv_blocks_free: Count
+    kv_blocks: Count
+    silent_s: float
 
 
 Memory = TypedDict("Memory", {"limit_bytes": Count, "free_bytes": Count, "stuck_bytes": Count})
@@ -48,6 +60,7 @@ class Load(TypedDict):
     adapters: NotRequired[dict[str, Count]]
     sustained: dict[str, float]
     desired_replicas: Count
+    replicas: NotRequired[list[Replica]]
     models: NotRequired[list[ModelLoad]]
     memory: NotRequired[Memory]
 
@@ -106,6 +119,8 @@ class StatusEndpoint:
         }
         if metrics.read_adapters is not None:
             load["adapters"] = _adapters(now.adapters, metrics.read_adapters())
+        if metrics.read_replicas is not None:
+            load["replicas"] = [_replica(one) for one in metrics.read_replicas()]
         if name is None:
             memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
             load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
@@ -152,6 +167,20 @@ def _line(served: ServedModel, now_ns: int) -> ModelLoad:
         "memory_bytes": served.held_bytes,
         "machine_s": round(served.read_machine_ns() / 1e9, 3),
         "last_used_s": None if running is None else round(max(0, now_ns - running.used_ns) / 1e9, 3),
+    }
+
+
+def _replica(one: ReplicaLoad) -> Replica:
+    return {
+        "name": one.name,
+        "address": one.address,
+        "requests_in_flight": one.num_in_flight,
+        "requests_running": one.load.num_running,
+        "requests_waiting": one.load.num_waiting,
+        "tokens_left": one.num_tokens_left,
+        "kv_blocks_free": one.load.num_blocks_free + one.load.num_blocks_cached,
+        "kv_blocks": one.load.num_blocks_total,
+        "silent_s": round(one.silent_ns / 1e9, 3),
     }
 
 
