@@ -49,10 +49,7 @@ def cluster() -> None:
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
-    configs = configs_of(values, words=words, tables=tables)
-    if len(configs) > 1:
-        raise ConfigError(f"A cluster serves one model, and {len(configs)} are named.", remedy="Start a cluster for each.")
-    config = configs[0]
+    config = _only(configs_of(values, words=words, tables=tables))
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     warn_of_unknown_variables()
@@ -91,6 +88,30 @@ def down(address: str | None) -> None:
         on_ray.stop()
 
 
+@cluster.command(cls=GroupedCommand, epilog=EPILOG)
+@models_argument
+@config_options(*_COMPONENTS, without=("threads",))
+@click.option("--image", required=True, metavar="IMAGE", help="Container image with Penstock and its extra ray.")
+@click.option("--cpus", type=click.IntRange(1), default=4, show_default=True, help="CPUs of a replica.")
+@click.option("--pod-memory", default="8Gi", show_default=True, metavar="QUANTITY", help="Memory of a replica's pod.")
+@click.option("--name", default="penstock", show_default=True, metavar="NAME", help="Name of all that is made.")
+@click.option("--ray-version", default="2.60.0", show_default=True, metavar="VERSION", help="Version of Ray in the image.")
+def render(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **values: Any) -> None:
+    """Write the Kubernetes manifest of such a cluster, for KubeRay's operator."""
+    from penstock.cluster.manifest import Pods, manifest
+
+    own = ("image", "cpus", "pod_memory", "name", "ray_version")
+    image, cpus, memory, name, ray_version = [values.pop(key) for key in own]
+    config = _only(configs_of(values, words=words, tables=tables))
+    print(manifest(config, Pods(name=name, image=image, cpus=cpus, memory=memory, ray_version=ray_version)), end="")
+
+
+def _only(configs: Sequence[Config]) -> Config:
+    if len(configs) > 1:
+        raise ConfigError(f"A cluster serves one model, and {len(configs)} are named.", remedy="Start a cluster for each.")
+    return configs[0]
+
+
 def _check_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
@@ -111,6 +132,8 @@ def _deployment(config: Config, settings: Mapping[str, object], address: str | N
     resolve(config, source, machine)  # what is wrong is told before Ray is started
     fleet, front = _fleet(config, secret, bridge.deliver)
     stack.callback(fleet.close, 0.0)
+    if address is not None and config.backend.threads is None:
+        raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
     num_threads = config.backend.threads or max(1, machine.cores.num_threads // num_replicas)
     from penstock.cluster import on_ray
 

@@ -5,7 +5,7 @@ Requests do not go through Serve: replicas dial the front, so a token takes one 
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.config.components import config_from
 APP = "penstock"
 """Name of the application in Ray Serve."""
 HEALTH_CHECK_S = 5.0
-_log = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 60.0
 
 
 class PenstockReplica:
@@ -45,7 +45,14 @@ class PenstockReplica:
 def connected(address: str | None, num_cpus: int) -> Iterator[None]:
     """Start a Ray on this machine, or connect to the one at `address`, until the block ends."""
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
-    ray.init(address=address or "local", logging_level="ERROR", log_to_driver=address is None, **local)
+    end_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while not ray.is_initialized():
+        try:
+            ray.init(address=address or "local", logging_level="ERROR", log_to_driver=address is None, **local)
+        except ConnectionError:  # its head may still be starting, as in a pod
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(1.0)
     try:
         yield
     finally:
