@@ -9,8 +9,6 @@ UP_S = 15
 DOWN_S = 300
 TOLERANCE = 0.1
 """Ignore a load that exceeds a whole number of servers by less than this."""
-MEAN_S = 5
-"""Seconds over which a load is averaged. Few, since `Replicas` steadies the number."""
 TARGET_UTILISATION = 0.8
 CLEAR_S = 30.0
 """A queue that takes one server this long needs one more server."""

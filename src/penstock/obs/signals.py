@@ -9,13 +9,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.replicas import DOWN_S, MEAN_S, Replicas, num_needed
+from penstock.replicas import DOWN_S, Replicas, num_needed
 from penstock.types.request import FinishReason
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 WINDOW_S = 30
 MIN_WINDOW_S = 5
 """Least time over which calls are averaged, so that one call at the start does not look like several per second."""
+REPLICA_WINDOW_S = 5
+"""Window of `desired_replicas`. It is shorter, since `Replicas` steadies the number."""
 _SECOND_NS = 1_000_000_000
 
 
@@ -125,7 +127,7 @@ class Signals:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)
         # When idle for long, every second is like the one before: skip to the last window.
-        idle_epoch = at_ns // _SECOND_NS + MEAN_S
+        idle_epoch = at_ns // _SECOND_NS + REPLICA_WINDOW_S
         while at_ns < now_ns:
             epoch = at_ns // _SECOND_NS
             until_ns = min(now_ns, (epoch + 1) * _SECOND_NS)
@@ -165,7 +167,7 @@ class Signals:
 
     def _num_needed(self, epoch: int, now_ns: int) -> int:
         """Return how many servers one second's load needs: its utilisation, or its arrivals / drain rate if they need more."""
-        depth, used, _, calls = self._means(epoch, MEAN_S)
+        depth, used, _, calls = self._means(epoch, REPLICA_WINDOW_S)
         drain_rate = self._drain_rate(now_ns)
         if not drain_rate:
             return max(1, num_needed(used, 0.0))
