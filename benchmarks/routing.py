@@ -77,7 +77,7 @@ def at_rate(workload: Workload, rate: float) -> Workload:
     return think(arrivals.arrive(workload, instants_ns, "Poisson"), THINK_S, seed=1)
 
 
-def times_as_fast(factor: int) -> CostModel:
+def times_as_fast(factor: float) -> CostModel:
     cost = CostModel()
     return replace(
         cost,

@@ -153,6 +153,14 @@ def test_replicas_are_shown_apart(simulate: Simulate) -> None:
     assert re.search(r"^prefill 0 .*\ndecode 0 ", out, re.MULTILINE)
 
 
+def test_replicas_that_scale_are_reported(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--replicas", "0..3", "--start-s", "2")
+    assert re.search(r"^0\.\d\d replica-hours. Replicas: \d.\d\d in the mean, 1 at most, 1 change\.$", out, re.MULTILINE)
+    both = simulate(*SMALL, "--vary", "replicas=2,1..3")
+    assert re.search(r"^replicas=1\.\.3: 0\.\d\d replica-hours", both, re.MULTILINE)
+    assert re.search(r"^replicas=2, replica 1 ", both, re.MULTILINE)
+
+
 def test_admission_is_the_servers(simulate: Simulate) -> None:
     words = ("--blocks", "400", "--workload", "short", "--requests", "60", "--rate", "500", "--max-num-seqs", "2")
     assert "429 queue_full" in simulate(*words, "--max-queue", "3")
@@ -182,6 +190,10 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--cost", "nowhere.json"), "nowhere.json"),
         (("--vary", "html=a,b"), "html is not an option with one value"),
         (("--router", "prefix"), "no effect with one server"),
+        (("--replicas", "6..1"), "'6..1' is neither a number from 1 to 1024 nor a range such as 1..6"),
+        (("--replicas", "0"), "'0' is neither a number"),
+        (("--replicas", "1..6", "--prefill-replicas", "1", "--kv-bytes-per-token", "20000"), "Prefill replicas don't scale"),
+        (("--replicas", "2", "--start-s", "3"), "--start-s has no effect with a fixed number of replicas"),
         (("--link-latency-ms", "3"), "--link-latency-ms has no effect without --prefill-replicas"),
     ],
 )

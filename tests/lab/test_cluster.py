@@ -13,8 +13,9 @@ import pytest
 from penstock.admission.door import AdmissionLimits
 from penstock.kv.changes import names_of
 from penstock.lab.cost_model import CostModel, Residuals
+from penstock.lab.front import Front
 from penstock.lab.records import End
-from penstock.lab.simulation import Link, Simulation, _Front
+from penstock.lab.simulation import Link, Simulation
 from penstock.lab.virtual_server import VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -108,13 +109,13 @@ def test_a_router_keeps_nothing_of_requests_that_ended(
     make_router: Callable[[], Router], num_prefill_replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some are served, others refused, cancelled or late. The router knows of the caches what they hold."""
-    fronts: list[_Front] = []
+    fronts: list[Front] = []
 
-    def make_front(*args: Any) -> _Front:
-        fronts.append(_Front(*args))
+    def make_front(*args: Any, **words: Any) -> Front:
+        fronts.append(Front(*args, **words))
         return fronts[-1]
 
-    monkeypatch.setattr("penstock.lab.simulation._Front", make_front)
+    monkeypatch.setattr("penstock.lab.simulation.Front", make_front)
     jobs = [
         Job(
             arrival_ns=k * 4 * MS,
@@ -138,7 +139,7 @@ def test_a_router_keeps_nothing_of_requests_that_ended(
     assert not ledger._entries
     assert not holdings._expected
     assert not holdings._coming
-    for number, (server, log) in enumerate(zip(front._loads._servers, front._logs, strict=True)):
+    for number, (server, log) in enumerate(zip(front.servers, front._logs, strict=True)):
         front.dispatcher.hear(number, log.take())
         index = server.core.scheduler.kv.prefix.index
         held = {name for name, replicas in holdings._held.items() if replicas >> number & 1}

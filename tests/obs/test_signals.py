@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from penstock.obs.signals import DOWN_S, UP_S, WINDOW_S, Replicas, Signals
+from penstock.obs.signals import WINDOW_S, Signals
+from penstock.replicas import DOWN_S, UP_S
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepCounts, StepStats, WaitReason
 from support.loads import make_load
@@ -154,15 +153,3 @@ def test_a_load_that_swings_faster_than_the_window_keeps_what_its_peaks_need():
         server.run(60, num_running=1)
     settled = server.desired[1200:]
     assert set(settled) == {3}
-
-
-@given(st.lists(st.floats(0, 8), min_size=1, max_size=600))
-def test_never_more_than_was_asked_and_never_less_than_was_asked_all_along(loads):
-    replicas = Replicas()
-    for second, load in enumerate(loads):
-        replicas.add(second, load)
-        window = loads[max(0, second + 1 - DOWN_S) : second + 1]
-        assert 1 <= replicas.desired <= max(1, max(window) + 1)
-        late = loads[max(0, second + 1 - UP_S) : second + 1]
-        if len(late) == UP_S:
-            assert replicas.desired >= min(late) - 0.1

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -55,7 +55,30 @@ _OUTPUTS = ("json_file", "html", "plots", "every_run")
 _OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
 """Options that can't be varied."""
 _OF_A_SPLIT = ("kv_bytes_per_token", "link_gbytes_per_s", "link_latency_ms")
+MAX_REPLICAS = 1024
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
+
+
+class _Bounds(NamedTuple):
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}..{self.most}"
+
+
+class _Replicas(click.ParamType[_Bounds]):
+    """Click type of a number of replicas, or of the least and the most: `4` or `1..6`."""
+
+    name = "N|LEAST..MOST"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> _Bounds:
+        least, dots, most = str(value).partition("..")
+        if least.isdecimal() and (most.isdecimal() or not dots):
+            bounds = _Bounds(int(least), int(most if dots else least))
+            if bounds.least <= bounds.most and 1 <= bounds.most <= MAX_REPLICAS:
+                return bounds
+        self.fail(f"{value!r} is neither a number from 1 to {MAX_REPLICAS} nor a range such as 1..6 or 0..6.", param, ctx)
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -71,12 +94,13 @@ _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 )
 @click.option("--cost", default="default", show_default=True, metavar="default|FILE", help="Cost model of a step.")
 @click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
+@click.option("--replicas", type=_Replicas(), default="1", show_default=True, help="Servers; in a split those that decode.")
 @click.option(
-    "--replicas", type=click.IntRange(1, 1024), default=1, show_default=True, help="Servers; in a split those that decode."
+    "--start-s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds that a replica takes to start."
 )
 @click.option("--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS.")
 @click.option(
-    "--prefill-replicas", type=click.IntRange(0, 1024), default=0, help="Servers that compute prompts for the others."
+    "--prefill-replicas", type=click.IntRange(0, MAX_REPLICAS), default=0, help="Servers that compute prompts for the others."
 )
 @click.option("--kv-bytes-per-token", type=click.IntRange(min=1), help="What a prefill replica sends. Default: the model's.")
 @click.option(
@@ -159,7 +183,10 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not is_split:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect without --prefill-replicas.", remedy="Set them, or leave it out.")
-    num_routed = params["prefill_replicas"] or params["replicas"]
+    is_start_given = context.get_parameter_source("start_s") is ParameterSource.COMMANDLINE or "start_s" in varied
+    if is_start_given and params["replicas"].least == params["replicas"].most and "replicas" not in varied:
+        raise ConfigError("--start-s has no effect with a fixed number of replicas.", remedy="Set --replicas 1..6, or so.")
+    num_routed = params["prefill_replicas"] or params["replicas"].most
     is_router_given = context.get_parameter_source("router") is ParameterSource.COMMANDLINE or "router" in varied
     if is_router_given and num_routed == 1 and not varied & replicas:
         raise ConfigError("--router has no effect with one server.", remedy="Set --replicas, or leave it out.")
@@ -196,10 +223,13 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
     from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+    from penstock.lab.scaling import Scaling
     from penstock.lab.simulation import Link
     from penstock.sched.routing.routers import find_router
 
     config = config_from(asked)
+    least, most = asked["replicas"]
+    scaling = Scaling(least=least, most=most, start_ns=round(asked["start_s"] * 1e9)) if least < most else None
     link = None
     if asked["prefill_replicas"]:
         link = Link(
@@ -209,7 +239,8 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
         )
     return replace(
         simulation_of(config, cost, num_blocks=asked["blocks"]),
-        num_replicas=asked["replicas"],
+        num_replicas=least,
+        scaling=scaling,
         num_prefill_replicas=asked["prefill_replicas"],
         link=link,
         make_router=find_router(asked["router"]),

@@ -76,6 +76,13 @@ def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
             f"{counted(capacity.block_size, 'token')}, steps of up to {counted(capacity.max_step_tokens, 'token')}, "
             f"and requests of up to {capacity.max_model_len:,}."
         )
+    for one in simulated:
+        if (scaled := one.outcome.scaled) is not None:
+            name, mean = f"{one.name}: " if one.name else "", scaled.replica_ns / max(1, one.outcome.duration_ns)
+            yield (
+                f"{name}{scaled.replica_ns / NS_PER_S / 3600:,.2f} replica-hours. Replicas: {mean:.2f} in the mean, "
+                f"{max(num for _, num, _ in scaled.wanted)} at most, {counted(len(scaled.wanted) - 1, 'change')}."
+            )
     yield "Running and waiting requests, and the share of KV blocks that requests hold: means over time."
     if len(simulated) == 2:
         before, after = (one.outcome.records for one in simulated)

@@ -15,25 +15,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any, overload
+from typing import Any
 
-from penstock.admission.estimates import Lengths
 from penstock.clock import VirtualClock
-from penstock.kv.changes import ChangeLog
+from penstock.lab.front import Front
 from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
+from penstock.lab.scaling import Crew, Scaled, Scaling
 from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import NEVER_NS, Player, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched import progress
-from penstock.sched.routing.dispatcher import Dispatcher
 from penstock.sched.routing.routers import RoundRobin, Router
 from penstock.types.errors import ConfigError, Rejected
 from penstock.types.events import TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats
+from penstock.types.stats import RequestStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,7 @@ class Outcome:
     timelines: Mapping[str, Timeline]
     num_outside: int = 0
     outside: Mapping[str, int] = field(default_factory=dict)
+    scaled: Scaled | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,8 @@ class Simulation(ServerSettings):
     """One or several equal simulated servers and their clients, as settings. Each run starts anew."""
 
     num_replicas: int = 1
+    """Replicas from the start."""
+    scaling: Scaling | None = None
     num_prefill_replicas: int = 0
     link: Link | None = None
     make_router: Callable[[], Router] = RoundRobin
@@ -80,7 +82,12 @@ class Simulation(ServerSettings):
     """Seed of the cost model's noise."""
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1 or self.num_prefill_replicas < 0:
+        if self.scaling is not None:
+            if self.num_prefill_replicas:
+                raise ConfigError("Prefill replicas don't scale.", remedy="Set one number of replicas, or no prefill replicas.")
+            if not self.scaling.least <= self.num_replicas <= self.scaling.most:
+                raise ConfigError(f"{self.num_replicas} replicas from the start are not within the bounds of the scaling.")
+        elif self.num_replicas < 1 or self.num_prefill_replicas < 0:
             raise ConfigError("A simulation needs at least one replica, and the number of prefill replicas can't be negative.")
         if self.num_prefill_replicas and self.link is None:
             raise ConfigError("Prefill replicas need a link to the others.")
@@ -115,8 +122,8 @@ class Simulation(ServerSettings):
         )
         fleet = _Fleet(self, clock, traffic)
         traffic.begin(fleet)
-        _play(clock, traffic, list(fleet.servers.values()), on_plan)
-        servers = fleet.servers.values()
+        _play(clock, traffic, fleet, on_plan)
+        servers = fleet.all_servers
         return Outcome(
             records=sorted(traffic.records, key=lambda record: record.index),
             ended=[stats for _, stats in sorted(fleet.ended.items(), key=lambda item: int(item[0]))],
@@ -126,12 +133,14 @@ class Simulation(ServerSettings):
             timelines={name: server.timeline for name, server in fleet.servers.items()},
             num_outside=sum(server.times.num_outside for server in servers),
             outside=sum((Counter(server.times.outside) for server in servers), Counter[str]()),
+            scaled=None if fleet.crew is None else fleet.crew.outcome(),
         )
 
     def capacity_per_s(self, workload: Workload) -> float:
         """Return the requests per second of a run in which all arrive at once, and none is refused, late or cancelled.
 
-        The slow start and end of the run count; `plan.saturated_rate` may leave them out, and counts conversations.
+        All replicas of a scaled group serve from the start. The slow start and end of the run count; `plan.saturated_rate` may
+        leave them out, and counts conversations.
         """
         jobs = [
             replace(
@@ -144,26 +153,22 @@ class Simulation(ServerSettings):
             for job in workload.jobs
         ]
         unlimited = replace(self, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None)
+        if self.scaling is not None:
+            unlimited = replace(unlimited, num_replicas=self.scaling.most, scaling=None)
         outcome = unlimited.run(replace(workload, jobs=jobs))
         return len(jobs) / (outcome.duration_ns / NS_PER_S)
 
 
-def _play(
-    clock: VirtualClock, traffic: Traffic, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None
-) -> None:
+def _play(clock: VirtualClock, traffic: Traffic, fleet: _Fleet, on_plan: Callable[[StepPlan], None] | None) -> None:
     """Run clients and servers in the order of time. At equal times clients go first, then the first server."""
-    agenda, players = traffic.agenda, [server.player for server in servers]
-    due: list[tuple[int, int]] = []
-    """Heap of (instant, number of a server). Entries whose instant is not the server's any more are passed over."""
-    for number, player in enumerate(players):
-        player.on_woken = partial(_note_due, due, player, number)
+    agenda, servers, due = traffic.agenda, fleet.all_servers, fleet.due
     with _without_collector():
         while True:
-            while due and players[due[0][1]].next_ns != due[0][0]:
+            while due and servers[due[0][1]].player.next_ns != due[0][0]:
                 heappop(due)
             next_ns, number = due[0] if due else (NEVER_NS, 0)
             if agenda.due_ns <= next_ns:
-                if agenda.due_ns == NEVER_NS:
+                if agenda.due_ns == NEVER_NS or (next_ns == NEVER_NS and traffic.is_over):
                     return
                 clock.advance_to(agenda.due_ns)
                 agenda.act()
@@ -171,7 +176,7 @@ def _play(
             clock.advance_to(next_ns)
             heappop(due)
             servers[number].act()
-            player = players[number]
+            player = servers[number].player
             if player.next_ns != NEVER_NS:
                 _note_due(due, player, number)
             if on_plan is not None and player.begun is not None:
@@ -197,36 +202,64 @@ def _without_collector() -> Iterator[None]:
 class _Fleet:
     def __init__(self, simulation: Simulation, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
-        self._traffic, self._clock, self._link = traffic, clock, simulation.link
-        kinds = {"prefill": simulation.num_prefill_replicas, "decode": simulation.num_replicas}
-        if not simulation.num_prefill_replicas:
-            kinds = {"replica": simulation.num_replicas}
+        self.all_servers: list[VirtualServer] = []
+        """All that ever were."""
         self.servers: dict[str, VirtualServer] = {}
-        for kind, count in kinds.items():
-            settings = simulation if kind != "decode" else replace(simulation, limits=None)
-            for number in range(count):
-                tell = partial(self._tell, f"{kind} {number}")
-                seed = simulation.seed + len(self.servers)
-                self.servers[f"{kind} {number}"] = VirtualServer(settings, clock, tell=tell, seed=seed)
-        self._names = [name for name in self.servers if not name.startswith("decode")]
-        self._decode_names = [name for name in self.servers if name.startswith("decode")]
+        self.due: list[tuple[int, int]] = []
+        """Heap of (instant, number in `all_servers`). Entries whose instant is not the server's any more are passed over."""
+        self._simulation, self._traffic, self._clock, self._link = simulation, traffic, clock, simulation.link
+        kind, count = "replica", simulation.num_replicas
+        if simulation.num_prefill_replicas:
+            kind, count = "prefill", simulation.num_prefill_replicas
+        self._front: Front | None = None
+        self.crew: Crew | None = None
+        if count == 1 and simulation.scaling is None:
+            self._make(kind, 0)
+        else:
+            has_prefix_caching, block_size = simulation.enable_prefix_caching, simulation.capacity.block_size
+            make = partial(self._make, kind)
+            self._front = Front(simulation.make_router(), block_size, make, has_prefix_caching=has_prefix_caching)
+            for _ in range(count):
+                self._front.join()
+            if simulation.scaling is not None:
+                self.crew = Crew(simulation.scaling, self._front, clock, traffic)
+                count = simulation.scaling.most
+        self._names = [f"{kind} {number}" for number in range(count)]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._decode_names = [f"decode {number}" for number in range(simulation.num_replicas)] if kind == "prefill" else []
+        for number in range(len(self._decode_names)):
+            self._make("decode", number)
         self._free_ns = dict.fromkeys(self._names, 0)
         self._places: dict[str, str] = {}
         """Id of a call in flight -> its replica. While KV moves, the prefill replica."""
         self._prefilled: dict[str, RequestStats] = {}
         """Id of a call that has left its prefill replica -> the stats of that replica."""
         self._moving: set[str] = set()
-        self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._front = None if len(self._names) == 1 else _Front(simulation, [self.servers[name] for name in self._names])
+
+    def _make(self, kind: str, number: int) -> VirtualServer:
+        """Make a server. One that has the name of an earlier one continues its timeline."""
+        simulation, name = self._simulation, f"{kind} {number}"
+        settings = simulation if kind != "decode" else replace(simulation, limits=None)
+        seed = simulation.seed + len(self.all_servers)
+        server = VirtualServer(settings, self._clock, tell=partial(self._tell, name), seed=seed)
+        if name in self.servers:
+            server.timeline = self.servers[name].timeline
+        server.player.on_woken = partial(_note_due, self.due, server.player, len(self.all_servers))
+        self.all_servers.append(server)
+        self.servers[name] = server
+        return server
 
     # Calls: submitted, aborted, routed.
 
     def submit(self, call: Call) -> None:
+        if self.crew is not None and self.crew.hold(call):
+            return
         request, name = call.request, self._names[0]
         if self._decode_names:  # a prefill replica computes only the first token
             request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
         if self._front is not None:
-            name = self._names[self._front.choose(request, call.record.index, self._clock.now_ns())]
+            draining = () if self.crew is None else self.crew.draining
+            name = self._names[self._front.choose(request, call.record.index, self._clock.now_ns(), draining)]
         try:
             self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
         except Rejected:
@@ -237,6 +270,8 @@ class _Fleet:
 
     def abort(self, call: Call) -> None:
         request_id = call.request.request_id
+        if self.crew is not None and self.crew.abort(call):
+            return
         if request_id not in self._moving:
             self.servers[self._places[request_id]].abort(request_id)
             return
@@ -299,63 +334,6 @@ class _Fleet:
         )
         place_kv(self.servers[name], request)
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
-
-
-class _Front:
-    """The router before several servers, and what it hears of them."""
-
-    def __init__(self, simulation: Simulation, servers: Sequence[VirtualServer]) -> None:
-        block_size, has_prefix_caching = simulation.capacity.block_size, simulation.enable_prefix_caching
-        self.dispatcher = Dispatcher(simulation.make_router(), len(servers), block_size, has_prefix_caching=has_prefix_caching)
-        self._loads = _Loads(servers)
-        self._lengths = Lengths()
-        self._logs = [ChangeLog() for _ in servers]
-        for server, log in zip(servers, self._logs, strict=True):
-            server.core.scheduler.kv.prefix.index.log = log
-
-    def choose(self, request: Request, index: int, now_ns: int) -> int:
-        return self.dispatcher.choose(
-            request,
-            self.dispatcher.names_of(request),
-            self._loads,
-            index=index,
-            now_ns=now_ns,
-            num_new_tokens=self._lengths.new_tokens(1, request.sampling.max_tokens),
-        )
-
-    def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
-        """Take the events of a server, with the stats of the requests that end. Its cache's changes come with them."""
-        dispatcher = self.dispatcher
-        dispatcher.hear(number, self._logs[number].take())
-        for event in events:
-            if event.token_ids:
-                dispatcher.on_tokens(event.request_id, len(event.token_ids))
-            if event.finish_reason is not None:
-                dispatcher.on_end(event.request_id)
-            if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                stats = ended[event.request_id]
-                self._lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
-
-
-class _Loads(Sequence[EngineLoad]):
-    """The load of each server, read when a router asks for it: of a thousand servers it may ask for two."""
-
-    def __init__(self, servers: Sequence[VirtualServer]) -> None:
-        self._servers = servers
-
-    def __len__(self) -> int:
-        return len(self._servers)
-
-    @overload
-    def __getitem__(self, number: int) -> EngineLoad: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[EngineLoad]: ...
-
-    def __getitem__(self, number: int | slice) -> EngineLoad | list[EngineLoad]:
-        if isinstance(number, slice):
-            return [server.load() for server in self._servers[number]]
-        return self._servers[number].load()
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:

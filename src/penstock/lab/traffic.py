@@ -136,6 +136,10 @@ class Traffic:
         self._service: Service | None = None
         self._begin_ns = NEVER_NS
 
+    @property
+    def is_over(self) -> bool:
+        return len(self.records) == len(self._workload.jobs)
+
     def begin(self, service: Service) -> None:
         self._service = service
         self._note_next()
@@ -195,7 +199,7 @@ class Traffic:
         if job.cancelled_ns is not None:
             gone_ns = intended_ns + job.cancelled_ns - job.arrival_ns
             self.agenda.note(max(now_ns, gone_ns), lambda: self._leave(call))
-        self._knock(call)
+        self.knock(call)
 
     def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
         """Make a job's request, arriving now: as the engine gets it, and as admission control sees it."""
@@ -247,7 +251,8 @@ class Traffic:
             index = before
         return str(index).encode()
 
-    def _knock(self, call: Call) -> None:
+    def knock(self, call: Call) -> None:
+        """Send a call to the servers."""
         assert self._service is not None, "the traffic has begun"
         request = call.request
         self.calls[request.request_id] = call
@@ -270,7 +275,7 @@ class Traffic:
         call.is_away = False
         call.num_returns += 1
         call.request, call.ask = self._words(call.job, call.record, call.request.prompt_token_ids, is_retry=True)
-        self._knock(call)
+        self.knock(call)
 
     def _leave(self, call: Call) -> None:
         assert self._service is not None, "the traffic has begun"

@@ -1,75 +1,23 @@
 """The server's recent load, for autoscalers. Reported by the engine thread and admission, read by `/load` and `/metrics`.
 
-Values are means over the last `WINDOW_S` seconds. The load in servers is
-
-    max(utilisation, arrivals / drain rate) / TARGET_UTILISATION + queue / (drain rate x CLEAR_S)
-
-where a retry at the time that `Retry-After` gave does not count as an arrival.
+Values are means over the last `WINDOW_S` seconds. A retry at the time that `Retry-After` gave does not count as an arrival.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.replicas import DOWN_S, Replicas, num_needed
 from penstock.types.request import FinishReason
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
-
-UP_S = 15
-DOWN_S = 300
-TOLERANCE = 0.1
-"""Ignore a load that exceeds a whole number of servers by less than this."""
-
-
-class Replicas:
-    """The number of servers that the load needs, smoothed over time.
-
-    It rises to the least number that any of the last `UP_S` seconds needed, and falls to the most that any of the last `DOWN_S`
-    seconds needed. Windows and tolerance are those of Kubernetes' HorizontalPodAutoscaler (KEP-853).
-    """
-
-    def __init__(self) -> None:
-        self.desired = 1
-        self._asked: deque[tuple[int, int]] = deque()
-        """(first second, servers needed from then on), ascending, for the last `DOWN_S`."""
-
-    def add(self, second: int, load: float) -> None:
-        """Record how many servers one second's load needs, and update `desired`.
-
-        Call this in the order of time. A second that is left out counts as one with the load of the second before it.
-        """
-        asked = max(1, math.ceil(load - TOLERANCE))
-        if not self._asked or self._asked[-1][1] != asked:
-            self._asked.append((second, asked))
-        while len(self._asked) > 1 and self._asked[1][0] <= second - DOWN_S:
-            self._asked.popleft()
-        most = max(num for _, num in self._asked)
-        if most < self.desired:
-            self.desired = most
-        elif asked > self.desired:
-            self.desired = max(self.desired, self._least_of_late(second))
-
-    def _least_of_late(self, second: int) -> int:
-        """Return the least number needed in the last `UP_S` seconds, or 1 before as many have passed."""
-        least: int | None = None
-        for at, num in reversed(self._asked):
-            least = num if least is None else min(least, num)
-            if at <= second - UP_S + 1:
-                return least
-        return 1
-
 
 WINDOW_S = 30
 MIN_WINDOW_S = 5
 """Least time over which calls are averaged, so that one call at the start does not look like several per second."""
 REPLICA_WINDOW_S = 5
 """Window of `desired_replicas`. It is shorter, since `Replicas` steadies the number."""
-TARGET_UTILISATION = 0.8
-CLEAR_S = 30.0
-"""A queue that takes this long to drain needs one more server."""
 _SECOND_NS = 1_000_000_000
 
 
@@ -115,7 +63,7 @@ class Signals:
         self.num_rows = num_rows
         self._drain_rate = drain_rate
         self._lock = threading.Lock()
-        self._replicas = Replicas()
+        self._replicas = Replicas(1)
         self._seconds = [_Second() for _ in range(WINDOW_S + 1)]
         self._at_ns: int | None = None
         self._num_waiting = 0
@@ -186,7 +134,7 @@ class Signals:
             self._add(self._second(epoch), until_ns - at_ns)
             at_ns = until_ns
             if at_ns % _SECOND_NS == 0:
-                self._replicas.add(epoch, self._load_in_servers(epoch, at_ns))
+                self._replicas.add(epoch, self._num_needed(epoch, at_ns))
                 if not self._num_there and epoch >= idle_epoch:
                     at_ns = max(at_ns, (now_ns // _SECOND_NS - WINDOW_S) * _SECOND_NS)
         self._at_ns = max(self._at_ns, now_ns)
@@ -217,9 +165,10 @@ class Signals:
             sum(second.num_calls for second in seconds) * _SECOND_NS / max(num_ns, MIN_WINDOW_S * _SECOND_NS),
         )
 
-    def _load_in_servers(self, epoch: int, now_ns: int) -> float:
+    def _num_needed(self, epoch: int, now_ns: int) -> int:
+        """Return how many servers one second's load needs: its utilisation, or its arrivals / drain rate if they need more."""
         depth, used, _, calls = self._means(epoch, REPLICA_WINDOW_S)
         drain_rate = self._drain_rate(now_ns)
         if not drain_rate:
-            return used / TARGET_UTILISATION
-        return max(used, calls / drain_rate) / TARGET_UTILISATION + depth / (drain_rate * CLEAR_S)
+            return max(1, num_needed(used, 0.0))
+        return max(1, num_needed(max(used, calls / drain_rate), depth / drain_rate))

@@ -178,3 +178,23 @@ def test_replicas_come_and_go() -> None:
     assert router.held[-1] == (20, 0)
     assert choose(make_request("four", 21)) == 1
     assert router.work[-1] == (0, 0, 21 + 10, 21 + 10)
+
+
+def test_the_load_of_a_group_counts_what_was_sent_computed_and_waits() -> None:
+    dispatcher = Dispatcher(RoundRobin(), 2, block_size=4)
+    for name in ("one", "two", "three"):
+        send(dispatcher, make_request(name, 21))
+    dispatcher.on_tokens("one", 1)
+    dispatcher.on_tokens("one", 14)
+    dispatcher.on_end("one")
+    dispatcher.on_end("three")
+    busy = [EngineLoad(num_waiting=1), EngineLoad()]
+    load = dispatcher.group_load(busy, num_unsent=0)
+    assert (load.num_replicas, load.is_full) == (2, False)
+    assert (load.num_sent_tokens, load.num_done_tokens, load.num_waiting_tokens) == (3 * 31, 21 + 15, 31)
+    dispatcher.on_tokens("two", 1)
+    dispatcher.leave(1)
+    load = dispatcher.group_load(busy, num_unsent=0)
+    assert (load.num_replicas, load.is_full, load.num_waiting_tokens) == (1, True, 0)
+    dispatcher.leave(0)
+    assert not dispatcher.group_load(busy, num_unsent=0).is_full, "nobody is there"

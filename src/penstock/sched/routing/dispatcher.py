@@ -9,6 +9,7 @@ from penstock.kv.changes import Changes, names_of
 from penstock.sched.routing.holdings import Holdings
 from penstock.sched.routing.ledger import Ledger
 from penstock.sched.routing.routers import Arrival, Router
+from penstock.sched.scaling import GroupLoad
 from penstock.types.errors import PenstockError
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
@@ -20,21 +21,21 @@ class Dispatcher:
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
         self._ledger, self._holdings = Ledger(), Holdings()
-        self._numbers: list[int] = []
+        self.numbers: list[int] = []
         """The replicas that are there, ascending."""
         for _ in range(num_replicas):
             self.join()
 
     def join(self) -> int:
         """Add a replica that holds nothing, and return its number: the lowest that no other has."""
-        number = next((number for number, taken in enumerate(self._numbers) if number != taken), len(self._numbers))
-        self._numbers.insert(number, number)
+        number = next((number for number, taken in enumerate(self.numbers) if number != taken), len(self.numbers))
+        self.numbers.insert(number, number)
         self._ledger.join(number)
         return number
 
     def leave(self, replica: int) -> None:
         """Forget a replica, and what it holds. Call `on_end` before for the requests that it had. O(blocks)."""
-        self._numbers.remove(replica)
+        self.numbers.remove(replica)
         self._holdings.forget(replica)
 
     def names_of(self, request: Request) -> list[int]:
@@ -65,12 +66,12 @@ class Dispatcher:
 
         Raises PenstockError if the router fails, or chooses no replica.
         """
-        numbers, work = self._numbers, self._ledger.work
+        numbers, work = self.numbers, self._ledger.work
         if but_not:
             numbers = [number for number in numbers if number not in but_not]
         if len(numbers) < len(loads):
             loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
-        all_depths = self._holdings.depths(names, self._numbers[-1] + 1)
+        all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
         depths = [all_depths[number] for number in numbers]
         arrival = Arrival(
             index=index,
@@ -91,6 +92,18 @@ class Dispatcher:
     def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica, beside one with the same prompt."""
         self._ledger.send(request_id, replica, 0, num_new_tokens)
+
+    def group_load(self, loads: Sequence[EngineLoad], num_unsent: int) -> GroupLoad:
+        """Return the load of all replicas together. `num_unsent`: requests that wait for a first replica."""
+        ledger = self._ledger
+        return GroupLoad(
+            num_replicas=len(self.numbers),
+            is_full=bool(self.numbers) and all(loads[number].num_waiting for number in self.numbers),
+            num_sent_tokens=ledger.num_sent_tokens,
+            num_done_tokens=ledger.num_done_tokens,
+            num_waiting_tokens=ledger.num_waiting_tokens,
+            num_unsent=num_unsent,
+        )
 
     def _ask(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         router, name = self._router, type(self._router).__name__

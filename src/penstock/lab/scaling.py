@@ -1,0 +1,119 @@
+"""Replicas of a simulation that start, drain and leave: as many as a `Scaler` wants."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.clock import VirtualClock
+from penstock.engine.core import request_stats
+from penstock.lab.front import Front
+from penstock.lab.traffic import Call, Traffic
+from penstock.lab.workload import NS_PER_S
+from penstock.sched.scaling import Scaler
+from penstock.types.errors import ConfigError
+from penstock.types.events import TokenEvent
+from penstock.types.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    least: int
+    most: int
+    start_ns: int = 30 * NS_PER_S
+    """Time from the decision to start a replica until it takes requests."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most or not self.most or self.start_ns < 0:
+            raise ConfigError(
+                f"{self.least} to {self.most} replicas that take {self.start_ns / NS_PER_S:g} s to start are no group.",
+                remedy="Set the least from 0 on, the most from 1 on and from the least on, and the time from 0 on.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    wanted: Sequence[tuple[int, int, str]]
+    """(instant, wanted replicas, why) at the start and at each change."""
+    replica_ns: int
+    """Time of all replicas together, from the decision to start one until it has left."""
+
+
+class Crew:
+    """The replicas behind a front. Requests that find none wait here."""
+
+    def __init__(self, scaling: Scaling, front: Front, clock: VirtualClock, traffic: Traffic) -> None:
+        self.draining: list[int] = []
+        self._front, self._clock, self._traffic = front, clock, traffic
+        self._start_ns = scaling.start_ns
+        self._since_ns = dict.fromkeys(front.dispatcher.numbers, 0)
+        """Number of a replica -> when it was started."""
+        self._starting: deque[int] = deque()
+        """Instants at which replicas were started that take no requests yet."""
+        self._left_ns = 0
+        self._unsent: dict[str, Call] = {}
+        self._scaler = Scaler(scaling.least, scaling.most, len(self._since_ns))
+        self._wanted: list[tuple[int, int, str]] = []
+        self._turn()
+
+    def hold(self, call: Call) -> bool:
+        """Keep a call that finds no replica until there is one. Return whether it is kept."""
+        if self._serving():
+            return False
+        self._unsent[call.request.request_id] = call
+        self._scale()
+        return True
+
+    def abort(self, call: Call) -> bool:
+        """End a call that is kept here. Return whether it was."""
+        if self._unsent.pop(call.request.request_id, None) is None:
+            return False
+        request, now_ns = replace(call.request, finish_reason=FinishReason.ABORT), self._clock.now_ns()
+        event = TokenEvent(request.request_id, (), now_ns, finish_reason=FinishReason.ABORT)
+        self._traffic.end(event, request_stats(request, now_ns, ""))
+        return True
+
+    def outcome(self) -> Scaled:
+        now_ns = self._clock.now_ns()
+        there_ns = sum(now_ns - since_ns for since_ns in (*self._since_ns.values(), *self._starting))
+        return Scaled(wanted=self._wanted, replica_ns=self._left_ns + there_ns)
+
+    def _serving(self) -> list[int]:
+        return [number for number in self._front.dispatcher.numbers if number not in self.draining]
+
+    def _turn(self) -> None:
+        """Remove drained replicas and scale, each second."""
+        for number in [number for number in self.draining if not self._front.servers[number].num_in_flight]:
+            self.draining.remove(number)
+            self._front.dispatcher.leave(number)
+            self._left_ns += self._clock.now_ns() - self._since_ns.pop(number)
+        self._scale()
+        self._traffic.agenda.note(self._clock.now_ns() + NS_PER_S, self._turn)
+
+    def _scale(self) -> None:
+        """Start replicas, or drain those with the fewest requests. One that drains is taken back before another starts."""
+        front, now_ns = self._front, self._clock.now_ns()
+        wanted = self._scaler.decide(now_ns, front.dispatcher.group_load(front.loads, len(self._unsent)))
+        if not self._wanted or self._wanted[-1][1] != wanted.num:
+            self._wanted.append((now_ns, wanted.num, wanted.reason))
+        serving = self._serving()
+        for _ in range(wanted.num - len(serving) - len(self._starting)):
+            if self.draining:
+                self.draining.pop()
+            else:
+                self._starting.append(now_ns)
+                self._traffic.agenda.note(now_ns + self._start_ns, self._begin)
+        serving.sort(key=lambda number: (front.servers[number].num_in_flight, -number))
+        self.draining += serving[: max(0, len(serving) - wanted.num)]
+        self._send()
+
+    def _begin(self) -> None:
+        self._since_ns[self._front.join()] = self._starting.popleft()
+        self._send()
+
+    def _send(self) -> None:
+        if self._unsent and self._serving():
+            calls, self._unsent = self._unsent, {}
+            for call in calls.values():
+                self._traffic.knock(call)
