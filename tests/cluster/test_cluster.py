@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import httpx
@@ -113,6 +114,49 @@ def test_an_answer_goes_on_elsewhere(lose: Callable[[ThreadedReplica], None], nu
 
 def flights(made: Cluster) -> list:
     return list(made.fleet._flights.values())
+
+
+@pytest.mark.parametrize("name", ["r0", "r1", "r2"])
+def test_the_others_go_on_whichever_replica_is_lost(name: str) -> None:
+    with cluster(num_replicas=3) as made:
+        wait_until(lambda: made.fleet.num_replicas == 3)
+        made.replicas[name].kill()
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        assert [text_of(made, prompt) for prompt in PROMPTS[:4]] == [oracle(prompt) for prompt in PROMPTS[:4]]
+
+
+def test_an_abort_is_not_lost_with_its_replica(pool) -> None:
+    executors = gated()
+    with cluster(*executors) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(post, made, PROMPTS[0])
+        lost = working(made)
+        (flight,) = flights(made)
+        made.fleet.abort(flight.request.request_id, "a test")
+        lost.kill()
+        response = answer.result(60)
+        assert response.status_code != 200
+        assert "a test" in response.text
+        for replica in made.replicas.values():
+            assert replica is lost or not replica.running.engine.load().num_running
+
+
+def test_a_request_that_ends_each_replica_ends_itself(pool) -> None:
+    with cluster(num_replicas=2) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for replica in made.replicas.values():
+            replica.replica._take = partial(break_at, 666, replica.replica._take)
+        poisoned = pool.submit(post, made, PROMPTS[0], max_tokens=666)
+        response = poisoned.result(60)
+        assert response.status_code == 500
+        assert "replicas in a row were lost" in response.text
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        assert text_of(made, PROMPTS[1]) == oracle(PROMPTS[1])
+
+
+def break_at(max_tokens: int, take: Callable, submit) -> None:
+    assert all(work.sampling.max_tokens != max_tokens for work in submit.works), "it breaks a replica"
+    take(submit)
 
 
 def test_without_resuming_an_answer_that_has_begun_ends_with_an_error(pool) -> None:
@@ -244,10 +288,20 @@ def test_strangers_are_not_taken(fields: dict, told: str, caplog: pytest.LogCapt
         assert text_of(made, "Hello") == oracle("Hello")
 
 
+def test_a_replica_that_is_not_taken_waits_before_it_dials_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.REDIAL_S", 1000)
+    with cluster(num_replicas=1) as made:
+        made.add("r1", secret=b"another")
+        wait_until(lambda: "secret" in caplog.text)
+        for prompt in PROMPTS:
+            assert text_of(made, prompt) == oracle(prompt)
+        assert caplog.text.count("does not know the cluster's secret") == 1
+
+
 def test_nonsense_and_crowds_at_the_replicas_port_do_no_harm() -> None:
     with cluster(num_replicas=1) as made:
         for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff"):
-            with socket.create_connection(("127.0.0.1", made.port)) as stranger:
+            with socket.create_connection(("127.0.0.1", made.port)) as stranger, suppress(ConnectionResetError):
                 stranger.sendall(nonsense)
                 stranger.settimeout(30)
                 while stranger.recv(4096):

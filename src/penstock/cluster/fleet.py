@@ -56,6 +56,8 @@ MAX_STRANGERS = 64
 """Most connections of those who have not said who they are."""
 PATIENCE_NS = 60_000_000_000
 """Time that a request without any replica waits for one."""
+MAX_LOSSES = 3
+"""A request ends when so many replicas in a row were lost with it before it got a token: it may be what breaks them."""
 NO_REPLICA = "no replica is there to compute it"
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
@@ -85,6 +87,10 @@ class _Flight:
     since_ns: int = 0
     """Since when no replica is there."""
     refused_by: set[str] = field(default_factory=set)
+    abort_detail: str | None = None
+    """Why its replica was asked to abort it, or None."""
+    num_losses: int = 0
+    """Replicas that were lost with it since it got a token."""
     last_token_ns: int = 0
     stats: RequestStats | None = None
     """Stats of its end, as its replica tells them."""
@@ -363,6 +369,7 @@ class Fleet:
         flights = list(replica.flights.values())
         for flight in flights:
             self._part(flight)
+            flight.num_losses += 1
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
         self._resize()
@@ -470,7 +477,11 @@ class Fleet:
         """Send requests that have lost their replica to another one, or end them if they must not be resumed."""
         moving: list[_Flight] = []
         for flight in flights:
-            if flight.request.output_token_ids and not self._resumes:
+            if flight.abort_detail is not None:
+                self._end(flight, FinishReason.ABORT, flight.abort_detail)
+            elif flight.num_losses >= MAX_LOSSES:
+                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas in a row were lost while they had it")
+            elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
                 moving.append(flight)
@@ -483,6 +494,7 @@ class Fleet:
         if flight.replica is None:
             self._end(flight, FinishReason.ABORT, detail)
         else:
+            flight.abort_detail = detail
             flight.replica.link.send(Abort(request_id, detail))
 
     def _end(self, flight: _Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
@@ -569,6 +581,7 @@ class Fleet:
             request.prompt_logprobs[:] = scores
         progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
         if chunk.token_ids or chunk.states:
+            flight.num_losses = 0
             if flight.last_token_ns:
                 gap_ns = chunk.at_ns - flight.last_token_ns
                 gaps_ns.append(gap_ns)

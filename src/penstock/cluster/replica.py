@@ -77,6 +77,8 @@ class Replica:
             finally:
                 link.close("it ends")
             await self._end_all()
+            if not self._is_leaving:
+                await asyncio.sleep(REDIAL_S)
         while self._requests or self._preparing:
             await self._wait_for_end()
 

@@ -69,7 +69,7 @@ class Dispatcher:
         numbers, work = self.numbers, self._ledger.work
         if but_not:
             numbers = [number for number in numbers if number not in but_not]
-        if len(numbers) < len(loads):
+        if len(numbers) < len(work):
             loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
         all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
         depths = [all_depths[number] for number in numbers]
