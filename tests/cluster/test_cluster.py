@@ -15,6 +15,7 @@ from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS
 from penstock.deploy.running import RunningModel
 from penstock.engine.thread import EngineState
+from penstock.sched.scaling import Scaler
 from penstock.types.request import FinishReason
 from support.cluster import Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
@@ -310,3 +311,20 @@ def test_nonsense_and_crowds_at_the_replicas_port_do_no_harm() -> None:
         assert text_of(made, "Hello") == oracle("Hello")
         for stranger in crowd:
             stranger.close()
+
+
+def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> None:
+    """The scaler's decisions are carried out by threads here. Its clock is real, so only the way from zero is asserted."""
+    with cluster(num_replicas=1) as made:
+        wanted: list[int] = []
+        made.fleet.scale(Scaler(0, 3, 1), wanted.append)
+        wait_until(lambda: wanted == [1])
+        made.fleet.dismiss("r0")
+        wait_until(lambda: made.fleet.num_replicas == 0)
+        made.fleet.scale(Scaler(0, 3, 0), wanted.append)
+        wait_until(lambda: wanted[-1] == 0)
+        answer = pool.submit(text_of, made, PROMPTS[0])
+        wait_until(lambda: wanted[-1] == 1)
+        made.add("r1")
+        assert answer.result(60) == oracle(PROMPTS[0])
+        assert "without a replica" in made.fleet.decisions()[0].reason

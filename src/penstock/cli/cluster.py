@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,6 +26,8 @@ from penstock.cli.serve import check_access, set_up_logging
 from penstock.config import Config
 from penstock.config.several import configs_of
 from penstock.types.errors import ConfigError, PenstockError
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from penstock.cluster.fleet import Fleet
@@ -75,6 +77,8 @@ def status(url: str, api_key: str | None) -> None:
     if "replicas" not in load:
         raise PenstockError(f"{url} is a single server.", remedy="`penstock top` shows it.")
     print("\n".join(replica_lines(load["replicas"])))
+    for one in load["scaling"]:
+        print(f"{one['age_s']:.0f} s ago: {one['replicas']} wanted. {one['reason']}")
 
 
 @cluster.command()
@@ -127,32 +131,33 @@ def _deployment(config: Config, settings: Mapping[str, object], address: str | N
 
     check(config)
     source, bridge, secret = locate(config), Bridge(), secrets.token_bytes(32)
-    num_replicas = config.cluster.replicas
-    machine = Resources(num_models=num_replicas).machine("")
+    first, most = max(1, config.cluster.replicas), config.cluster.most
+    machine = Resources(num_models=most).machine("")
     resolve(config, source, machine)  # what is wrong is told before Ray is started
     fleet, front = _fleet(config, secret, bridge.deliver)
     stack.callback(fleet.close, 0.0)
     if address is not None and config.backend.threads is None:
         raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
-    num_threads = config.backend.threads or max(1, machine.cores.num_threads // num_replicas)
+    num_threads = config.backend.threads or max(1, machine.cores.num_threads // most)
     from penstock.cluster import on_ray
+    from penstock.sched.scaling import Scaler
 
-    stack.enter_context(on_ray.connected(address, num_threads * num_replicas))
+    stack.enter_context(on_ray.connected(address, num_threads * most))
     stack.callback(on_ray.stop)
-    starting = _Background(
-        partial(
-            on_ray.run,
-            {**settings, "threads": num_threads},
-            front=front,
-            secret=secret,
-            num_replicas=num_replicas,
-            num_cpus=num_threads,
-            num_beside=-(-num_replicas // on_ray.num_machines()),
-            leave_s=config.server.shutdown_timeout_s,
-        )
+    crew = on_ray.Crew(
+        {**settings, "threads": num_threads},
+        front=front,
+        secret=secret,
+        least=config.cluster.replicas,
+        most=most,
+        num_cpus=num_threads,
+        leave_s=config.server.shutdown_timeout_s,
     )
+    starting = _Background(crew.start)
     while fleet.wait_for_model(0.1) is None:
         starting.check()
+    if config.cluster.replicas < most:
+        fleet.scale(Scaler(config.cluster.replicas, most, first), crew.want)
     deployment = start_front(config, source, fleet, bridge, machine)
     stack.callback(deployment.close)
     return deployment
@@ -181,7 +186,7 @@ def _fleet(config: Config, secret: bytes, sink: Any) -> tuple[Fleet, tuple[str, 
 
 
 class _Background:
-    """A job in a thread, whose failure `check` raises."""
+    """A job in a thread, whose error `check` raises."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -192,6 +197,7 @@ class _Background:
         try:
             self._job()
         except Exception as error:
+            _log.error("Ray could not start the replicas: %s", error)
             self._error = error
 
     def check(self) -> None:

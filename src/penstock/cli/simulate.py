@@ -227,7 +227,8 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     from penstock.lab.simulation import Link
     from penstock.sched.routing.routers import find_router
 
-    config = config_from(asked)
+    # These are also settings of a cluster, in another form.
+    config = config_from({key: value for key, value in asked.items() if key not in ("replicas", "router")})
     least, most = asked["replicas"]
     scaling = Scaling(least=least, most=most, start_ns=round(asked["start_s"] * 1e9)) if least < most else None
     link = None

@@ -42,9 +42,10 @@ from penstock.kv.pool_map import PoolMap
 from penstock.sched import progress
 from penstock.sched.routing.dispatcher import Dispatcher
 from penstock.sched.routing.routers import Router
+from penstock.sched.scaling import Scaler, Wanted
 from penstock.types.errors import PenstockError, RejectReason, counted
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, ScalingDecision, StepStats, WaitReason
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ GREETING_NS = 10_000_000_000
 """Time for a replica that has dialled to say who it is."""
 MAX_STRANGERS = 64
 """Most connections of those who have not said who they are."""
+MAX_DECISIONS = 10
+"""Changes of the number of replicas that are kept to be shown."""
 PATIENCE_NS = 60_000_000_000
 """Time that a request without any replica waits for one."""
 MAX_LOSSES = 3
@@ -74,6 +77,8 @@ class _Replica:
     """Empty until it has said who it is."""
     number: int = -1
     load: EngineLoad = field(default_factory=EngineLoad)
+    is_leaving: bool = False
+    """It has refused a request because it drains."""
     flights: dict[str, _Flight] = field(default_factory=dict)
 
 
@@ -143,6 +148,11 @@ class Fleet:
         self._flights: dict[str, _Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
+        self._scaler: Scaler | None = None
+        self._scaling: asyncio.Task[None] | None = None
+        self._on_wanted: Callable[[int], None] = lambda _: None
+        self._decisions: deque[tuple[int, Wanted]] = deque(maxlen=MAX_DECISIONS)
+        """(instant, number of replicas and why) of the last changes."""
         self._thread = threading.Thread(target=self._run, name="penstock-fleet", daemon=True)
 
     # For any thread.
@@ -205,6 +215,11 @@ class Fleet:
         ]
         return sorted(found, key=lambda one: one.name)
 
+    def decisions(self) -> list[ScalingDecision]:
+        """Return the last changes of the number of replicas, the latest first."""
+        now_ns = self.clock.now_ns()
+        return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in reversed(list(self._decisions))]
+
     def pool_map(self) -> PoolMap:
         raise TimeoutError("each replica has a pool of its own")
 
@@ -250,6 +265,13 @@ class Fleet:
             self._thread.join(ABORT_GRACE_S)
         self._state = EngineState.STOPPED
         return not self._was_cut_short
+
+    def scale(self, scaler: Scaler, on_wanted: Callable[[int], None]) -> None:
+        """Decide each second, and when a request finds no replica, how many there should be. Replaces an earlier scaler.
+
+        `on_wanted` is called with each new number, on the fleet's thread, and must not block.
+        """
+        self._post(lambda: self._begin_to_scale(scaler, on_wanted))
 
     def dismiss(self, name: str) -> None:
         """Tell a replica to end its requests, and then itself."""
@@ -310,6 +332,30 @@ class Fleet:
                     self._end(flight, FinishReason.ABORT, DEADLINE_EXCEEDED, RejectReason.DEADLINE)
                 elif now_ns - flight.since_ns > PATIENCE_NS:
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
+
+    # How many replicas there should be.
+
+    def _begin_to_scale(self, scaler: Scaler, on_wanted: Callable[[int], None]) -> None:
+        self._scaler, self._on_wanted = scaler, on_wanted
+        if self._scaling is not None:
+            self._scaling.cancel()
+        self._scaling = self._loop.create_task(self._scale_each_second())
+
+    async def _scale_each_second(self) -> None:
+        while self._state is not EngineState.DRAINING:
+            self._scale()
+            await asyncio.sleep(1.0)
+
+    def _scale(self) -> None:
+        if self._scaler is None or self._dispatcher is None:
+            return
+        now_ns = self.clock.now_ns()
+        num_unsent = len([flight for flight in self._flights.values() if flight.replica is None])
+        wanted = self._scaler.decide(now_ns, self._dispatcher.group_load(self._loads(), num_unsent))
+        if not self._decisions or self._decisions[-1][1].num != wanted.num:
+            self._decisions.append((now_ns, wanted))
+            _log.info("%s wanted: %s", counted(wanted.num, "replica"), wanted.reason)
+            self._on_wanted(wanted.num)
 
     # Replicas.
 
@@ -378,12 +424,18 @@ class Fleet:
     def _resize(self) -> None:
         with self._lock:
             if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
-                self._state = EngineState.READY if self._by_number else EngineState.RESTARTING
+                # At zero on purpose, requests wait for a replica to start.
+                is_ready = bool(self._by_number) or (self._scaler is not None and bool(self._decisions))
+                self._state = EngineState.READY if is_ready else EngineState.RESTARTING
         self._sum_up()
         self.on_size(len(self._by_number))
 
     def _sum_up(self) -> None:
         loads = [replica.load for replica in self._by_number.values()]
+        if not loads and self._scaler is not None and self.model is not None:  # as of the replica that a request starts
+            capacity = self.model.capacity
+            num_blocks = capacity.num_blocks - 1
+            loads = [EngineLoad(num_blocks_total=num_blocks, num_blocks_free=num_blocks, num_rows_free=capacity.max_rows)]
         waits_for = [load.waits_for for load in loads]
         self._pool = EngineLoad(
             num_running=sum([load.num_running for load in loads]),
@@ -422,13 +474,15 @@ class Fleet:
     def _send(self, group: Sequence[_Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
-        if dispatcher is None or not self._by_number:
+        staying = {number: replica.name for number, replica in self._by_number.items() if not replica.is_leaving}
+        if dispatcher is None or not staying:
             for flight in group:
                 flight.since_ns = flight.since_ns or now_ns
+            self._scale()
             return
         refused_by = {name for flight in group for name in flight.refused_by}
-        but_not = {number for number, replica in self._by_number.items() if replica.name in refused_by}
-        if len(but_not) == len(self._by_number):
+        allowed = {number for number, name in staying.items() if name not in refused_by}
+        if not allowed:
             for flight in group:
                 self._end(flight, FinishReason.ERROR, "every replica refused it", RejectReason.UNAVAILABLE)
             return
@@ -441,7 +495,7 @@ class Fleet:
                 index=self._num_sent,
                 now_ns=now_ns,
                 num_new_tokens=self._num_new_tokens(first),
-                but_not=but_not,
+                but_not=self._by_number.keys() - allowed,
             )
         except PenstockError as error:
             _log.error("%s", error)
@@ -459,7 +513,8 @@ class Fleet:
     def _loads(self) -> Sequence[EngineLoad]:
         """Return the load of each replica, at the index of its number."""
         by_number = self._by_number
-        return [by_number[number].load if number in by_number else EngineLoad() for number in range(max(by_number) + 1)]
+        most = max(by_number, default=-1)
+        return [by_number[number].load if number in by_number else EngineLoad() for number in range(most + 1)]
 
     def _num_new_tokens(self, request: Request) -> int:
         return max(1, self._predict(request) - len(request.output_token_ids))
@@ -544,6 +599,7 @@ class Fleet:
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 flight.refused_by.add(replica.name)
+                replica.is_leaving |= chunk.reject_reason == RejectReason.DRAINING
                 self._part(flight)
                 moving.append(flight)
                 continue

@@ -114,5 +114,5 @@ def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics
         lambda request: lengths.new_tokens(request.sampling.min_tokens, request.sampling.max_tokens),
     )
     bridge.attach(fleet)
-    metrics.read_replicas = fleet.replicas
+    metrics.read_replicas, metrics.read_decisions = fleet.replicas, fleet.decisions
     metrics.connect(load=fleet.load, signals=lambda: signals.read(fleet.load(), fleet.clock.now_ns()))

@@ -12,11 +12,13 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from penstock.config.components import config_from
 
 APP = "penstock"
 """Name of the application in Ray Serve."""
+_TARGET = "penstock-target"
 HEALTH_CHECK_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 
@@ -59,30 +61,81 @@ def connected(address: str | None, num_cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def num_machines() -> int:
-    return max(1, len([node for node in ray.nodes() if node["Alive"]]))
+class Target:
+    """An actor with the number of replicas that the front wants, for Serve's controller."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+
+    def set(self, num: int) -> None:
+        self._num = num
+
+    def get(self) -> int:
+        return self._num
 
 
-def run(
-    values: Mapping[str, object],
-    *,
-    front: tuple[str, int],
-    secret: bytes,
-    num_replicas: int,
-    num_cpus: float,
-    num_beside: int,
-    leave_s: float,
-) -> None:
-    """Start the replicas, and return when all are ready. Raises RuntimeError if they do not start."""
-    serve.start(proxy_location="Disabled")
-    deployment = serve.deployment(
-        PenstockReplica,
-        num_replicas=num_replicas,
-        ray_actor_options={"num_cpus": num_cpus},
-        health_check_period_s=HEALTH_CHECK_S,
-        graceful_shutdown_timeout_s=leave_s + HEALTH_CHECK_S,
-    )
-    serve.run(deployment.bind(dict(values), front, secret, num_beside), name=APP, route_prefix=None)
+class AsWanted:
+    """An autoscaling policy of Serve: as many replicas as the front wants. Never waits, since the controller calls it."""
+
+    def __init__(self, first: int) -> None:
+        self._num = first
+        self._answer: Any = None
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        del context
+        try:
+            if self._answer is None:
+                self._answer = ray.get_actor(_TARGET, namespace=APP).get.remote()
+            elif ray.wait([self._answer], timeout=0)[0]:
+                answer, self._answer = self._answer, None
+                self._num = ray.get(answer)
+        except (ValueError, ray.exceptions.RayError):  # the front has ended
+            self._answer = None
+        return self._num, {}
+
+
+class Crew:
+    """The replicas as Serve runs them, from `least` to `most`."""
+
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        *,
+        front: tuple[str, int],
+        secret: bytes,
+        least: int,
+        most: int,
+        num_cpus: int,
+        leave_s: float,
+    ) -> None:
+        """`num_cpus`: those of one replica. `leave_s`: time for requests to end in a replica that is stopped."""
+        self._first = max(1, least)
+        self._target = ray.remote(Target).options(name=_TARGET, namespace=APP, num_cpus=0).remote(self._first)
+        deployment = serve.deployment(
+            PenstockReplica,
+            autoscaling_config=AutoscalingConfig(
+                min_replicas=least,
+                initial_replicas=self._first,
+                max_replicas=most,
+                upscale_delay_s=0,
+                downscale_delay_s=0,
+                policy=AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"first": self._first}),
+            ),
+            ray_actor_options={"num_cpus": num_cpus},
+            health_check_period_s=HEALTH_CHECK_S,
+            graceful_shutdown_timeout_s=leave_s + HEALTH_CHECK_S,
+        )
+        num_beside = -(-most // max(1, len([node for node in ray.nodes() if node["Alive"]])))
+        self._made = deployment.bind(dict(values), front, secret, num_beside)
+
+    def start(self) -> None:
+        """Start the first replicas, and return when they are ready. Raises RuntimeError if they can't start."""
+        serve.start(proxy_location="Disabled")
+        serve.run(self._made, name=APP, route_prefix=None)
+
+    def want(self, num_replicas: int) -> None:
+        """Change the number of replicas. Returns at once."""
+        self._target.set.remote(num_replicas)
 
 
 def stop() -> None:

@@ -614,12 +614,32 @@ class ClusterConfig(Component):
 
     title: ClassVar[str] = "Cluster"
 
-    replicas: int = count(2, "Replicas of the model, each a process with its own KV cache.", minimum=1, maximum=1024)
+    replicas: int = count(
+        2,
+        "Replicas of the model, each a process with its own KV cache; with --max-replicas, the fewest.",
+        minimum=0,
+        maximum=1024,
+    )
+    max_replicas: int | None = count(
+        None, "Most replicas: their number follows the load.", minimum=1, maximum=1024, default_doc="as --replicas"
+    )
     router: str = setting(
         "prefix", "Chooses the replica of a request: prefix, least-work, round-robin, or your own, as module:Class."
     )
     resume: bool = flag(True, "Let an answer go on at another replica if its own is lost. Else it ends with an error.")
     replica_host: str = setting("127.0.0.1", "Address at which replicas reach the server. On several machines one of its own.")
+
+    def __post_init__(self) -> None:
+        Component.__post_init__(self)
+        if self.most < max(1, self.replicas):
+            raise ConfigError(
+                f"replicas is {self.replicas}, and max_replicas {self.max_replicas}.",
+                remedy="Set --replicas to 1 or more, or --max-replicas to at least as many.",
+            )
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 class LogFormat(StrEnum):

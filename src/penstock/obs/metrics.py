@@ -16,7 +16,7 @@ from typing import Any
 from penstock.obs.signals import SustainedLoad
 from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import AdapterStats, EngineLoad, ReplicaLoad, RequestStats, StepStats, TierStats
+from penstock.types.stats import AdapterStats, EngineLoad, ReplicaLoad, RequestStats, ScalingDecision, StepStats, TierStats
 
 
 class Histogram:
@@ -146,6 +146,8 @@ class Metrics:
         """None for a model served without adapters."""
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
+        self.read_decisions: Callable[[], Sequence[ScalingDecision]] = tuple
+        """The last changes of the number of replicas, the latest first."""
         self.read_residence: Callable[[], Residence] | None = None
         """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None

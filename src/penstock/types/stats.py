@@ -228,3 +228,9 @@ class ReplicaLoad(NamedTuple):
     num_in_flight: int  # requests that were sent to it and have not ended
     num_tokens_left: int  # of prompts and expected answers, which it has yet to compute
     silent_ns: int  # time since it last told anything
+
+
+class ScalingDecision(NamedTuple):
+    age_ns: int
+    num_replicas: int
+    reason: str

@@ -45,6 +45,12 @@ class Replica(TypedDict):
     silent_s: float
 
 
+class Decision(TypedDict):
+    age_s: float
+    replicas: Count
+    reason: str
+
+
 Memory = TypedDict("Memory", {"limit_bytes": Count, "free_bytes": Count, "stuck_bytes": Count})
 
 
@@ -61,6 +67,7 @@ class Load(TypedDict):
     sustained: dict[str, float]
     desired_replicas: Count
     replicas: NotRequired[list[Replica]]
+    scaling: NotRequired[list[Decision]]
     models: NotRequired[list[ModelLoad]]
     memory: NotRequired[Memory]
 
@@ -121,6 +128,10 @@ class StatusEndpoint:
             load["adapters"] = _adapters(now.adapters, metrics.read_adapters())
         if metrics.read_replicas is not None:
             load["replicas"] = [_replica(one) for one in metrics.read_replicas()]
+            load["scaling"] = [
+                {"age_s": round(one.age_ns / 1e9, 1), "replicas": one.num_replicas, "reason": one.reason}
+                for one in metrics.read_decisions()
+            ]
         if name is None:
             memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
             load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
