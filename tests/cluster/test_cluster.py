@@ -87,6 +87,33 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
         assert cached >= 384
 
 
+def test_an_explanation_names_the_replica(pool) -> None:
+    """While the request runs, after its end, and after it was moved."""
+    with cluster(*gated()) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        answer = pool.submit(httpx.post, made.server.url + URL, json={"prompt": PROMPTS[0]}, headers={"X-Request-Id": "one"})
+        url = f"{made.server.url}/v1/requests/one"
+        first = working(made)
+        first.executor.allow(3)
+        wait_until(lambda: any(len(flight.request.output_token_ids) == 3 for flight in flights(made)))
+        [choice] = httpx.get(url).json()["choices"]
+        assert (choice["state"], choice["route"]) == ("decode", route_of(first.name, moves=0))
+        first.hang_up()
+        wait_until(lambda: any(flight.replica and flight.replica.name != first.name for flight in flights(made)))
+        for replica in made.replicas.values():
+            replica.executor.open()
+        answer.result(60)
+        [choice] = httpx.get(url).json()["choices"]
+        last = next(name for name in made.replicas if name != first.name)
+        assert (choice["state"], choice["completion_tokens"]) == ("ended", 16)
+        assert choice["route"] == route_of(last, moves=1)
+        assert f"Replica {last} computed it, after 1 replica that had it before" in choice["summary"]
+
+
+def route_of(name: str, *, moves: int) -> dict:
+    return {"replica": name, "cached_tokens": 0, "tokens_ahead": 0, "fewest_tokens_ahead": 0, "moves": moves}
+
+
 @pytest.mark.parametrize("lose", [ThreadedReplica.kill, ThreadedReplica.hang_up])
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 def test_an_answer_goes_on_elsewhere(lose: Callable[[ThreadedReplica], None], num_steps: int, pool) -> None:

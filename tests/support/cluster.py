@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.front import connect
+from penstock.cluster.front import Histories, connect
 from penstock.cluster.recipes import RecipeBook
 from penstock.cluster.replica import Replica
 from penstock.cluster.tap import Tap
@@ -98,7 +98,7 @@ def cluster(
         assert fleet.wait_for_model(30) is not None
         front = make_runtime()
         front.engine.close(0.0)
-        front.engine, front.bridge, front.journal = fleet, bridge, None
+        front.engine, front.bridge, front.journal = fleet, bridge, Histories(fleet, 100)
         front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
         connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
         with LiveServer(front, ServerConfig(port=0, shutdown_timeout_s=0.0, **config)) as server:

@@ -23,7 +23,7 @@ from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
-from penstock.obs.explain.journal import Journal
+from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
 from penstock.text.answers import AnswerForm
 from penstock.types.request import FinishReason, Request, RequestStatus
@@ -42,7 +42,7 @@ class _Landed:
 
     terms: Terms
     engine_ids: tuple[str, ...]
-    journal: Journal
+    journal: History
     clock: Clock
     unix_time_s: Callable[[], int]
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.deploy.deployment import Deployment
 
 _COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
-_OF_REPLICAS = ("model", "kv", "scheduler", "backend")
+_OF_REPLICAS = (*setting_keys("model", "kv", "scheduler", "backend"), "explained_requests", "shutdown_timeout")
 
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
@@ -55,7 +55,7 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     warn_of_unknown_variables()
-    settings = {key: values[key] for key in setting_keys(*_OF_REPLICAS) if key in values} | {"model": config.model.model}
+    settings = {key: values[key] for key in _OF_REPLICAS if key in values} | {"model": config.model.model}
     from penstock.serve.http.listener import bind_socket
     from penstock.serve.server import run_server
 

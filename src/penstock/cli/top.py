@@ -267,7 +267,7 @@ def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{one['name'][:_NAME_WIDTH]:{_NAME_WIDTH}}  {one['requests_running']:7}  {one['requests_waiting']:7}  "
             f"{one['tokens_left']:11}  {held:7.0%}  {one['address']}{silent}"
         )
-    return lines if replicas else ["No replica is there. Requests in flight wait for one, new ones are refused."]
+    return lines if replicas else ["No replica is there."]
 
 
 def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:

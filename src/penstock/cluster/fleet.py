@@ -12,8 +12,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,8 @@ from penstock.cluster.messages import (
     FORMAT,
     NONCE_BYTES,
     Abort,
+    Explain,
+    Explained,
     Greeting,
     Hello,
     Leave,
@@ -39,6 +42,7 @@ from penstock.engine.core import DEADLINE_EXCEEDED, request_stats
 from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
 from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Outbox
 from penstock.kv.pool_map import PoolMap
+from penstock.obs.explain.explanation import Explanation, Route
 from penstock.sched import progress
 from penstock.sched.routing.dispatcher import Dispatcher
 from penstock.sched.routing.routers import Router
@@ -55,6 +59,7 @@ GREETING_NS = 10_000_000_000
 """Time for a replica that has dialled to say who it is."""
 MAX_STRANGERS = 64
 """Most connections of those who have not said who they are."""
+EXPLAIN_TIMEOUT_S = 1.0
 MAX_DECISIONS = 10
 """Changes of the number of replicas that are kept to be shown."""
 PATIENCE_NS = 60_000_000_000
@@ -83,6 +88,14 @@ class _Replica:
 
 
 @dataclass(slots=True, eq=False)
+class _Question:
+    answer: Future[list[Explanation]]
+    num_left: int
+    """Replicas that have not answered yet."""
+    explanations: list[Explanation] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A request that has not ended."""
 
@@ -97,6 +110,7 @@ class _Flight:
     num_losses: int = 0
     """Replicas that were lost with it since it got a token."""
     last_token_ns: int = 0
+    num_moves: int = 0
     stats: RequestStats | None = None
     """Stats of its end, as its replica tells them."""
     num_gaps: int = 0
@@ -129,6 +143,9 @@ class Fleet:
         self.on_size: Callable[[int], None] = lambda _: None
         """Called with the number of replicas whenever it changes."""
 
+        self.num_explained = 0
+        """Ended requests whose replica is remembered, so that they can be explained."""
+
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._num_holds = 0
@@ -148,6 +165,11 @@ class Fleet:
         self._flights: dict[str, _Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
+        self._routes: OrderedDict[str, Route] = OrderedDict()
+        """Id of a request -> the replica that has it, or had it. As many ended ones as are explained."""
+        self._questions: dict[int, _Question] = {}
+        """Number of a question to a replica -> what to do with the answer."""
+        self._num_questions = 0
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
@@ -219,6 +241,15 @@ class Fleet:
         """Return the last changes of the number of replicas, the latest first."""
         now_ns = self.clock.now_ns()
         return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in reversed(list(self._decisions))]
+
+    def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """Ask replicas for the explanations of requests. Waits up to `EXPLAIN_TIMEOUT_S`, so not for an event loop."""
+        answer: Future[list[Explanation]] = Future()
+        self._post(lambda: self._ask(list(request_ids), answer))
+        try:
+            return answer.result(EXPLAIN_TIMEOUT_S)
+        except TimeoutError:
+            return []
 
     def pool_map(self) -> PoolMap:
         raise TimeoutError("each replica has a pool of its own")
@@ -333,6 +364,36 @@ class Fleet:
                 elif now_ns - flight.since_ns > PATIENCE_NS:
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
 
+    # Explanations.
+
+    def _ask(self, request_ids: Sequence[str], answer: Future[list[Explanation]]) -> None:
+        of_name = {replica.name: replica for replica in self._by_number.values()}
+        asked: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            route = self._routes.get(request_id)
+            if route is not None and route.replica in of_name:
+                asked.setdefault(route.replica, []).append(request_id)
+        question = _Question(answer, len(asked))
+        if not asked:
+            answer.set_result([])
+        for name, ids in asked.items():
+            self._num_questions += 1
+            self._questions[self._num_questions] = question
+            of_name[name].link.send(Explain(self._num_questions, ids))
+            self._loop.call_later(EXPLAIN_TIMEOUT_S, self._questions.pop, self._num_questions, None)
+
+    def _take_answer(self, explained: Explained) -> None:
+        question = self._questions.pop(explained.number, None)
+        if question is None:
+            return
+        shift_ns = self.clock.now_ns() - explained.sent_ns
+        for told in explained.explanations:
+            moved = replace(told, arrival_ns=told.arrival_ns + shift_ns, route=self._routes.get(told.request_id))
+            question.explanations.append(moved)
+        question.num_left -= 1
+        if not question.num_left:
+            question.answer.set_result(question.explanations)
+
     # How many replicas there should be.
 
     def _begin_to_scale(self, scaler: Scaler, on_wanted: Callable[[int], None]) -> None:
@@ -375,6 +436,8 @@ class Fleet:
                 self._welcome(replica, hello)
             case Told() as told if replica.name:
                 self._hear(replica, told)
+            case Explained() as explained if replica.name:
+                self._take_answer(explained)
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
 
@@ -488,7 +551,7 @@ class Fleet:
             return
         self._num_sent += 1
         try:
-            number = dispatcher.choose(
+            choice = dispatcher.choose(
                 first,
                 dispatcher.names_of(first),
                 self._loads(),
@@ -502,13 +565,21 @@ class Fleet:
             for flight in group:
                 self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why")
             return
-        replica = self._by_number[number]
+        replica = self._by_number[choice.replica]
         for flight in group:
             flight.replica, flight.since_ns = replica, 0
+            self._note_route(flight.request.request_id, Route(replica.name, *choice[1:], flight.num_moves))
+            flight.num_moves += 1
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
-                dispatcher.also(flight.request.request_id, number, self._num_new_tokens(flight.request))
+                dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
         replica.link.send(Submit(now_ns, [work_of(flight.request) for flight in group]))
+
+    def _note_route(self, request_id: str, route: Route) -> None:
+        self._routes.pop(request_id, None)
+        self._routes[request_id] = route
+        while len(self._routes) > self.num_explained + len(self._flights):
+            self._routes.popitem(last=False)
 
     def _loads(self) -> Sequence[EngineLoad]:
         """Return the load of each replica, at the index of its number."""

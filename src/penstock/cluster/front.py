@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from penstock.admission.door import Admission
@@ -19,6 +20,7 @@ from penstock.engine.bridge import Bridge
 from penstock.engine.ports import ObserverGroup
 from penstock.models.catalog import ModelSource
 from penstock.models.read_facts import read_facts
+from penstock.obs.explain.explanation import Explanation
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.text.dialects import find_dialect
@@ -92,8 +94,21 @@ def _front(
         prefix_sharing=blueprint.cache.prefix_sharing,
         defaults=model.sampling,
         sources=lasting.sources,
+        journal=None if lasting.journal is None else Histories(fleet, lasting.journal.max_ended),
         release=bridge.detach,
     )
+
+
+class Histories:
+    """The histories of requests at the replicas: a `History`."""
+
+    def __init__(self, fleet: Fleet, max_ended: int) -> None:
+        self._fleet, self.max_ended = fleet, max_ended
+        fleet.num_explained = max_ended
+
+    def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
+        del read_clock
+        return self._fleet.explain(request_ids)
 
 
 def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:

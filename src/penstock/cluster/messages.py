@@ -15,6 +15,7 @@ from penstock.cluster.recipes import Recipe
 from penstock.deploy.running import ModelInfo
 from penstock.engine.ports import OutputChunk
 from penstock.kv.changes import Changes
+from penstock.obs.explain.explanation import Explanation
 from penstock.types.request import Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
@@ -54,6 +55,13 @@ class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
     detail: str
 
 
+class Explain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Explain these requests; the answer has the same number."""
+
+    number: int
+    request_ids: list[str]
+
+
 class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End the requests in flight, then the process."""
 
@@ -88,8 +96,14 @@ class Told(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Request id -> the log-probabilities of its prompt, with the first chunk of requests that ask for them."""
 
 
-ToReplica = Greeting | Submit | Abort | Leave
-ToFront = Hello | Told
+class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    number: int
+    sent_ns: int
+    explanations: list[Explanation]
+
+
+ToReplica = Greeting | Submit | Abort | Explain | Leave
+ToFront = Hello | Told | Explained
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_replica = msgspec.msgpack.Decoder(ToReplica).decode

@@ -10,6 +10,8 @@ from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
     Abort,
+    Explain,
+    Explained,
     Greeting,
     Hello,
     Leave,
@@ -129,6 +131,10 @@ class Replica:
                 self._running.bridge.abort(request_id, detail)
             case Greeting(version, nonce):
                 self._greet(link, version, nonce)
+            case Explain(number, request_ids):
+                history, clock = self._running.journal, self._running.clock
+                told = [] if history is None else history.explain_all(request_ids, clock.now_ns)
+                link.send(Explained(number, clock.now_ns(), told))
             case Leave():
                 self.leave()
 

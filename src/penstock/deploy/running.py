@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.deploy.off_loop import OffLoop
     from penstock.deploy.resources import MemoryShare
     from penstock.engine.bridge import Bridge, ServingEngine
-    from penstock.obs.explain.journal import Journal
+    from penstock.obs.explain.journal import History
     from penstock.obs.metrics import Metrics, Residence
     from penstock.text.chat import ChatTemplate
     from penstock.text.control_tokens import ControlTokens
@@ -98,7 +98,7 @@ class RunningModel:
     """The setting for sharing cached prefixes. None: the API keys decide."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
-    journal: Journal | None = None
+    journal: History | None = None
     """None: requests are not explained."""
     adapters: Adapters | None = None
     release: Callable[[], None] = lambda: None

@@ -48,7 +48,7 @@ class Front:
             now_ns=now_ns,
             num_new_tokens=self._lengths.new_tokens(1, request.sampling.max_tokens),
             but_not=but_not,
-        )
+        ).replica
 
     def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
         """Take the events of a server, with the stats of the requests that end. Its cache's changes come with them."""

@@ -33,7 +33,7 @@ class Told:
 
 def send(dispatcher: Dispatcher, request: Request, num_new_tokens: int = 10) -> int:
     names = dispatcher.names_of(request)
-    return dispatcher.choose(request, names, IDLE, index=0, now_ns=0, num_new_tokens=num_new_tokens)
+    return dispatcher.choose(request, names, IDLE, index=0, now_ns=0, num_new_tokens=num_new_tokens).replica
 
 
 def test_work_is_that_of_prompts_until_their_first_token_and_of_answers_until_their_end() -> None:
@@ -152,7 +152,7 @@ def test_replicas_come_and_go() -> None:
     loads = [EngineLoad(num_running=number) for number in range(3)]
 
     def choose(request: Request, **more: object) -> int:
-        return dispatcher.choose(
+        chosen = dispatcher.choose(
             request,
             dispatcher.names_of(request),
             loads,
@@ -161,6 +161,7 @@ def test_replicas_come_and_go() -> None:
             num_new_tokens=10,
             **more,  # type: ignore[arg-type]
         )
+        return chosen.replica
 
     first = make_request("one", 21)
     dispatcher.hear(0, Changes(dispatcher.names_of(first), []))

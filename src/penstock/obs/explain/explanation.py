@@ -45,6 +45,21 @@ class PauseTold:
     is_over: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The replica that a cluster chose for a request, and what was known then."""
+
+    replica: str
+    num_held_tokens: int
+    """Tokens of the prompt in the replica's cache."""
+    num_tokens_ahead: int
+    """Tokens that the replica had yet to compute for others."""
+    fewest_tokens_ahead: int
+    """The same of the replica with the least work."""
+    num_moves: int = 0
+    """Replicas before that were lost with it, or refused it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """How one request's time was spent, as of an instant. Times are integer nanoseconds."""
@@ -102,6 +117,8 @@ class Explanation:
     """The part of `decode_ns` in steps that the request sat out."""
     longest_gap: Gap | None
     pauses: Sequence[PauseTold]
+    route: Route | None = None
+    """None unless a cluster computed it."""
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
@@ -258,8 +275,18 @@ def _sentences(told: Explanation) -> Iterator[str]:
     yield from _pauses(told)
     if told.longest_gap is not None and _is_notable(told, told.longest_gap):
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
+    if told.route is not None:
+        yield _route(told.route, told.num_prompt_tokens)
     if told.finish_reason in _ENDS:
         yield f"{_ENDS[told.finish_reason]}{f' ({told.reject_reason})' if told.reject_reason else ''}."
+
+
+def _route(route: Route, num_prompt_tokens: int) -> str:
+    moved = "" if not route.num_moves else f", after {_count(route.num_moves, 'replica')} that had it before"
+    return (
+        f"Replica {route.replica} computed it{moved}: it held {route.num_held_tokens} of {num_prompt_tokens} prompt tokens, "
+        f"and had {route.num_tokens_ahead} tokens ahead of it, when the least of any replica was {route.fewest_tokens_ahead}."
+    )
 
 
 def waits(reason: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.obs.explain.explanation import Explanation, explain
 from penstock.obs.explain.lives import (
@@ -35,6 +35,17 @@ from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, 
 
 MAX_NOTED = 64
 """Most reports queued, unless the journal is being read."""
+
+
+class History(Protocol):
+    """Explains requests in flight and the last that ended."""
+
+    @property
+    def max_ended(self) -> int: ...
+
+    def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
+        """Return the explanations of those requests that are remembered."""
+        ...
 
 
 class Journal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from penstock.kv.block_table import extend_chain, root_hash
 from penstock.kv.changes import Changes, names_of
@@ -13,6 +14,15 @@ from penstock.sched.scaling import GroupLoad
 from penstock.types.errors import PenstockError
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
+
+
+class Choice(NamedTuple):
+    """The replica of a request, and what was known as it was chosen."""
+
+    replica: int
+    num_held_tokens: int  # of its prompt
+    num_tokens_ahead: int  # that the replica had yet to compute for others
+    fewest_tokens_ahead: int  # the same of the replica with the least work
 
 
 class Dispatcher:
@@ -56,7 +66,7 @@ class Dispatcher:
         now_ns: int,
         num_new_tokens: int,
         but_not: Collection[int] = (),
-    ) -> int:
+    ) -> Choice:
         """Choose a replica for a request, and count the request as sent to it.
 
         `names`: what `names_of(request)` returned.
@@ -84,10 +94,11 @@ class Dispatcher:
             prefix=names[deepest - 1] if (deepest := max(depths)) else 0,
         )
         chosen = self._ask(arrival, loads)
-        number = numbers[chosen]
+        number, ahead = numbers[chosen], arrival.work
+        choice = Choice(number, arrival.held[chosen], ahead[chosen], min(ahead))
         self._ledger.send(request.request_id, number, request.num_prompt_tokens - arrival.held[chosen], num_new_tokens)
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
-        return number
+        return choice
 
     def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica, beside one with the same prompt."""

@@ -55,6 +55,14 @@ class Preemption(TypedDict):
     is_over: bool
 
 
+class Routed(TypedDict):
+    replica: str
+    cached_tokens: Count
+    tokens_ahead: Count
+    fewest_tokens_ahead: Count
+    moves: Count
+
+
 class RequestChoice(TypedDict):
     index: Count
     state: str
@@ -72,6 +80,7 @@ class RequestChoice(TypedDict):
     batch: BatchSize
     longest_gap: LongestGap | None
     preemptions: list[Preemption]
+    route: NotRequired[Routed]
 
 
 class Request(TypedDict):
@@ -167,7 +176,7 @@ def _candidates(request_id: str) -> list[str]:
 
 def _choice(told: Explanation, index: int) -> RequestChoice:
     """Return the explanation of one choice. Times are milliseconds."""
-    return {
+    choice: RequestChoice = {
         "index": index,
         "state": told.phase.value,
         "finish_reason": None if told.finish_reason is None else _ENDS[told.finish_reason],
@@ -200,6 +209,15 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
         "longest_gap": None if told.longest_gap is None else _gap(told.longest_gap),
         "preemptions": [_pause(pause) for pause in told.pauses],
     }
+    if (route := told.route) is not None:
+        choice["route"] = {
+            "replica": route.replica,
+            "cached_tokens": route.num_held_tokens,
+            "tokens_ahead": route.num_tokens_ahead,
+            "fewest_tokens_ahead": route.fewest_tokens_ahead,
+            "moves": route.num_moves,
+        }
+    return choice
 
 
 def _prefix(told: Explanation) -> Prefix | None:
