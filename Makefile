@@ -4,6 +4,7 @@ MODEL ?= smollm2:135m
 ARGS ?=
 NAME ?= scheduler
 SOAK_S ?= 600
+CHAOS_S ?= 25
 MUTANTS ?= 50000
 SEEDS ?= 20
 
@@ -21,7 +22,7 @@ LOCKED := .venv/.locked
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-image bench lint format docs docs-site clean
+.PHONY: help install install-locked lock wheels test-wheels serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-python test-floors test-races test-sanitize test-arm test-cuda test-parity test-soak test-cluster test-image bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +143,9 @@ test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds, 
 	@$(BIN)/penstock pull smollm2:135m
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest tests/server/test_adapters.py -k under_traffic
+
+test-cluster: $(INSTALLED_TEST)  ## a front and replicas, also as processes that are killed, stopped and delayed for CHAOS_S seconds
+	PENSTOCK_CHAOS_S=$(CHAOS_S) $(BIN)/pytest -s tests/cluster $(ARGS)
 
 test-image: $(INSTALLED_TEST)  ## build packaging/Containerfile with podman and check the image: size, start, rights, stop (minutes)
 	@tests/image/run.sh $(ARGS)

@@ -11,6 +11,7 @@ from functools import partial
 import httpx
 import pytest
 
+from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS
 from penstock.deploy.running import RunningModel
@@ -292,6 +293,27 @@ def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None
         for executor in executors:
             executor.open()
         assert answer.result(60) == oracle(PROMPTS[0])
+
+
+def test_a_front_that_stood_still_does_not_take_its_replicas_for_lost(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """As after SIGSTOP, or a pause of its virtual machine: the clock jumps, and nothing was read meanwhile."""
+    monkeypatch.setattr(fleet_module, "SILENCE_NS", 2_000_000_000)
+    monkeypatch.setattr("penstock.cluster.replica.BEAT_S", 0.5)
+    with cluster(num_replicas=2) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        clock = made.fleet.clock = JumpingClock()
+        clock.offset_ns = 10 * fleet_module.SILENCE_NS
+        wait_until(lambda: clock.num_looks > 15)
+        assert made.fleet.num_replicas == 2
+        assert "was lost" not in caplog.text
+
+
+class JumpingClock(WallClock):
+    offset_ns = num_looks = 0
+
+    def now_ns(self) -> int:
+        self.num_looks += 1
+        return super().now_ns() + self.offset_ns
 
 
 def test_clients_that_leave_end_their_requests(pool) -> None:

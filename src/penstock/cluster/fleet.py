@@ -349,9 +349,13 @@ class Fleet:
 
     async def _beat(self) -> None:
         """Look for replicas that have fallen silent and for requests that wait too long."""
+        now_ns = self.clock.now_ns()
         while True:
             await asyncio.sleep(SILENCE_NS / 10e9)
-            now_ns = self.clock.now_ns()
+            looked_ns, now_ns = now_ns, self.clock.now_ns()
+            if now_ns - looked_ns > SILENCE_NS / 2:  # this process stood still, and has not heard what replicas told
+                for replica in self._replicas.values():
+                    replica.heard_ns = now_ns
             for replica in list(self._replicas.values()):
                 if replica.name and now_ns - replica.heard_ns > SILENCE_NS:
                     replica.link.close(f"it has told nothing for {SILENCE_NS / 1e9:g} s")
