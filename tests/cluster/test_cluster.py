@@ -289,7 +289,7 @@ def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None
         wait_until(lambda: made.fleet.num_replicas == 2)
         answer = pool.submit(text_of, made, PROMPTS[0])
         silent = working(made)
-        silent.replica._tell = lambda: None
+        silent.replica._report = lambda: None
         for executor in executors:
             executor.open()
         assert answer.result(60) == oracle(PROMPTS[0])

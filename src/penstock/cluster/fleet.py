@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -25,17 +25,17 @@ from penstock.cluster.messages import (
     FORMAT,
     NONCE_BYTES,
     Abort,
-    Explain,
     Explained,
     Greeting,
     Hello,
     Leave,
+    Report,
     Submit,
-    Told,
     decode_to_front,
     prove,
     work_of,
 )
+from penstock.cluster.questions import TIMEOUT_S, Questions
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
 from penstock.engine.core import DEADLINE_EXCEEDED, request_stats
@@ -54,12 +54,11 @@ from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, ScalingD
 _log = logging.getLogger(__name__)
 
 SILENCE_NS = 5_000_000_000
-"""A replica that tells nothing for this long is lost. It tells every second."""
+"""A replica that reports nothing for this long is lost. It reports every second."""
 GREETING_NS = 10_000_000_000
 """Time for a replica that has dialled to say who it is."""
 MAX_STRANGERS = 64
 """Most connections of those who have not said who they are."""
-EXPLAIN_TIMEOUT_S = 1.0
 MAX_DECISIONS = 10
 """Changes of the number of replicas that are kept to be shown."""
 PATIENCE_NS = 60_000_000_000
@@ -88,14 +87,6 @@ class _Replica:
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    answer: Future[list[Explanation]]
-    num_left: int
-    """Replicas that have not answered yet."""
-    explanations: list[Explanation] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class _Flight:
     """A request that has not ended."""
 
@@ -112,7 +103,7 @@ class _Flight:
     last_token_ns: int = 0
     num_moves: int = 0
     stats: RequestStats | None = None
-    """Stats of its end, as its replica tells them."""
+    """The stats that its replica reported at its end."""
     num_gaps: int = 0
     num_late: int = 0
 
@@ -165,11 +156,7 @@ class Fleet:
         self._flights: dict[str, _Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
-        self._routes: OrderedDict[str, Route] = OrderedDict()
-        """Id of a request -> the replica that has it, or had it. As many ended ones as are explained."""
-        self._questions: dict[int, _Question] = {}
-        """Number of a question to a replica -> what to do with the answer."""
-        self._num_questions = 0
+        self._questions = Questions(self._loop)
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
@@ -188,7 +175,7 @@ class Fleet:
         return self.model
 
     def observe(self, observer: Observer, token_observer: TokenObserver, predict: Callable[[Request], int]) -> None:
-        """Set who hears of steps, tokens and ends, before the first request. `predict` returns the expected length of an
+        """Set the observers of steps, tokens and ends, before the first request. `predict` returns the expected length of an
         answer."""
         self._observer, self._token_observer, self._predict = observer, token_observer, predict
         self._outbox = Outbox(self._sink, observer)
@@ -243,11 +230,11 @@ class Fleet:
         return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in reversed(list(self._decisions))]
 
     def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
-        """Ask replicas for the explanations of requests. Waits up to `EXPLAIN_TIMEOUT_S`, so not for an event loop."""
+        """Ask replicas for the explanations of requests. Waits up to a second, so not for an event loop."""
         answer: Future[list[Explanation]] = Future()
-        self._post(lambda: self._ask(list(request_ids), answer))
+        self._post(lambda: self._questions.ask(list(request_ids), self._links(), answer))
         try:
-            return answer.result(EXPLAIN_TIMEOUT_S)
+            return answer.result(TIMEOUT_S)
         except TimeoutError:
             return []
 
@@ -353,12 +340,12 @@ class Fleet:
         while True:
             await asyncio.sleep(SILENCE_NS / 10e9)
             looked_ns, now_ns = now_ns, self.clock.now_ns()
-            if now_ns - looked_ns > SILENCE_NS / 2:  # this process stood still, and has not heard what replicas told
+            if now_ns - looked_ns > SILENCE_NS / 2:  # this process stood still, and has not read what replicas reported
                 for replica in self._replicas.values():
                     replica.heard_ns = now_ns
             for replica in list(self._replicas.values()):
                 if replica.name and now_ns - replica.heard_ns > SILENCE_NS:
-                    replica.link.close(f"it has told nothing for {SILENCE_NS / 1e9:g} s")
+                    replica.link.close(f"it has reported nothing for {SILENCE_NS / 1e9:g} s")
                 elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
                     replica.link.close("it did not say who it is")
             for flight in [one for one in self._flights.values() if one.replica is None]:
@@ -367,36 +354,6 @@ class Fleet:
                     self._end(flight, FinishReason.ABORT, DEADLINE_EXCEEDED, RejectReason.DEADLINE)
                 elif now_ns - flight.since_ns > PATIENCE_NS:
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
-
-    # Explanations.
-
-    def _ask(self, request_ids: Sequence[str], answer: Future[list[Explanation]]) -> None:
-        of_name = {replica.name: replica for replica in self._by_number.values()}
-        asked: dict[str, list[str]] = {}
-        for request_id in request_ids:
-            route = self._routes.get(request_id)
-            if route is not None and route.replica in of_name:
-                asked.setdefault(route.replica, []).append(request_id)
-        question = _Question(answer, len(asked))
-        if not asked:
-            answer.set_result([])
-        for name, ids in asked.items():
-            self._num_questions += 1
-            self._questions[self._num_questions] = question
-            of_name[name].link.send(Explain(self._num_questions, ids))
-            self._loop.call_later(EXPLAIN_TIMEOUT_S, self._questions.pop, self._num_questions, None)
-
-    def _take_answer(self, explained: Explained) -> None:
-        question = self._questions.pop(explained.number, None)
-        if question is None:
-            return
-        shift_ns = self.clock.now_ns() - explained.sent_ns
-        for told in explained.explanations:
-            moved = replace(told, arrival_ns=told.arrival_ns + shift_ns, route=self._routes.get(told.request_id))
-            question.explanations.append(moved)
-        question.num_left -= 1
-        if not question.num_left:
-            question.answer.set_result(question.explanations)
 
     # How many replicas there should be.
 
@@ -438,10 +395,10 @@ class Fleet:
         match decode_to_front(data):
             case Hello() as hello if not replica.name:
                 self._welcome(replica, hello)
-            case Told() as told if replica.name:
-                self._hear(replica, told)
+            case Report() as report if replica.name:
+                self._take_report(replica, report)
             case Explained() as explained if replica.name:
-                self._take_answer(explained)
+                self._questions.take_answer(explained, self.clock.now_ns() - explained.sent_ns)
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
 
@@ -475,9 +432,9 @@ class Fleet:
         if not replica.name:
             _log.warning("a replica at %s was not taken: %s", link.peer, cause)
             return
-        told = counted(len(replica.flights), "request")
+        lost = counted(len(replica.flights), "request")
         level = logging.INFO if self._state is EngineState.DRAINING else logging.WARNING
-        _log.log(level, "replica %s was lost with %s: %s", replica.name, told, cause)
+        _log.log(level, "replica %s was lost with %s: %s", replica.name, lost, cause)
         assert self._dispatcher is not None, "it has joined"
         flights = list(replica.flights.values())
         for flight in flights:
@@ -516,9 +473,8 @@ class Fleet:
         )
 
     def _send_away(self, name: str) -> None:
-        for replica in self._by_number.values():
-            if replica.name == name:
-                replica.link.send(Leave())
+        if (link := self._links().get(name)) is not None:
+            link.send(Leave())
 
     # Requests: sent, moved, ended.
 
@@ -572,18 +528,16 @@ class Fleet:
         replica = self._by_number[choice.replica]
         for flight in group:
             flight.replica, flight.since_ns = replica, 0
-            self._note_route(flight.request.request_id, Route(replica.name, *choice[1:], flight.num_moves))
+            route = Route(replica.name, *choice[1:], flight.num_moves)
+            self._questions.note(flight.request.request_id, route, self.num_explained + len(self._flights))
             flight.num_moves += 1
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
         replica.link.send(Submit(now_ns, [work_of(flight.request) for flight in group]))
 
-    def _note_route(self, request_id: str, route: Route) -> None:
-        self._routes.pop(request_id, None)
-        self._routes[request_id] = route
-        while len(self._routes) > self.num_explained + len(self._flights):
-            self._routes.popitem(last=False)
+    def _links(self) -> dict[str, Link]:
+        return {replica.name: replica.link for replica in self._by_number.values()}
 
     def _loads(self) -> Sequence[EngineLoad]:
         """Return the load of each replica, at the index of its number."""
@@ -651,24 +605,24 @@ class Fleet:
                 self._end(flight, FinishReason.ABORT, SHUTTING_DOWN, RejectReason.DRAINING)
         self._has_ended.set()
 
-    # What replicas tell.
+    # Reports of replicas.
 
-    def _hear(self, replica: _Replica, told: Told) -> None:
+    def _take_report(self, replica: _Replica, report: Report) -> None:
         assert self._dispatcher is not None, "it has joined"
         now_ns = self.clock.now_ns()
-        shift_ns = now_ns - told.sent_ns
-        replica.load, replica.heard_ns = told.load, now_ns
+        shift_ns = now_ns - report.sent_ns
+        replica.load, replica.heard_ns = report.load, now_ns
         self._sum_up()
-        self._dispatcher.hear(replica.number, told.changes)
+        self._dispatcher.hear(replica.number, report.changes)
         chunks: list[OutputChunk] = []
         moving: list[_Flight] = []
         ended: list[tuple[OutputChunk, _Flight]] = []
         first: list[Request] = []
         gaps_ns: list[int] = []
-        for stats in told.ended:
+        for stats in report.ended:
             if (flight := replica.flights.get(stats.request_id)) is not None:
                 flight.stats = stats
-        for chunk in told.chunks:
+        for chunk in report.chunks:
             flight = replica.flights.get(chunk.request_id)
             if flight is None:  # it ended here, or was sent elsewhere
                 continue
@@ -679,11 +633,11 @@ class Fleet:
                 moving.append(flight)
                 continue
             _move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
-            self._note(flight, chunk, told.scores.get(chunk.request_id), first, gaps_ns)
+            self._note(flight, chunk, report.scores.get(chunk.request_id), first, gaps_ns)
             chunks.append(chunk)
             if chunk.finish_reason is not None:
                 ended.append((chunk, flight))
-        for step in told.steps:
+        for step in report.steps:
             self._observer.on_step(self._pooled(step, shift_ns))
         if first or gaps_ns:
             self._token_observer.on_tokens(first, gaps_ns)

@@ -112,7 +112,7 @@ class Histories:
 
 
 def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics, *, max_running: int) -> None:
-    """Let the parts of a front hear of all replicas. `max_running`: requests that run at once in one of them."""
+    """Connect the parts of a front to all replicas. `max_running`: requests that run at once in one of them."""
     signals = Signals(max_running, admission.drain.rate)
     admission.on_call = signals.on_call
 

@@ -83,8 +83,8 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     model: ModelInfo
 
 
-class Told(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The news of a replica since it last told. The first one, right after its `Hello`, has all blocks that it holds."""
+class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The news of a replica since its last report. The first one, right after its `Hello`, has all blocks that it holds."""
 
     sent_ns: int
     load: EngineLoad
@@ -103,7 +103,7 @@ class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToReplica = Greeting | Submit | Abort | Explain | Leave
-ToFront = Hello | Told | Explained
+ToFront = Hello | Report | Explained
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_replica = msgspec.msgpack.Decoder(ToReplica).decode

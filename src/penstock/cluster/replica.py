@@ -1,4 +1,4 @@
-"""A replica's end of the cluster: it dials the front, runs the requests that come, and tells what happens to them."""
+"""A replica's end of the cluster: it dials the front, runs the requests that come, and reports what happens to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.cluster.messages import (
     Greeting,
     Hello,
     Leave,
+    Report,
     Submit,
-    Told,
     Work,
     decode_to_replica,
     prove,
@@ -35,7 +35,7 @@ from penstock.types.stats import AdapterCounts, EngineLoad
 _log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""A replica tells the front at least this often."""
+"""A replica reports at least this often."""
 REDIAL_S = 0.5
 _FRONT_LOST = "the connection to the front was lost"
 
@@ -85,7 +85,7 @@ class Replica:
             await self._wait_for_end()
 
     def leave(self) -> None:
-        """End once the requests in flight have ended. The front sends no more, since it is told that this engine drains."""
+        """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
         self._is_leaving = True
         self._running.engine.drain()
 
@@ -95,7 +95,7 @@ class Replica:
                 async with asyncio.timeout(BEAT_S):
                     await self._is_lost.wait()
             except TimeoutError:
-                self._tell()
+                self._report()
             if self._is_leaving and not self._requests and not self._preparing and self._link is not None:
                 self._link.close("it leaves")
 
@@ -133,8 +133,8 @@ class Replica:
                 self._greet(link, version, nonce)
             case Explain(number, request_ids):
                 history, clock = self._running.journal, self._running.clock
-                told = [] if history is None else history.explain_all(request_ids, clock.now_ns)
-                link.send(Explained(number, clock.now_ns(), told))
+                found = [] if history is None else history.explain_all(request_ids, clock.now_ns)
+                link.send(Explained(number, clock.now_ns(), found))
             case Leave():
                 self.leave()
 
@@ -147,7 +147,7 @@ class Replica:
         self._tap.take()  # the front gets what is held now, and nothing of before
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
-        link.send(Told(self._running.clock.now_ns(), self._load(), held, [], [], [], {}))
+        link.send(Report(self._running.clock.now_ns(), self._load(), held, [], [], [], {}))
         self._link = link
         _log.info("replica %s serves the front at %s", self._name, link.peer)
 
@@ -205,7 +205,7 @@ class Replica:
         chunk = OutputChunk(request.request_id, "", (), (), self._running.clock.now_ns())
         chunk.finish_reason, chunk.detail, chunk.reject_reason = finish_reason, detail, reject_reason
         self._chunks.append(chunk)
-        self._tell()
+        self._report()
 
     # Chunks of the engine.
 
@@ -213,12 +213,12 @@ class Replica:
         self._chunks.append(chunk)
 
     def flush(self) -> None:
-        self._tell()
+        self._report()
 
     def _load(self) -> EngineLoad:
         return self._running.engine.load()._replace(adapters=AdapterCounts())  # a cluster has none
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Tell the front what happened since the last time."""
         running, requests = self._running, self._requests
         steps, ended, changes = self._tap.take()
@@ -232,7 +232,7 @@ class Replica:
         }
         if self._link is not None:
             now_ns = running.clock.now_ns()
-            self._link.send(Told(now_ns, self._load(), changes, steps, ended, chunks, scores))
+            self._link.send(Report(now_ns, self._load(), changes, steps, ended, chunks, scores))
         for chunk in chunks:
             if chunk.finish_reason is not None and requests.pop(chunk.request_id, None) is not None:
                 running.bridge.forget(chunk.request_id)

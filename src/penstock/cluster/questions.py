@@ -1,0 +1,69 @@
+"""The front's questions to replicas: which replica had a request, and how that replica explains it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from penstock.cluster.link import Link
+from penstock.cluster.messages import Explain, Explained
+from penstock.obs.explain.explanation import Explanation, Route
+
+TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    answer: Future[list[Explanation]]
+    num_left: int
+    """Replicas that have not answered yet."""
+    explanations: list[Explanation] = field(default_factory=list)
+
+
+class Questions:
+    """For the fleet's event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._routes: OrderedDict[str, Route] = OrderedDict()
+        """Id of a request -> its last replica, the oldest first."""
+        self._open: dict[int, _Question] = {}
+        self._num_asked = 0
+
+    def note(self, request_id: str, route: Route, max_routes: int) -> None:
+        """Remember the replica of a request, and forget the oldest of more than `max_routes`."""
+        self._routes.pop(request_id, None)
+        self._routes[request_id] = route
+        while len(self._routes) > max_routes:
+            self._routes.popitem(last=False)
+
+    def ask(self, request_ids: Sequence[str], links: Mapping[str, Link], answer: Future[list[Explanation]]) -> None:
+        """Ask the replicas that had these requests. `links`: name of a replica -> its link."""
+        asked: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            route = self._routes.get(request_id)
+            if route is not None and route.replica in links:
+                asked.setdefault(route.replica, []).append(request_id)
+        if not asked:
+            answer.set_result([])
+        question = _Question(answer, len(asked))
+        for name, ids in asked.items():
+            self._num_asked += 1
+            self._open[self._num_asked] = question
+            links[name].send(Explain(self._num_asked, ids))
+            self._loop.call_later(TIMEOUT_S, self._open.pop, self._num_asked, None)
+
+    def take_answer(self, explained: Explained, shift_ns: int) -> None:
+        """Take a replica's answer. `shift_ns`: this clock, less the replica's."""
+        question = self._open.pop(explained.number, None)
+        if question is None:  # it came too late
+            return
+        for one in explained.explanations:
+            moved = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=self._routes.get(one.request_id))
+            question.explanations.append(moved)
+        question.num_left -= 1
+        if not question.num_left:
+            question.answer.set_result(question.explanations)
