@@ -144,8 +144,8 @@ test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds, 
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest tests/server/test_adapters.py -k under_traffic
 
-test-cluster: $(INSTALLED_TEST)  ## a front and replicas, also as processes that are killed, stopped and delayed for CHAOS_S seconds
-	PENSTOCK_CHAOS_S=$(CHAOS_S) $(BIN)/pytest -s tests/cluster $(ARGS)
+test-cluster: $(INSTALLED_TEST)  ## a front and replicas, also on Ray, and as processes that are killed, stopped and delayed for CHAOS_S seconds
+	@CHAOS_S=$(CHAOS_S) tests/cluster/run.sh $(ARGS)
 
 test-image: $(INSTALLED_TEST)  ## build packaging/Containerfile with podman and check the image: size, start, rights, stop (minutes)
 	@tests/image/run.sh $(ARGS)

@@ -27,11 +27,12 @@ class Pods:
 
 
 def manifest(config: Config, pods: Pods) -> str:
-    """Return the settings as a ConfigMap, a RayCluster with a worker for each replica, and a Service, as YAML."""
+    """Return the settings as a ConfigMap, a RayCluster with a worker for each of the most replicas, and a Service, as YAML."""
     settings = write_config_file(config, [])
     for key, value in {
         "threads": pods.cpus,
         "replicas": config.cluster.replicas,
+        "max_replicas": config.cluster.most,
         "router": config.cluster.router,
         "resume": config.cluster.resume,
         "host": "0.0.0.0",  # noqa: S104  # of the pod; the key comes from a Secret
@@ -68,9 +69,9 @@ spec:
 {_indented(_pod(config, pods, is_head=True), 8)}
   workerGroupSpecs:
     - groupName: replicas
-      replicas: {config.cluster.replicas}
-      minReplicas: {config.cluster.replicas}
-      maxReplicas: {config.cluster.replicas}
+      replicas: {config.cluster.most}
+      minReplicas: {config.cluster.most}
+      maxReplicas: {config.cluster.most}
       rayStartParams:
         num-cpus: "{pods.cpus}"
       template:

@@ -1,0 +1,70 @@
+"""`penstock cluster`, without Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from penstock.cli.main import cli
+from support.server.harness import running
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(cli, ["cluster", *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def render(*words: str) -> list[dict]:
+    return list(yaml.safe_load_all(invoke("render", "--image", "an/image:1", *words)))
+
+
+def test_a_manifest_has_a_worker_for_each_replica_and_the_settings() -> None:
+    settings, ray, service = render("qwen2.5-coder:1.5b", "--replicas", "3", "--cpus", "8", "--max-num-seqs", "16")
+    assert [one["kind"] for one in (settings, ray, service)] == ["ConfigMap", "RayCluster", "Service"]
+    lines = settings["data"]["cluster.toml"].splitlines()
+    assert {'model = "qwen2.5-coder:1.5b"', "max_num_seqs = 16", "threads = 8", "replicas = 3"} <= set(lines)
+    [workers] = ray["spec"]["workerGroupSpecs"]
+    assert (workers["replicas"], workers["rayStartParams"]["num-cpus"]) == (3, "8")
+    for spec in (ray["spec"]["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]):
+        assert spec["initContainers"][0]["command"] == ["penstock", "pull", "qwen2.5-coder:1.5b"]
+        assert "$KUBERAY_GEN_RAY_START_CMD" in spec["containers"][0]["args"][0]
+    head = ray["spec"]["headGroupSpec"]["template"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    assert {one["name"] for one in head["spec"]["containers"][0]["env"]} >= {"PENSTOCK_API_KEY", "PENSTOCK_REPLICA_HOST"}
+
+
+def test_its_settings_are_a_config_file_of_a_cluster(tmp_path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(render("--replicas", "2", "--no-resume", "--router", "least-work")[0]["data"]["cluster.toml"])
+    again = render("--config", str(path))
+    assert again[0] == render("--replicas", "2", "--no-resume", "--router", "least-work")[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+@pytest.mark.parametrize("words", [["up"], ["down"]])
+def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["cluster", *words])
+    assert "penstock[ray]" in str(result.exception) or ".[ray]" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--replicas", "0"], "replicas is 0"),
+        (["--replicas", "3", "--max-replicas", "2"], "max_replicas 2"),
+        (["a", "b"], "A cluster serves one model, and 2 are named"),
+    ],
+)
+def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:
+    result = CliRunner().invoke(cli, ["cluster", "render", "--image", "an/image", *words])
+    assert cause in f"{result.output}{result.exception}"
+
+
+def test_the_status_of_a_single_server_is_an_error() -> None:
+    with running() as server:
+        result = CliRunner().invoke(cli, ["cluster", "status", server.url])
+    assert "is a single server" in str(result.exception)

@@ -1,0 +1,114 @@
+"""`penstock cluster up` on a Ray of this machine, with real weights. `make test-cluster` brings Ray."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.server.harness import wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: `make test-cluster` brings it")
+
+MODEL = "smollm2:135m"
+PROMPT = "Once upon a time"
+
+
+@contextmanager
+def up(*words: str, log: Path) -> Iterator[str]:
+    """The URL of a cluster that is ready."""
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "penstock", "cluster", "up", MODEL, "--port", str(port), "--threads", "1", *words]
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            while True:
+                assert process.poll() is None, log.read_text(errors="replace")
+                try:
+                    if httpx.get(f"{url}/ready", timeout=60).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def replicas(url: str) -> dict[str, dict]:
+    return {one["name"]: one for one in httpx.get(f"{url}/load", timeout=60).json()["replicas"]}
+
+
+def ask(url: str, max_tokens: int = 32) -> str:
+    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def pids_of_replicas() -> set[int]:
+    found = subprocess.run(["pgrep", "-f", "ray::ServeReplica:penstock"], capture_output=True, text=True).stdout
+    return {int(pid) for pid in found.split()}
+
+
+@pytest.fixture
+def alone() -> str:
+    """The long answer of a single engine."""
+    program = (
+        "import json, sys; from penstock import LLM, SamplingParams as Params\n"
+        f"with LLM({MODEL!r}, threads=1) as llm: [one] = llm.generate({PROMPT!r}, Params(temperature=0, max_tokens=900))\n"
+        "json.dump(one.outputs[0].text, sys.stdout)"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+
+
+def test_an_answer_survives_its_replica_which_ray_replaces(alone: str, tmp_path: Path) -> None:
+    with up("--replicas", "2", log=tmp_path / "log") as url, concurrent.futures.ThreadPoolExecutor() as pool:
+        wait_until(lambda: len(replicas(url)) == 2, 120)
+        before = set(replicas(url))
+        answer = pool.submit(ask, url, 900)
+        while not any(one["requests_running"] for one in replicas(url).values()):
+            time.sleep(0.01)
+        busy = next(name for name, one in replicas(url).items() if one["requests_in_flight"])
+        pid = next(pid for pid in pids_of_replicas() if listens(pid, replicas(url)[busy]["address"]))
+        os.kill(pid, signal.SIGKILL)
+        assert answer.result(120) == alone
+        wait_until(lambda: len(replicas(url)) == 2 and set(replicas(url)) != before, 120)
+
+
+def listens(pid: int, address: str) -> bool:
+    """Return whether a process has the connection from this address."""
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    inodes = {line[9] for line in lines if line[1].endswith(port)}
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return any(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def test_the_number_of_replicas_follows_the_load(tmp_path: Path) -> None:
+    with up("--replicas", "1", "--max-replicas", "2", log=tmp_path / "log") as url:
+        with concurrent.futures.ThreadPoolExecutor(96) as pool:
+            end_s = time.monotonic() + 150
+            asked = [pool.submit(ask, url, 200) for _ in range(96)]
+            while len(replicas(url)) < 2:
+                assert time.monotonic() < end_s, (tmp_path / "log").read_text(errors="replace")
+                if all(one.done() for one in asked):
+                    asked = [pool.submit(ask, url, 200) for _ in range(96)]
+                time.sleep(0.2)
+            assert {len(one.result()) > 0 for one in asked} == {True}
+        told = httpx.get(f"{url}/load").json()["scaling"]
+        assert [one["replicas"] for one in told] == [2, 1]
+        assert "that needs" in told[0]["reason"]
