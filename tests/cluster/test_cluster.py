@@ -13,10 +13,14 @@ import pytest
 
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
-from penstock.cluster.fleet import MAX_STRANGERS
+from penstock.cluster.fleet import MAX_STRANGERS, Fleet
 from penstock.deploy.running import RunningModel
+from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
+from penstock.sched.routing.routers import LeastWork
 from penstock.sched.scaling import Scaler
+from penstock.serve.http.listener import bind_socket
+from penstock.testing import make_request
 from penstock.types.request import FinishReason
 from support.cluster import Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
@@ -279,6 +283,28 @@ def test_what_no_replica_computes_ends_in_time(pool, monkeypatch: pytest.MonkeyP
         response = answer.result(60)
         assert response.status_code == 503
         assert "no replica" in response.text
+
+
+@pytest.mark.parametrize("limit", ["queue_timeout", "first_token_timeout", "request_timeout"])
+def test_limits_of_time_hold_without_a_replica(limit: str, pool) -> None:
+    with cluster(GatedExecutor(), **{f"{limit}_s": 1.0}) as made:
+        answer = pool.submit(post, made, PROMPTS[0])
+        working(made)
+        made.replicas["r0"].kill()
+        response = answer.result(30)
+        assert response.status_code == 408, response.text
+
+
+def test_requests_end_after_the_fleet_has() -> None:
+    chunks: list[OutputChunk] = []
+    fleet = Fleet(
+        bind_socket("127.0.0.1", 0), secret=b"", router=LeastWork(), clock=WallClock(), sink=lambda told: chunks.extend(told)
+    )
+    fleet.start()
+    fleet.close(0.0)
+    fleet.submit(make_request("late"))
+    assert [(chunk.request_id, chunk.finish_reason) for chunk in chunks] == [("late", FinishReason.REJECTED)]
+    assert fleet.load().num_waiting == 0
 
 
 def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from penstock.cluster.messages import (
 from penstock.cluster.questions import TIMEOUT_S, Questions
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
-from penstock.engine.core import DEADLINE_EXCEEDED, request_stats
+from penstock.engine.core import LATE_DETAILS, next_limit, request_stats
 from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSink, TokenObserver
 from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Outbox
 from penstock.kv.pool_map import PoolMap
@@ -141,6 +141,8 @@ class Fleet:
         self._state = EngineState.STARTING
         self._num_holds = 0
         self._was_cut_short = False
+        self._is_over = False
+        """The thread takes no more requests."""
         self._pool = EngineLoad()
         self.model: ModelInfo | None = None
         """Facts of the replicas' model. None until the first one has come."""
@@ -195,7 +197,11 @@ class Fleet:
     def submit(self, *requests: Request) -> None:
         """Send requests to replicas, those with one prompt to the same one. As `Engine.submit`."""
         self._outbox.add(requests)
-        self._post(lambda: self._take(requests))
+        with self._lock:
+            if not self._is_over:
+                self._post(lambda: self._take(requests))
+                return
+        self._outbox.refuse(requests, RejectReason.UNAVAILABLE, self.clock.now_ns())
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
         self._post(lambda: self._abort(request_id, detail))
@@ -310,6 +316,9 @@ class Fleet:
             _log.critical("the front's thread failed", exc_info=True)
             self._state = EngineState.FAILED
         finally:
+            with self._lock:
+                self._is_over = True
+            self._poll()
             self._end_all()
             with suppress(Exception):
                 self._loop.close()
@@ -349,9 +358,9 @@ class Fleet:
                 elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
                     replica.link.close("it did not say who it is")
             for flight in [one for one in self._flights.values() if one.replica is None]:
-                deadline_ns = flight.request.deadline_ns
-                if deadline_ns is not None and now_ns > deadline_ns:
-                    self._end(flight, FinishReason.ABORT, DEADLINE_EXCEEDED, RejectReason.DEADLINE)
+                limit = next_limit(flight.request)
+                if limit is not None and now_ns > limit[0]:
+                    self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
                 elif now_ns - flight.since_ns > PATIENCE_NS:
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
 

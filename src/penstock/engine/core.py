@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 BROKEN = "what the grammar of this answer allows could not be found out; the server's log says why"
 DEADLINE_EXCEEDED = "deadline exceeded"
-_DETAILS = {
+LATE_DETAILS = {
     RejectReason.DEADLINE: DEADLINE_EXCEEDED,
     RejectReason.QUEUE_TIMEOUT: "it waited too long for its turn",
     RejectReason.FIRST_TOKEN_TIMEOUT: "its first token took too long",
@@ -221,7 +221,7 @@ class EngineCore:
         self._requests[request.request_id] = request
         self.following.add(request)
         self._journal.on_queued(request, now_ns)
-        limit = _next_limit(request)
+        limit = next_limit(request)
         if limit is not None:
             self._deadline_numbers[request.request_id] = self._deadlines.push((limit[0],), request)
         return []
@@ -253,7 +253,7 @@ class EngineCore:
         events: list[TokenEvent] = []
         while (first := self._deadlines.peek()) is not None and first[0][0] <= now_ns:
             request = first[2]
-            limit = _next_limit(request)
+            limit = next_limit(request)
             if limit is None:  # every deadline was met
                 self._deadlines.discard(self._deadline_numbers.pop(request.request_id))
             elif limit[0] > now_ns:
@@ -261,7 +261,7 @@ class EngineCore:
             else:
                 reason = limit[1]
                 events += self._end(
-                    request.request_id, FinishReason.ABORT, now_ns, detail=_DETAILS[reason], reject_reason=str(reason)
+                    request.request_id, FinishReason.ABORT, now_ns, detail=LATE_DETAILS[reason], reject_reason=str(reason)
                 )
         return events
 
@@ -440,7 +440,7 @@ def _last_event(request: Request, now_ns: int, detail: str = "", reject_reason: 
     return TokenEvent(request.request_id, (), now_ns, (), reason, stop_reason, cached, detail, reject_reason)
 
 
-def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
+def next_limit(request: Request) -> tuple[int, RejectReason] | None:
     """Return the request's next deadline and the reject reason if it is missed, or None. The deadline only moves later."""
     if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
         return None
