@@ -56,7 +56,7 @@ def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
     [
         (["--replicas", "0"], "replicas is 0"),
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas 2"),
-        (["a", "b"], "A cluster serves one model, and 2 are named"),
+        (["a", "b"], "A manifest is of one model, and 2 are named"),
     ],
 )
 def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:

@@ -24,7 +24,7 @@ from penstock.testing import make_request
 from penstock.types.request import FinishReason
 from support.cluster import Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
-from support.server.harness import GatedExecutor, running, wait_until
+from support.server.harness import EMBEDDER, GatedExecutor, LiveServer, NarrowExecutor, make_text_runtime, running, wait_until
 
 PROMPTS = [f"{letter * (20 + 7 * number)} {number}" for number, letter in enumerate("abcdefghijkl")]
 
@@ -243,6 +243,19 @@ def test_choices_beams_and_scores() -> None:
             found = httpx.post(made.server.url + URL, json=body, timeout=60).json()
             assert found["choices"] == expected["choices"]
             assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+def test_texts_are_embedded(pool) -> None:
+    body = {"input": [f"the text number {number}" for number in range(30)]}
+    alone = make_text_runtime()
+    try:
+        with LiveServer(alone) as server:
+            expected = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()["data"]
+    finally:
+        alone.close()
+    with cluster(*(NarrowExecutor(EMBEDDER.width) for _ in range(2)), encoder=EMBEDDER) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        assert httpx.post(f"{made.server.url}/v1/embeddings", json=body, timeout=60).json()["data"] == expected
 
 
 def test_a_replica_that_leaves_is_drained_and_others_go_on(pool) -> None:

@@ -19,6 +19,7 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Bridge
 from penstock.sched.routing.routers import PrefixAware, Router
 from penstock.serve.http.listener import bind_socket
+from penstock.types.encoder import EncoderInfo
 from support.server.harness import VOCAB_SIZE, GatedExecutor, LiveServer, make_runtime
 
 SECRET = b"a secret of tests"
@@ -93,7 +94,12 @@ def make_front(fleet: Fleet, bridge: Bridge, **fields) -> RunningModel:
 
 @contextlib.contextmanager
 def cluster(
-    *executors, router: Router | None = None, resumes: bool = True, num_replicas: int = 2, **config
+    *executors,
+    encoder: EncoderInfo | None = None,
+    router: Router | None = None,
+    resumes: bool = True,
+    num_replicas: int = 2,
+    **config,
 ) -> Iterator[Cluster]:
     """A live server in front of replicas `r0`, `r1`, ..."""
     listener = bind_socket("127.0.0.1", 0)
@@ -103,10 +109,13 @@ def cluster(
     )
     fleet.start()
     executors = executors or (None,) * num_replicas
-    replicas = {f"r{number}": ThreadedReplica(port, f"r{number}", executor) for number, executor in enumerate(executors)}
+    fields = {} if encoder is None else {"encoder": encoder, "chat_template": None}
+    replicas = {
+        f"r{number}": ThreadedReplica(port, f"r{number}", executor, **fields) for number, executor in enumerate(executors)
+    }
     try:
         assert fleet.wait_for_model(30) is not None
-        front = make_front(fleet, bridge)
+        front = make_front(fleet, bridge, executor=type(executors[0])(encoder.width) if encoder else None, **fields)
         with LiveServer(front, ServerConfig(port=0, shutdown_timeout_s=0.0, **config)) as server:
             made = Cluster(front, fleet, port, server, replicas)
             yield made

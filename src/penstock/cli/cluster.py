@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,22 +20,21 @@ from penstock.cli.options import (
     GroupedCommand,
     config_options,
     models_argument,
-    setting_keys,
     warn_of_unknown_variables,
 )
 from penstock.cli.serve import check_access, set_up_logging
-from penstock.config import Config
+from penstock.config import Config, ServerConfig
 from penstock.config.several import configs_of
 from penstock.types.errors import ConfigError, PenstockError
 
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from penstock.cluster.fleet import Fleet
     from penstock.deploy.deployment import Deployment
+    from penstock.deploy.resources import Machine
+    from penstock.deploy.running import ServedModel
 
 _COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
-_OF_REPLICAS = (*setting_keys("model", "kv", "scheduler", "backend"), "explained_requests", "shutdown_timeout")
 
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
@@ -49,18 +49,18 @@ def cluster() -> None:
 @config_options(*_COMPONENTS)
 @address_option
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
-    """Start replicas of MODEL and a server before them, until Ctrl-C or SIGTERM."""
+    """Start replicas of each MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
-    config = _only(configs_of(values, words=words, tables=tables))
+    configs = configs_of(values, words=words, tables=tables)
+    config = configs[0]
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     warn_of_unknown_variables()
-    settings = {key: values[key] for key in _OF_REPLICAS if key in values} | {"model": config.model.model}
     from penstock.serve.http.listener import bind_socket
     from penstock.serve.server import run_server
 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
-        code = run_server(_deployment(config, settings, address, stack), config.server, listener=listener)
+        code = run_server(_deployment(configs, address, stack), config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()
     os._exit(code)
@@ -73,12 +73,14 @@ def status(url: str, api_key: str | None) -> None:
     """Show the replicas of the cluster at URL: what they run, what they have yet to compute, how full their caches are."""
     from penstock.cli.top import Reader, replica_lines
 
-    load = Reader(url.rstrip("/"), api_key).load()
-    if "replicas" not in load:
-        raise PenstockError(f"{url} is a single server.", remedy="`penstock top` shows it.")
-    print("\n".join(replica_lines(load["replicas"])))
-    for one in load["scaling"]:
-        print(f"{one['age_s']:.0f} s ago: {one['replicas']} wanted. {one['reason']}")
+    reader = Reader(url.rstrip("/"), api_key)
+    for name in reader.names:
+        load = reader.load(name)
+        if "replicas" not in load:
+            raise PenstockError(f"{url} is a single server.", remedy="`penstock top` shows it.")
+        print("\n".join([name, *replica_lines(load["replicas"])]))
+        for one in load["scaling"]:
+            print(f"{one['age_s']:.0f} s ago: {one['replicas']} wanted. {one['reason']}")
 
 
 @cluster.command()
@@ -112,7 +114,7 @@ def render(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **val
 
 def _only(configs: Sequence[Config]) -> Config:
     if len(configs) > 1:
-        raise ConfigError(f"A cluster serves one model, and {len(configs)} are named.", remedy="Start a cluster for each.")
+        raise ConfigError(f"A manifest is of one model, and {len(configs)} are named.", remedy="Write one for each.")
     return configs[0]
 
 
@@ -121,68 +123,96 @@ def _check_ray() -> None:
         raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
 
 
-def _deployment(config: Config, settings: Mapping[str, object], address: str | None, stack: ExitStack) -> Deployment:
-    """Start replicas, and return the front's deployment once the first has come. The stack ends them all."""
-    from penstock.cluster.front import check, start_front
-    from penstock.deploy.factory import locate
-    from penstock.deploy.resolve import resolve
-    from penstock.deploy.resources import Resources
-    from penstock.engine.bridge import Bridge
+def _deployment(configs: Sequence[Config], address: str | None, stack: ExitStack) -> Deployment:
+    """Start the replicas of each model, and return the front's deployment once the first of each have come.
 
-    check(config)
-    source, bridge, secret = locate(config), Bridge(), secrets.token_bytes(32)
-    first, most = max(1, config.cluster.replicas), config.cluster.most
-    machine = Resources(num_models=most).machine("")
-    resolve(config, source, machine)  # what is wrong is told before Ray is started
-    fleet, front = _fleet(config, secret, bridge.deliver)
-    stack.callback(fleet.close, 0.0)
-    if address is not None and config.backend.threads is None:
+    The stack ends them all.
+    """
+    from penstock.cluster.front import check
+    from penstock.deploy.deployment import Deployment
+    from penstock.deploy.resources import MemoryBudget, Resources
+
+    num_replicas = sum(config.cluster.most for config in configs)
+    machine = Resources(num_models=num_replicas).machine("")
+    if address is not None and configs[0].backend.threads is None:
         raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
-    num_threads = config.backend.threads or max(1, machine.cores.num_threads // most)
+    num_threads = configs[0].backend.threads or max(1, machine.cores.num_threads // num_replicas)
+    for config in configs:
+        check(config)
+    fronts = [_Front(config, number, machine, num_threads, stack) for number, config in enumerate(configs)]
     from penstock.cluster import on_ray
-    from penstock.sched.scaling import Scaler
 
-    stack.enter_context(on_ray.connected(address, num_threads * most))
+    stack.enter_context(on_ray.connected(address, num_threads * num_replicas))
+    on_ray.start_serve()
     stack.callback(on_ray.stop)
-    crew = on_ray.Crew(
-        {**settings, "threads": num_threads},
-        front=front,
-        secret=secret,
-        least=config.cluster.replicas,
-        most=most,
-        num_cpus=num_threads,
-        leave_s=config.server.shutdown_timeout_s,
-    )
-    starting = _Background(crew.start)
-    while fleet.wait_for_model(0.1) is None:
-        starting.check()
-    if config.cluster.replicas < most:
-        fleet.scale(Scaler(config.cluster.replicas, most, first), crew.want)
-    deployment = start_front(config, source, fleet, bridge, machine)
+    num_beside = -(-num_replicas // on_ray.num_machines())
+    for front in fronts:
+        front.start(num_beside)
+    served = [front.served() for front in fronts]
+    deployment = Deployment(served, MemoryBudget())
     stack.callback(deployment.close)
+    deployment.start(served)
     return deployment
 
 
-def _fleet(config: Config, secret: bytes, sink: Any) -> tuple[Fleet, tuple[str, int]]:
-    """Return a started fleet, and where its replicas dial in."""
-    from penstock.clock import WallClock
-    from penstock.cluster.fleet import Fleet
-    from penstock.sched.routing.routers import find_router
-    from penstock.serve.http.listener import bind_socket
+class _Front:
+    """The end of one model's cluster at this process."""
 
-    router = find_router(config.cluster.router)()
-    listener = bind_socket(config.cluster.replica_host, 0)
-    fleet = Fleet(
-        listener,
-        secret=secret,
-        router=router,
-        clock=WallClock(),
-        sink=sink,
-        has_prefix_caching=config.kv.prefix_caching,
-        resumes=config.cluster.resume,
-    )
-    fleet.start()
-    return fleet, (config.cluster.replica_host, listener.getsockname()[1])
+    def __init__(self, config: Config, number: int, machine: Machine, num_threads: int, stack: ExitStack) -> None:
+        """Find the model and check its settings: Ray is started only for what can run. `number`: of the model."""
+        from penstock.clock import WallClock
+        from penstock.cluster.fleet import Fleet
+        from penstock.deploy.factory import locate
+        from penstock.deploy.resolve import resolve
+        from penstock.engine.bridge import Bridge
+        from penstock.sched.routing.routers import find_router
+        from penstock.serve.http.listener import bind_socket
+
+        self._config, self._number, self._machine, self._num_threads = config, number, machine, num_threads
+        self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
+        resolve(config, self._source, machine)
+        router = find_router(config.cluster.router)()
+        listener = bind_socket(config.cluster.replica_host, 0)
+        self._address = (config.cluster.replica_host, listener.getsockname()[1])
+        self._fleet = Fleet(
+            listener,
+            secret=self._secret,
+            router=router,
+            clock=WallClock(),
+            sink=self._bridge.deliver,
+            has_prefix_caching=config.kv.prefix_caching,
+            resumes=config.cluster.resume,
+        )
+        self._fleet.start()
+        stack.callback(self._fleet.close, 0.0)
+
+    def start(self, num_beside: int) -> None:
+        """Begin to start the first replicas. `num_beside`: replicas that share a machine's memory."""
+        from penstock.cluster.on_ray import Crew
+
+        config, of_server = self._config, self._config.server
+        of_replica = replace(
+            config,
+            backend=replace(config.backend, threads=self._num_threads),
+            # The keys of clients stay here.
+            server=ServerConfig(
+                explained_requests=of_server.explained_requests, shutdown_timeout_s=of_server.shutdown_timeout_s
+            ),
+        )
+        self._crew = Crew(of_replica, number=self._number, front=self._address, secret=self._secret, num_beside=num_beside)
+        self._starting = _Background(self._crew.start)
+
+    def served(self) -> ServedModel:
+        """Wait for the first replica, and return the model. Raises PenstockError if Ray can't start it."""
+        from penstock.cluster.front import serve_replicas
+        from penstock.sched.scaling import Scaler
+
+        while self._fleet.wait_for_model(0.1) is None:
+            self._starting.check()
+        least, most = self._config.cluster.replicas, self._config.cluster.most
+        if least < most:
+            self._fleet.scale(Scaler(least, most, self._crew.first), self._crew.want)
+        return serve_replicas(self._config, self._source, self._fleet, self._bridge, self._machine)
 
 
 class _Background:

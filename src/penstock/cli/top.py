@@ -170,15 +170,15 @@ class Reader:
         self._url = url
         self._target = Target(url=url, api_key=None if api_key is None else _checked(api_key), tls=tls)
         try:
-            names = [str(line["name"]) for line in self._json("/load")["models"]]
-            self._model = model or names[0]
+            self.names = [str(line["name"]) for line in self._json("/load")["models"]]
+            self._model = model or self.names[0]
         except (LookupError, TypeError) as error:
             raise PenstockError(f"{self._url}/load names no model.", remedy=_OTHER_SERVER) from error
-        if self._model not in names:
-            raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(names)}.")
+        if self._model not in self.names:
+            raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(self.names)}.")
 
-    def load(self) -> Mapping[str, Any]:
-        return cast("Mapping[str, Any]", self._json(f"/load?model={quote(self._model, safe='')}"))
+    def load(self, model: str | None = None) -> Mapping[str, Any]:
+        return cast("Mapping[str, Any]", self._json(f"/load?model={quote(model or self._model, safe='')}"))
 
     def read(self) -> Snapshot:
         of_model = f"?model={quote(self._model, safe='')}"

@@ -11,10 +11,9 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
 from penstock.config import Config
 from penstock.deploy.build import Lasting, load_text
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import make_lasting
 from penstock.deploy.resolve import aliases, resolve, served_names
-from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare
+from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import ObserverGroup
@@ -29,14 +28,10 @@ from penstock.types.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def start_front(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> Deployment:
-    """Return the deployment of a front whose first replica has come. The fleet's sink is `bridge.deliver`.
-
-    The caller closes it. Raises ConfigError for settings that a cluster can't have yet.
-    """
-    check(config)
+def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> ServedModel:
+    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`."""
     lasting = make_lasting(config, source)
-    served = ServedModel(
+    return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),
         metrics=lasting.metrics,
@@ -46,9 +41,6 @@ def start_front(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridg
         is_fixed=True,
         max_waiting=config.admission.max_queue,
     )
-    deployment = Deployment([served], MemoryBudget())
-    deployment.start([served])
-    return deployment
 
 
 def check(config: Config) -> None:

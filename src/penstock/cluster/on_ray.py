@@ -6,7 +6,7 @@ Requests do not go through Serve: replicas dial the front, so a token takes one 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,11 +14,10 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from penstock.config.components import config_from
+from penstock.config import Config
 
-APP = "penstock"
-"""Name of the application in Ray Serve."""
-_TARGET = "penstock-target"
+PREFIX = "penstock-"
+"""Beginning of the names of applications in Ray Serve, one for each model, and of actors."""
 HEALTH_CHECK_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 
@@ -26,11 +25,10 @@ CONNECT_TIMEOUT_S = 60.0
 class PenstockReplica:
     """A replica. Serve makes it, asks for its health, and makes another if it dies."""
 
-    def __init__(self, values: Mapping[str, object], front: tuple[str, int], secret: bytes, num_beside: int) -> None:
-        """`values`: settings by key. The others are as for `ReplicaThread`."""
+    def __init__(self, config: Config, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
+        """The arguments are those of `ReplicaThread`."""
         from penstock.cluster.process import ReplicaThread
 
-        config = config_from(values)
         self._leave_s = config.server.shutdown_timeout_s
         name = serve.get_replica_context().replica_id.unique_id
         self._thread = ReplicaThread(config, name=name, front=front, secret=secret, num_beside=num_beside)
@@ -77,15 +75,15 @@ class Target:
 class AsWanted:
     """An autoscaling policy of Serve: as many replicas as the front wants. Never waits, since the controller calls it."""
 
-    def __init__(self, first: int) -> None:
-        self._num = first
+    def __init__(self, app: str, first: int) -> None:
+        self._app, self._num = app, first
         self._answer: Any = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         del context
         try:
             if self._answer is None:
-                self._answer = ray.get_actor(_TARGET, namespace=APP).get.remote()
+                self._answer = ray.get_actor(self._app, namespace=PREFIX).get.remote()
             elif ray.wait([self._answer], timeout=0)[0]:
                 answer, self._answer = self._answer, None
                 self._num = ray.get(answer)
@@ -95,50 +93,51 @@ class AsWanted:
 
 
 class Crew:
-    """The replicas as Serve runs them, from `least` to `most`."""
+    """The replicas of one model as Serve runs them, as many as its `ClusterConfig` allows."""
 
-    def __init__(
-        self,
-        values: Mapping[str, object],
-        *,
-        front: tuple[str, int],
-        secret: bytes,
-        least: int,
-        most: int,
-        num_cpus: int,
-        leave_s: float,
-    ) -> None:
-        """`num_cpus`: those of one replica. `leave_s`: time for requests to end in a replica that is stopped."""
-        self._first = max(1, least)
-        self._target = ray.remote(Target).options(name=_TARGET, namespace=APP, num_cpus=0).remote(self._first)
+    def __init__(self, config: Config, *, number: int, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
+        """`config`: that of the replicas, with their threads. `number`: the model's number in the cluster."""
+        self._app, least = f"{PREFIX}{number}", config.cluster.replicas
+        self.first = max(1, least)
+        self._target = ray.remote(Target).options(name=self._app, namespace=PREFIX, num_cpus=0).remote(self.first)
+        policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app, "first": self.first})
         deployment = serve.deployment(
             PenstockReplica,
             autoscaling_config=AutoscalingConfig(
                 min_replicas=least,
-                initial_replicas=self._first,
-                max_replicas=most,
+                initial_replicas=self.first,
+                max_replicas=config.cluster.most,
                 upscale_delay_s=0,
                 downscale_delay_s=0,
-                policy=AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"first": self._first}),
+                policy=policy,
             ),
-            ray_actor_options={"num_cpus": num_cpus},
+            ray_actor_options={"num_cpus": config.backend.threads},
             health_check_period_s=HEALTH_CHECK_S,
-            graceful_shutdown_timeout_s=leave_s + HEALTH_CHECK_S,
+            graceful_shutdown_timeout_s=config.server.shutdown_timeout_s + HEALTH_CHECK_S,
         )
-        num_beside = -(-most // max(1, len([node for node in ray.nodes() if node["Alive"]])))
-        self._made = deployment.bind(dict(values), front, secret, num_beside)
+        self._made = deployment.bind(config, front, secret, num_beside)
 
     def start(self) -> None:
         """Start the first replicas, and return when they are ready. Raises RuntimeError if they can't start."""
-        serve.start(proxy_location="Disabled")
-        serve.run(self._made, name=APP, route_prefix=None)
+        serve.run(self._made, name=self._app, route_prefix=None)
 
     def want(self, num_replicas: int) -> None:
         """Change the number of replicas. Returns at once."""
         self._target.set.remote(num_replicas)
 
 
+def start_serve() -> None:
+    """Start Ray Serve, unless it runs. Call this before replicas are started."""
+    serve.start(proxy_location="Disabled")
+
+
+def num_machines() -> int:
+    return max(1, len([node for node in ray.nodes() if node["Alive"]]))
+
+
 def stop() -> None:
-    """Stop the replicas, once their requests have ended."""
+    """Stop all replicas, once their requests have ended."""
     with suppress(Exception):  # Ray may have gone already
-        serve.delete(APP)
+        for app in serve.status().applications:
+            if app.startswith(PREFIX):
+                serve.delete(app)

@@ -12,6 +12,7 @@ from penstock.config.components import (
     COMPONENTS,
     AdmissionConfig,
     BackendConfig,
+    ClusterConfig,
     KvConfig,
     LoraConfig,
     ModelConfig,
@@ -27,8 +28,17 @@ _OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
 
 MODELS = "models"
 """Key of a file's tables with settings of one model."""
-_OF_EACH_MODEL = (ModelConfig, KvConfig, LoraConfig, SchedulerConfig, AdmissionConfig, BackendConfig, SharingConfig)
-_OF_ALL_MODELS = ("cache", "threads", "pin_threads", "models_dir", "memory")
+_OF_EACH_MODEL = (
+    ModelConfig,
+    KvConfig,
+    LoraConfig,
+    SchedulerConfig,
+    AdmissionConfig,
+    BackendConfig,
+    SharingConfig,
+    ClusterConfig,
+)
+_OF_ALL_MODELS = ("cache", "threads", "pin_threads", "models_dir", "memory", "replica_host")
 
 
 def model_settings() -> tuple[Setting, ...]:
