@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from penstock.admission.door import Admission
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
-from penstock.config import Config
+from penstock.config import Config, SharingConfig
 from penstock.deploy.build import Lasting, load_text
 from penstock.deploy.factory import make_lasting
 from penstock.deploy.resolve import aliases, resolve, served_names
@@ -48,7 +49,7 @@ def check(config: Config) -> None:
     for flag, is_set in (
         ("--lora-modules and --lora-dir", config.lora.is_on),
         ("--record", config.server.record is not None),
-        ("--idle-unload", config.sharing.idle_unload_s is not None),
+        ("load_on, idle_unload, machine_share and split_of", replace(config.sharing, aliases=()) != SharingConfig()),
     ):
         if is_set:
             raise ConfigError(f"A cluster does not know {flag} yet.", remedy="Leave it out, or serve the model by one server.")
