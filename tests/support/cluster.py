@@ -68,6 +68,16 @@ class ThreadedReplica:
         return not self._thread.is_alive()
 
 
+def make_front(fleet: Fleet, bridge: Bridge, **fields) -> RunningModel:
+    """A runtime whose engine is a started fleet; close it. `fields`: as of `make_runtime`."""
+    front = make_runtime(**fields)
+    front.engine.close(0.0)
+    front.engine, front.bridge, front.journal = fleet, bridge, None
+    front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
+    connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
+    return front
+
+
 @dataclass
 class Cluster:
     front: RunningModel
@@ -96,11 +106,7 @@ def cluster(
     replicas = {f"r{number}": ThreadedReplica(port, f"r{number}", executor) for number, executor in enumerate(executors)}
     try:
         assert fleet.wait_for_model(30) is not None
-        front = make_runtime()
-        front.engine.close(0.0)
-        front.engine, front.bridge, front.journal = fleet, bridge, None
-        front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
-        connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
+        front = make_front(fleet, bridge)
         with LiveServer(front, ServerConfig(port=0, shutdown_timeout_s=0.0, **config)) as server:
             made = Cluster(front, fleet, port, server, replicas)
             yield made
