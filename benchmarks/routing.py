@@ -34,7 +34,7 @@ from workloads import DEFAULT_TRACES, trace_file
 from penstock.kv.changes import Changes
 from penstock.lab import arrivals
 from penstock.lab.cost_model import CostModel
-from penstock.lab.records import End
+from penstock.lab.records import End, Record
 from penstock.lab.simulation import Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.transforms import divide_lengths, first, share_prefix, speed, think
@@ -91,7 +91,11 @@ def times_as_fast(factor: float) -> CostModel:
 
 def serve(simulation: Simulation, workload: Workload) -> dict[str, float]:
     outcome = simulation.run(workload)
-    served = [record for record in outcome.records if record.end is End.OK]
+    return figures_of(outcome.records, outcome.duration_ns)
+
+
+def figures_of(records: Sequence[Record], duration_ns: int) -> dict[str, float]:
+    served = [record for record in records if record.end is End.OK]
     ttft_s = sorted((record.first_ns - record.intended_ns) / 1e9 for record in served if record.first_ns is not None)
     return {
         "served": len(served),
@@ -99,7 +103,7 @@ def serve(simulation: Simulation, workload: Workload) -> dict[str, float]:
         "ttft_mean_s": statistics.fmean(ttft_s),
         "ttft_p99_s": ttft_s[int(0.99 * (len(ttft_s) - 1))],
         "e2e_mean_s": statistics.fmean((record.ended_ns - record.intended_ns) / 1e9 for record in served),
-        "output_tokens_per_s": sum(record.num_output_tokens for record in served) / (outcome.duration_ns / 1e9),
+        "output_tokens_per_s": sum(record.num_output_tokens for record in served) / (duration_ns / 1e9),
     }
 
 

@@ -33,7 +33,7 @@ from statistics import fmean, median
 from workloads import read_tokenizer
 
 from penstock.config.components import config_from
-from penstock.deploy.forecast import server_settings
+from penstock.deploy.forecast import simulation_of
 from penstock.lab.client import send
 from penstock.lab.cost_model import CostModel, Residuals, cold_share
 from penstock.lab.figures import Samples, make_figures
@@ -102,8 +102,13 @@ def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0)
     return found
 
 
-def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokenizer, repeat: int, path: Path) -> list[Run]:
-    """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`."""
+def measure(
+    preset: str, workloads: Mapping[float, Workload], tokenizer: Tokenizer, repeat: int, path: Path, words: Sequence[str] = ()
+) -> list[Run]:
+    """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`.
+
+    `words`: further options of the server.
+    """
     made_up = [
         (replace(MADE_UP, requests=num, arrivals="closed", seed=num), Pace(concurrency=at)) for at, num in CLOSED.items()
     ]
@@ -111,7 +116,7 @@ def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokeniz
     between = [(0.0, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for load, workload in [*workloads.items()] * repeat for turn in ((load, workload, Pace()), *between)]
     runs: list[Run] = []
-    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB"]) as target:
+    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
         for load, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
             runs.append(Run(load, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
@@ -197,7 +202,7 @@ def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[float, tupl
     for idx, run in enumerate(runs):
         if run.load == 0:
             continue
-        server = server_settings(settings, told.cost_at(idx), num_blocks=told.num_blocks)
+        server = simulation_of(settings, told.cost_at(idx), num_blocks=told.num_blocks)
         outcome = replace(server, max_tokens=None, seed=idx).run(run.workload)
         if outcome.num_outside:
             print(f"{outcome.num_outside} of {outcome.num_steps} steps lie outside of the fitted range")

@@ -1,0 +1,259 @@
+"""What does the front of a cluster add to a first token, and what do routers find in real caches? Without Ray.
+
+    python benchmarks/cluster.py overhead                                     # stubs without a model
+    python benchmarks/cluster.py routers --workload sharegpt --replicas 2     # replicas of smollm2:135m, a thread each
+    python benchmarks/cluster.py routers --workload mooncake --simulated      # beside the simulation of the same requests
+
+`overhead` compares a single server, a front with one replica and a front with four, in turn. Each is a process that computes
+hashes instead of a model. The client sends `--rate` requests per second, 100 words each, for 4 tokens. CPU time is that of the
+process that speaks HTTP, which in the single server includes the engine. Figures are medians over the rounds.
+
+`routers` sends the requests of a workload of `routing.py`, capped, through each router to new processes with empty caches, at
+`--load` of the rate at which `least-work` answers all at once. `one server` has the threads and the memory of all replicas.
+With `--simulated`, the cost model is fitted to made-up requests to a server with one thread; an error is simulated / real - 1.
+Client, front and replicas share the machine: with fewer cores than processes, they slow each other, unlike the simulation's.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from printed import origin, table
+from routing import ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read
+from simulated_and_real import Told, measure
+from workloads import DEFAULT_TRACES, read_tokenizer
+
+from penstock.clock import WallClock
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.front import start_front
+from penstock.cluster.process import ReplicaThread
+from penstock.config.components import DEFAULT_MODEL, ServerConfig, config_from
+from penstock.config.units import parse_size
+from penstock.deploy.factory import locate, start_deployment
+from penstock.deploy.forecast import simulation_of
+from penstock.deploy.resources import Resources
+from penstock.engine.bridge import Bridge
+from penstock.lab.client import send
+from penstock.lab.prompts import WORDS, write_prompts
+from penstock.lab.records import End, Sent
+from penstock.lab.target import Target
+from penstock.lab.transforms import cap_lengths
+from penstock.lab.workload import Job, Workload
+from penstock.sched.routing.routers import find_router
+from penstock.serve.http.listener import bind_socket
+from penstock.serve.server import run_server
+
+HOST, SECRET, START_S, MAX_QUEUE = "127.0.0.1", b"a secret of benchmarks", 120.0, 4096
+STUBS = {"single server": 0, "front, 1 replica": 1, "front, 4 replicas": 4}
+ROWS, MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 32, 4096, 256
+COMPARED = {"output tokens/s": "output_tokens_per_s", "TTFT, mean": "ttft_mean_s", "whole answer": "e2e_mean_s"}
+Figures = dict[str, float]
+Values = Mapping[str, Any]
+"""Settings by key. A stub has None instead."""
+
+
+def serve(port: int, replica_port: int, num_replicas: int, router: str, values: Values | None) -> None:
+    """Serve HTTP until a signal: as a front once all replicas have come, or alone if their number is 0."""
+    from support.cluster import make_front
+    from support.deployments import deployment_of
+    from support.server.harness import make_runtime
+
+    if num_replicas == 0:
+        config = None if values is None else config_from(values)
+        deployment = deployment_of(make_runtime(max_queue=MAX_QUEUE)) if config is None else start_deployment([config])
+    else:
+        bridge, clock, make_router = Bridge(), WallClock(), find_router(router)
+        fleet = Fleet(bind_socket(HOST, replica_port), secret=SECRET, router=make_router(), clock=clock, sink=bridge.deliver)
+        fleet.start()
+        while fleet.num_replicas < num_replicas:
+            time.sleep(0.02)
+        if values is None:
+            deployment = deployment_of(make_front(fleet, bridge, max_queue=MAX_QUEUE))
+        else:
+            config, machine = config_from(values), Resources(num_models=num_replicas).machine("")
+            deployment = start_front(config, locate(config), fleet, bridge, machine)
+    http = ServerConfig(port=port, shutdown_timeout_s=1.0)
+    run_server(deployment, http, listener=bind_socket(HOST, port), announce=lambda _: None)
+
+
+def serve_replica(replica_port: int, name: str, num_replicas: int, values: Values | None) -> None:
+    if values is None:
+        from support.cluster import ThreadedReplica
+
+        ThreadedReplica(replica_port, name, secret=SECRET, max_queue=MAX_QUEUE)
+    else:
+        ReplicaThread(config_from(values), name=name, front=(HOST, replica_port), secret=SECRET, num_beside=num_replicas)
+    threading.Event().wait()
+
+
+@contextmanager
+def started(num_replicas: int, router: str, values: Values | None) -> Iterator[tuple[str, int]]:
+    """Start a server and replicas. Return its URL and the id of its process."""
+    with bind_socket(HOST, 0) as one, bind_socket(HOST, 0) as other:
+        port, replica_port = one.getsockname()[1], other.getsockname()[1]
+    make = multiprocessing.get_context("spawn").Process
+    processes = [make(target=serve, args=(port, replica_port, num_replicas, router, values))]
+    names = [f"r{number}" for number in range(num_replicas)]
+    processes += [make(target=serve_replica, args=(replica_port, name, num_replicas, values)) for name in names]
+    for process in processes:
+        process.start()
+    url, end_s = f"http://{HOST}:{port}", time.monotonic() + START_S
+    try:
+        while time.monotonic() < end_s and all(process.is_alive() for process in processes):
+            with suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=10):
+                break
+            time.sleep(0.1)
+        else:
+            raise SystemExit("a server or a replica did not start")
+        yield url, processes[0].pid or 0
+        if not all(process.is_alive() for process in processes):
+            raise SystemExit("a process ended during the run")
+    finally:
+        for process in processes:  # the front before its replicas
+            process.terminate()
+            process.join(10)
+            process.kill()
+
+
+def send_all(workload: Workload, url: str, model: str) -> Sent:
+    sent = send(workload, Target(url=url, model=model))
+    failed = [record for record in sent.records if record.end is not End.OK]
+    if failed:
+        print(f"{len(failed)} of {len(sent.records)} requests failed: {failed[0].error}", file=sys.stderr, flush=True)
+    return sent
+
+
+def requests(count: int, rate: float, seed: int) -> Workload:
+    words = partial(random.Random(seed).choices, WORDS, k=100)
+    job = partial(Job, num_prompt_tokens=100, num_output_tokens=4)
+    return Workload(name="", jobs=[job(arrival_ns=round(k * 1e9 / rate), prompt=" ".join(words())) for k in range(count)])
+
+
+def cpu_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def overhead_of(num_replicas: int, rate: float, seconds: float) -> Figures:
+    with started(num_replicas, "prefix", None) as (url, pid):
+        send_all(requests(round(rate), rate, seed=1), url, "toy")
+        before_s = cpu_s(pid)
+        records = send_all(requests(round(rate * seconds), rate, seed=2), url, "toy").records
+        used_s = cpu_s(pid) - before_s
+    ttft_ms = sorted((record.first_ns - record.intended_ns) / 1e6 for record in records if record.first_ns is not None)
+    found = {f"p{share}": ttft_ms[share * (len(ttft_ms) - 1) // 100] for share in (50, 90, 99)}
+    late_ms = median((record.sent_ns - record.intended_ns) / 1e6 for record in records)
+    return {**found, "sent_late_p50": late_ms, "cpu_us": 1e6 * used_s / len(records)}
+
+
+def compare_overhead(rate: float, seconds: float, repeat: int) -> dict[str, Figures]:
+    rounds = [{name: overhead_of(num, rate, seconds) for name, num in STUBS.items()} for _ in range(repeat)]
+    found = {name: medians([one[name] for one in rounds]) for name in STUBS}
+    alone, shares = found["single server"], ("p50", "p90", "p99")
+    rows = [
+        (name, *(f"{one[share]:.2f} ({one[share] - alone[share]:+.2f})" for share in shares), f"{one['cpu_us']:.0f}")
+        for name, one in found.items()
+    ]
+    print(origin(f"{rate:g} requests/s for {seconds:g} s, rounds: {repeat}, CPUs: {os.cpu_count()}"))
+    print(table(("", *(f"TTFT {share}, ms" for share in shares), "CPU, us/request"), rows), end="\n\n")
+    return found
+
+
+def medians(some: Sequence[Figures]) -> Figures:
+    return {name: median(one[name] for one in some) for name in some[0]}
+
+
+def sent_to(num_replicas: int, router: str, values: Values, workload: Workload) -> Sent:
+    """Send the workload to new processes, once they have answered some short requests."""
+    with started(num_replicas, router, values) as (url, _):
+        send_all(requests(4 * max(1, num_replicas), 1e9, seed=3), url, DEFAULT_MODEL)
+        return send_all(workload, url, DEFAULT_MODEL)
+
+
+def compare_routers(args: argparse.Namespace, values: Values) -> tuple[dict[str, Figures], Workload]:
+    """Return the figures of one server and of each router, and the requests that all got."""
+    tokenizer = read_tokenizer(locate(config_from(values)).path)
+    num, rate, made = args.replicas, args.rate, read(args.workload, args.traces, args.requests)
+    workload = cap_lengths(made, max_prompt_tokens=MAX_PROMPT_TOKENS, max_output_tokens=MAX_OUTPUT_TOKENS)
+    if rate is None:
+        jobs = [job if job.after is not None else replace(job, arrival_ns=0) for job in workload.jobs]
+        at_once = write_prompts(replace(workload, jobs=jobs), tokenizer)
+        rate = args.load * len(jobs) / (sent_to(num, "least-work", values, at_once).duration_ns / 1e9)
+    due = write_prompts(at_rate(workload, rate), tokenizer)
+    whole = {**values, **{key: num * values[key] for key in ("threads", "kv_cache_memory", "max_num_seqs")}}
+    runs: dict[str, list[Figures]] = {name: [] for name in ("one server", *args.routers)}
+    for _ in range(args.repeat):
+        for name, some in runs.items():
+            sent = sent_to(0, "", whole, due) if name == "one server" else sent_to(num, name, values, due)
+            some.append(figures_of(sent.records, sent.duration_ns))
+            print(name, some[-1], file=sys.stderr, flush=True)
+    found = {name: medians(some) for name, some in runs.items()}
+    print_comparison(f"{args.workload}, {rate:.3g} requests/s, {num} replicas", len(due.jobs), found)
+    return found, due
+
+
+def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapping[str, Figures]) -> dict[str, Figures]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.rec"
+        tokenizer = read_tokenizer(locate(config_from(values)).path)
+        told = Told(path, measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"]))
+    server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, max_tokens=None)
+    found: dict[str, Figures] = {}
+    for name in args.routers:
+        outcome = replace(server, make_router=find_router(name)).run(due)
+        found[name] = figures_of(outcome.records, outcome.duration_ns)
+        for key in ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s"):
+            found[name][key] += told.front_ns / 1e9
+    print_comparison(f"{args.workload}, simulated", len(due.jobs), found)
+    errors = [(name, *(f"{one[key] / real[name][key] - 1:+.1%}" for key in COMPARED.values())) for name, one in found.items()]
+    print(table(("error of the simulation", *COMPARED), errors), end="\n\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("overhead", "routers"))
+    parser.add_argument("--rate", type=float, help="requests per second (overhead: 200; routers: as --load says)")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--repeat", type=int, help="rounds (overhead: 3, routers: 1)")
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="sharegpt")
+    parser.add_argument("--routers", nargs="+", default=ROUTERS)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--kv-cache-memory", type=parse_size, default="128MiB", help="of each replica (default: %(default)s)")
+    parser.add_argument("--simulated", action="store_true", help="simulate the same requests, too")
+    parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES)
+    args = parser.parse_args()
+    args.repeat = args.repeat or (3 if args.what == "overhead" else 1)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the processes inherit it
+    figures: dict[str, Any] = {"benchmark": f"cluster {args.what}"}
+    if args.what == "overhead":
+        figures |= compare_overhead(args.rate or 200.0, args.seconds, args.repeat)
+    else:
+        values = {"threads": 1, "kv_cache_memory": args.kv_cache_memory, "max_num_seqs": ROWS, "max_queue": MAX_QUEUE}
+        figures["real"], due = compare_routers(args, values)
+        if args.simulated:
+            figures["simulated"] = simulate(args, values, due, figures["real"])
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
