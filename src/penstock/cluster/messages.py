@@ -58,6 +58,10 @@ class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End the requests in flight, then the process."""
 
 
+class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The front is there."""
+
+
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The front's first message. The replica answers with its `Hello`."""
 
@@ -88,7 +92,7 @@ class Told(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Request id -> the log-probabilities of its prompt, with the first chunk of requests that ask for them."""
 
 
-ToReplica = Greeting | Submit | Abort | Leave
+ToReplica = Greeting | Submit | Abort | Leave | Beat
 ToFront = Hello | Told
 
 encode = msgspec.msgpack.Encoder().encode

@@ -10,6 +10,7 @@ from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
     Abort,
+    Beat,
     Greeting,
     Hello,
     Leave,
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 BEAT_S = 1.0
 """A replica tells the front at least this often."""
 REDIAL_S = 0.5
+FRONT_SILENCE_S = 15.0
+"""A front that tells nothing for this long is lost. It tells twice a second."""
 _FRONT_LOST = "the connection to the front was lost"
 
 
@@ -46,6 +49,8 @@ class Replica:
         self._running, self._tap, self._name, self._secret = running, tap, name, secret
         self._link: Link | None = None
         """The connection, once the front knows this replica."""
+        self._heard_s = 0.0
+        """When the front told something, by the event loop's clock."""
         self._is_lost = asyncio.Event()
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
@@ -73,7 +78,7 @@ class Replica:
                 continue
             is_told = False
             try:
-                await self._beat_until_lost()
+                await self._beat_until_lost(link)
             finally:
                 link.close("it ends")
             await self._end_all()
@@ -87,15 +92,22 @@ class Replica:
         self._is_leaving = True
         self._running.engine.drain()
 
-    async def _beat_until_lost(self) -> None:
+    async def _beat_until_lost(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        self._heard_s = now_s = loop.time()
         while not self._is_lost.is_set():
             try:
                 async with asyncio.timeout(BEAT_S):
                     await self._is_lost.wait()
             except TimeoutError:
                 self._tell()
-            if self._is_leaving and not self._requests and not self._preparing and self._link is not None:
-                self._link.close("it leaves")
+            looked_s, now_s = now_s, loop.time()
+            if now_s - looked_s > FRONT_SILENCE_S / 2:  # this process stood still, and has not heard what the front told
+                self._heard_s = now_s
+            elif now_s - self._heard_s > FRONT_SILENCE_S:
+                link.close(f"it has told nothing for {FRONT_SILENCE_S:g} s")
+            if self._is_leaving and not self._requests and not self._preparing:
+                link.close("it leaves")
 
     async def _end_all(self) -> None:
         """End the requests of a front that was lost, so that it may send them again."""
@@ -120,6 +132,7 @@ class Replica:
         self._is_lost.set()
 
     def _on_message(self, link: Link, data: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
         match decode_to_replica(data):
             case Submit() as submit:
                 self._take(submit)
@@ -131,6 +144,8 @@ class Replica:
                 self._greet(link, version, nonce)
             case Leave():
                 self.leave()
+            case Beat():
+                pass
 
     def _greet(self, link: Link, version: int, nonce: bytes) -> None:
         if version != FORMAT:
