@@ -37,7 +37,7 @@ KILL_EVERY_S = max(4.0, 20.0 * PACE)
 STOP_EVERY_S = 30.0 * PACE
 HANG_EVERY_S = 40.0 * PACE
 FRONT_EVERY_S = max(10.0, 45.0 * PACE)
-SILENCE_S = max(1.5, 5.0 * PACE)
+SILENCE_S = 5.0 if IS_SMALL else max(2.5, 5.0 * PACE)
 """A replica that tells nothing for this long is lost."""
 BEAT_S = SILENCE_S / 5
 STOP_S = 2 * SILENCE_S
@@ -65,7 +65,6 @@ class Chaos:
         self.replicas: list[Member] = []
         self._folder = folder
         self.counts: Counter[str] = Counter()
-        self.num_first_files: dict[str, int] = {}
 
     async def start(self) -> None:
         proxy_port = await self.proxy.start()
@@ -87,16 +86,18 @@ class Chaos:
 
     async def wait_until_idle(self) -> None:
         """Wait until all replicas are there and no process has anything left of a request."""
-        busy: dict = {}
-        async with asyncio.timeout(60):
-            while busy.get("replicas") != NUM_REPLICAS or any(sum(facts.values()) for facts in busy["busy"].values()):
-                await asyncio.sleep(0.1)
-                busy = await self.front.ask("status")
-                told = {member.name: await member.ask("status") for member in self.replicas}
-                busy["busy"] = {"front": busy["busy"], **told}
+        end_s = time.monotonic() + 60
+        while True:
+            front = await self.front.ask("status")
+            busy = {"front": front["busy"]} | {member.name: await member.ask("status") for member in self.replicas}
+            if front["replicas"] == NUM_REPLICAS and not any(sum(facts.values()) for facts in busy.values()):
+                return
+            assert time.monotonic() < end_s, f"{front['replicas']} replicas are there, and this is left: {busy}"
+            await asyncio.sleep(0.1)
 
     async def rage(self, clients: Clients) -> None:
         """Run the clients while everything goes wrong."""
+        self._half_s = time.monotonic() + CHAOS_S / 2
         ways = [
             asyncio.create_task(self._repeat(every_s, do))
             for every_s, do in (
@@ -164,6 +165,9 @@ class Chaos:
         self.counts["delays"] += self.proxy.delay_s > 0
 
     async def _kill_front(self) -> None:
+        """Do so only in the first half, so that the last front is old enough to show a leak."""
+        if time.monotonic() > self._half_s:
+            return
         async with self.front.busy:
             await self.count_moves()
             self.site.lose()
@@ -191,6 +195,10 @@ class Chaos:
         self.counts["moved"] += status["moved"]
         self.counts["resumed"] += status["resumed"]
 
+    def errors(self) -> list[str]:
+        """Return the names of logs with an error that nobody expects."""
+        return [path.name for path in self._folder.glob("*.log") if "Traceback" in path.read_text()]
+
     def num_files(self) -> dict[str, int]:
         for member in (self.front, *self.replicas):
             member.sample()
@@ -205,11 +213,10 @@ def free_port() -> int:
 
 
 async def test_answers_are_right_whatever_dies(tmp_path: Path) -> None:
-    asks = await asyncio.to_thread(Asks, SEED)
     async with AsyncExitStack() as stack:
         chaos = Chaos(tmp_path)
         stack.push_async_callback(chaos.end)
-        await chaos.start()
+        asks, _ = await asyncio.gather(asyncio.to_thread(Asks, SEED), chaos.start())
         clients = Clients(chaos.site, asks, SEED)
         await asyncio.gather(*(clients.ask_next() for _ in range(NUM_CLIENTS)))
         await chaos.site.close()
@@ -220,6 +227,7 @@ async def test_answers_are_right_whatever_dies(tmp_path: Path) -> None:
         await chaos.rage(clients)
         await chaos.site.close()
         await chaos.wait_until_idle()
+        await until(lambda: all(num <= files_before[name] + MAX_NEW_FILES for name, num in chaos.num_files().items()))
         files_after = chaos.num_files()
         members = [chaos.front, *chaos.replicas]
         old = [member for member in members if member.samples[-1].at_s - member.samples[0].at_s >= MIN_AGE_S]
@@ -244,8 +252,8 @@ async def test_answers_are_right_whatever_dies(tmp_path: Path) -> None:
         assert fates.total() == clients.num_asked
         assert not fates["wrong"], clients.told
         assert share >= MIN_SHARE, clients.told
-        assert chaos.counts["moved"] > 0, "no request was ever lost by its replica"
-        assert all(files_after[name] <= num_files + MAX_NEW_FILES for name, num_files in files_before.items())
+        assert IS_SMALL or chaos.counts["moved"] > 0, "no replica was lost with a request"
+        assert not chaos.errors()
         assert all(member.growth <= MAX_GROWTH for member in old)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import socket
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS, Fleet
+from penstock.cluster.messages import FORMAT, Greeting, encode
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
@@ -332,6 +334,31 @@ def test_a_silent_replica_is_lost(pool, monkeypatch: pytest.MonkeyPatch) -> None
         for executor in executors:
             executor.open()
         assert answer.result(60) == oracle(PROMPTS[0])
+
+
+@pytest.mark.parametrize("greeting", [b"", encode(Greeting(FORMAT, b""))], ids=["from the start", "after its greeting"])
+def test_a_silent_front_is_lost(greeting: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its machine or the network has gone, so that no end of the connection is told."""
+    for name, value in (("FRONT_SILENCE_S", 0.3), ("BEAT_S", 0.05), ("REDIAL_S", 0.01)):
+        monkeypatch.setattr(f"penstock.cluster.replica.{name}", value)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        listener.settimeout(30)
+        replica = ThreadedReplica(listener.getsockname()[1], "r0")
+        stack.callback(replica.kill)
+        for _ in range(3):
+            connection, _ = listener.accept()
+            stack.enter_context(connection)
+            if greeting:
+                connection.sendall(struct.pack("<I", len(greeting)) + greeting)
+
+
+def test_a_front_that_has_nothing_to_send_is_heard(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr("penstock.cluster.replica.FRONT_SILENCE_S", 2.0)
+    with cluster(num_replicas=1) as made:
+        end_ns = made.front.clock.now_ns() + 4_000_000_000
+        wait_until(lambda: made.front.clock.now_ns() > end_ns)
+        assert made.fleet.num_replicas == 1
+        assert "was lost" not in caplog.text
 
 
 def test_a_front_that_stood_still_does_not_take_its_replicas_for_lost(monkeypatch: pytest.MonkeyPatch, caplog) -> None:

@@ -69,16 +69,6 @@ class ThreadedReplica:
         return not self._thread.is_alive()
 
 
-def make_front(fleet: Fleet, bridge: Bridge, **fields) -> RunningModel:
-    """A runtime whose engine is a started fleet; close it. `fields`: as of `make_runtime`."""
-    front = make_runtime(**fields)
-    front.engine.close(0.0)
-    front.engine, front.bridge, front.journal = fleet, bridge, None
-    front.grammars = RecipeBook(front.tokenizer, vocab_size=VOCAB_SIZE)
-    connect(fleet, bridge, front.admission, front.metrics, max_running=front.model.capacity.max_rows)
-    return front
-
-
 @dataclass
 class Cluster:
     front: RunningModel

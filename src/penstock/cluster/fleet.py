@@ -25,6 +25,7 @@ from penstock.cluster.messages import (
     FORMAT,
     NONCE_BYTES,
     Abort,
+    Beat,
     Explained,
     Greeting,
     Hello,
@@ -344,7 +345,7 @@ class Fleet:
                 _log.exception("the front failed in a job")
 
     async def _beat(self) -> None:
-        """Look for replicas that have fallen silent and for requests that wait too long."""
+        """Tell replicas that this front is there. Look for those that are silent, and for requests that wait too long."""
         now_ns = self.clock.now_ns()
         while True:
             await asyncio.sleep(SILENCE_NS / 10e9)
@@ -357,6 +358,8 @@ class Fleet:
                     replica.link.close(f"it has reported nothing for {SILENCE_NS / 1e9:g} s")
                 elif not replica.name and now_ns - replica.since_ns > GREETING_NS:
                     replica.link.close("it did not say who it is")
+                elif replica.name:
+                    replica.link.send(Beat())
             for flight in [one for one in self._flights.values() if one.replica is None]:
                 limit = next_limit(flight.request)
                 if limit is not None and now_ns > limit[0]:

@@ -66,6 +66,10 @@ class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End the requests in flight, then the process."""
 
 
+class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The front is there."""
+
+
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The front's first message. The replica answers with its `Hello`."""
 
@@ -102,7 +106,7 @@ class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
     explanations: list[Explanation]
 
 
-ToReplica = Greeting | Submit | Abort | Explain | Leave
+ToReplica = Greeting | Submit | Abort | Explain | Leave | Beat
 ToFront = Hello | Report | Explained
 
 encode = msgspec.msgpack.Encoder().encode

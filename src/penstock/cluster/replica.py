@@ -10,6 +10,7 @@ from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
     Abort,
+    Beat,
     Explain,
     Explained,
     Greeting,
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 BEAT_S = 1.0
 """A replica reports at least this often."""
 REDIAL_S = 0.5
+FRONT_SILENCE_S = 15.0
+"""A front that sends nothing for this long is lost. It sends twice a second."""
 _FRONT_LOST = "the connection to the front was lost"
 
 
@@ -48,6 +51,8 @@ class Replica:
         self._running, self._tap, self._name, self._secret = running, tap, name, secret
         self._link: Link | None = None
         """The connection, once the front knows this replica."""
+        self._heard_s = 0.0
+        """When the front told something, by the event loop's clock."""
         self._is_lost = asyncio.Event()
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
@@ -75,7 +80,7 @@ class Replica:
                 continue
             is_told = False
             try:
-                await self._beat_until_lost()
+                await self._beat_until_lost(link)
             finally:
                 link.close("it ends")
             await self._end_all()
@@ -89,15 +94,22 @@ class Replica:
         self._is_leaving = True
         self._running.engine.drain()
 
-    async def _beat_until_lost(self) -> None:
+    async def _beat_until_lost(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        self._heard_s = now_s = loop.time()
         while not self._is_lost.is_set():
             try:
                 async with asyncio.timeout(BEAT_S):
                     await self._is_lost.wait()
             except TimeoutError:
                 self._report()
-            if self._is_leaving and not self._requests and not self._preparing and self._link is not None:
-                self._link.close("it leaves")
+            looked_s, now_s = now_s, loop.time()
+            if now_s - looked_s > FRONT_SILENCE_S / 2:  # this process stood still, and has not read what the front sent
+                self._heard_s = now_s
+            elif now_s - self._heard_s > FRONT_SILENCE_S:
+                link.close(f"it has sent nothing for {FRONT_SILENCE_S:g} s")
+            if self._is_leaving and not self._requests and not self._preparing:
+                link.close("it leaves")
 
     async def _end_all(self) -> None:
         """End the requests of a front that was lost, so that it may send them again."""
@@ -122,6 +134,7 @@ class Replica:
         self._is_lost.set()
 
     def _on_message(self, link: Link, data: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
         match decode_to_replica(data):
             case Submit() as submit:
                 self._take(submit)
@@ -137,6 +150,8 @@ class Replica:
                 link.send(Explained(number, clock.now_ns(), found))
             case Leave():
                 self.leave()
+            case Beat():
+                pass
 
     def _greet(self, link: Link, version: int, nonce: bytes) -> None:
         if version != FORMAT:
