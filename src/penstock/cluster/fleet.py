@@ -82,8 +82,8 @@ class _Replica:
     """Empty until it has said who it is."""
     number: int = -1
     load: EngineLoad = field(default_factory=EngineLoad)
-    is_leaving: bool = False
-    """It has refused a request because it drains."""
+    is_ready: bool = False
+    """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, _Flight] = field(default_factory=dict)
 
 
@@ -96,7 +96,6 @@ class _Flight:
     """None: no replica is there."""
     since_ns: int = 0
     """Since when no replica is there."""
-    refused_by: set[str] = field(default_factory=set)
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     num_losses: int = 0
@@ -189,7 +188,8 @@ class Fleet:
 
     @property
     def num_replicas(self) -> int:
-        return len(self._by_number)
+        """Replicas that take requests."""
+        return sum([replica.is_ready for replica in list(self._by_number.values())])
 
     @property
     def is_alive(self) -> bool:
@@ -422,9 +422,8 @@ class Fleet:
         if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
             link.close(f"its answers would differ: {hello.model.fingerprint} instead of {self.model.fingerprint}")
             return
-        if any(other.name == hello.name for other in self._replicas.values()):
-            link.close(f"another replica is called {hello.name}")
-            return
+        if (before := self._links().get(hello.name)) is not None:  # it has dialled again, and this end does not know yet
+            before.close("it has come back")
         if self._dispatcher is None:
             block_size = hello.model.capacity.block_size
             self._dispatcher = Dispatcher(self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching)
@@ -432,10 +431,15 @@ class Fleet:
         replica.name, replica.heard_ns = hello.name, self.clock.now_ns()
         replica.number = self._dispatcher.join()
         self._by_number[replica.number] = replica
-        _log.info("replica %s at %s has come: %s", replica.name, link.peer, counted(len(self._by_number), "replica"))
+        _log.info("replica %s has come from %s", replica.name, link.peer)
         if self.model is None:
             self.model = hello.model
             self._has_model.set()
+
+    def _set_ready(self, replica: _Replica, is_ready: bool) -> None:
+        replica.is_ready = is_ready
+        takes = "takes requests" if is_ready else "takes no more requests"
+        _log.info("replica %s %s: %s in all", replica.name, takes, counted(self.num_replicas, "replica"))
         self._resize()
         self._dispatch([flight for flight in self._flights.values() if flight.replica is None])
 
@@ -461,10 +465,10 @@ class Fleet:
         with self._lock:
             if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
                 # At zero on purpose, requests wait for a replica to start.
-                is_ready = bool(self._by_number) or (self._scaler is not None and bool(self._decisions))
+                is_ready = bool(self.num_replicas) or (self._scaler is not None and bool(self._decisions))
                 self._state = EngineState.READY if is_ready else EngineState.RESTARTING
         self._sum_up()
-        self.on_size(len(self._by_number))
+        self.on_size(self.num_replicas)
 
     def _sum_up(self) -> None:
         loads = [replica.load for replica in self._by_number.values()]
@@ -509,17 +513,11 @@ class Fleet:
     def _send(self, group: Sequence[_Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
-        staying = {number: replica.name for number, replica in self._by_number.items() if not replica.is_leaving}
-        if dispatcher is None or not staying:
+        unready = {number for number, replica in self._by_number.items() if not replica.is_ready}
+        if dispatcher is None or len(unready) == len(self._by_number):
             for flight in group:
                 flight.since_ns = flight.since_ns or now_ns
             self._scale()
-            return
-        refused_by = {name for flight in group for name in flight.refused_by}
-        allowed = {number for number, name in staying.items() if name not in refused_by}
-        if not allowed:
-            for flight in group:
-                self._end(flight, FinishReason.ERROR, "every replica refused it", RejectReason.UNAVAILABLE)
             return
         self._num_sent += 1
         try:
@@ -530,7 +528,7 @@ class Fleet:
                 index=self._num_sent,
                 now_ns=now_ns,
                 num_new_tokens=self._num_new_tokens(first),
-                but_not=self._by_number.keys() - allowed,
+                but_not=unready,
             )
         except PenstockError as error:
             _log.error("%s", error)
@@ -626,6 +624,8 @@ class Fleet:
         replica.load, replica.heard_ns = report.load, now_ns
         self._sum_up()
         self._dispatcher.hear(replica.number, report.changes)
+        if replica.is_ready is not report.is_ready:
+            self._set_ready(replica, report.is_ready)
         chunks: list[OutputChunk] = []
         moving: list[_Flight] = []
         ended: list[tuple[OutputChunk, _Flight]] = []
@@ -639,8 +639,6 @@ class Fleet:
             if flight is None:  # it ended here, or was sent elsewhere
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
-                flight.refused_by.add(replica.name)
-                replica.is_leaving |= chunk.reject_reason == RejectReason.DRAINING
                 self._part(flight)
                 moving.append(flight)
                 continue

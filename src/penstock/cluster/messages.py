@@ -91,6 +91,8 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The news of a replica since its last report. The first one, right after its `Hello`, has all blocks that it holds."""
 
     sent_ns: int
+    is_ready: bool
+    """Its engine takes requests."""
     load: EngineLoad
     changes: Changes
     steps: list[StepStats]

@@ -27,6 +27,7 @@ from penstock.cluster.recipes import Recipe
 from penstock.cluster.tap import Tap
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import EngineState
 from penstock.kv.changes import Changes
 from penstock.types.errors import Rejected
 from penstock.types.request import FinishReason, Request
@@ -162,7 +163,7 @@ class Replica:
         self._tap.take()  # the front gets what is held now, and nothing of before
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
-        link.send(Report(self._running.clock.now_ns(), self._load(), held, [], [], [], {}))
+        link.send(Report(self._running.clock.now_ns(), self._is_ready, self._load(), held, [], [], [], {}))
         self._link = link
         _log.info("replica %s serves the front at %s", self._name, link.peer)
 
@@ -230,6 +231,10 @@ class Replica:
     def flush(self) -> None:
         self._report()
 
+    @property
+    def _is_ready(self) -> bool:
+        return self._running.engine.state is EngineState.READY
+
     def _load(self) -> EngineLoad:
         return self._running.engine.load()._replace(adapters=AdapterCounts())  # a cluster has none
 
@@ -247,7 +252,7 @@ class Replica:
         }
         if self._link is not None:
             now_ns = running.clock.now_ns()
-            self._link.send(Report(now_ns, self._load(), changes, steps, ended, chunks, scores))
+            self._link.send(Report(now_ns, self._is_ready, self._load(), changes, steps, ended, chunks, scores))
         for chunk in chunks:
             if chunk.finish_reason is not None and requests.pop(chunk.request_id, None) is not None:
                 running.bridge.forget(chunk.request_id)
