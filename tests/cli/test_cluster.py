@@ -68,3 +68,17 @@ def test_the_status_of_a_single_server_is_an_error() -> None:
     with running() as server:
         result = CliRunner().invoke(cli, ["cluster", "status", server.url])
     assert "is a single server" in str(result.exception)
+
+
+def test_a_manifest_has_the_limits_of_clients_and_no_secrets() -> None:
+    words = ["--max-queue", "10", "--request-timeout", "5s", "--log-format", "json", "--api-key", "a-secret-key-of-clients"]
+    written = render(*words)[0]["data"]["cluster.toml"]
+    assert {"max_queue = 10", 'log_format = "json"', "request_timeout = 5.0"} <= set(written.splitlines())
+    assert "a-secret-key-of-clients" not in invoke("render", "--image", "an/image:1", *words)
+
+
+def test_services_of_the_namespace_are_no_settings() -> None:
+    """Kubernetes would set PENSTOCK_PORT for a service called penstock."""
+    _, ray, _ = render()
+    pods = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
+    assert [pod["template"]["spec"]["enableServiceLinks"] for pod in pods] == [False, False]

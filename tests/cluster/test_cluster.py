@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -15,18 +16,29 @@ import pytest
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import MAX_STRANGERS, Fleet
-from penstock.cluster.messages import FORMAT, Greeting, encode
+from penstock.cluster.messages import FORMAT, Greeting, Submit, encode, request_of
+from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.sched.routing.routers import LeastWork
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket
-from penstock.testing import make_request
+from penstock.testing import HashExecutor, make_request
 from penstock.types.request import FinishReason
 from support.cluster import Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
-from support.server.harness import EMBEDDER, GatedExecutor, LiveServer, NarrowExecutor, make_text_runtime, running, wait_until
+from support.server.harness import (
+    CAPACITY,
+    EMBEDDER,
+    PRINTABLE_MODEL,
+    GatedExecutor,
+    LiveServer,
+    NarrowExecutor,
+    make_text_runtime,
+    running,
+    wait_until,
+)
 
 PROMPTS = [f"{letter * (20 + 7 * number)} {number}" for number, letter in enumerate("abcdefghijkl")]
 
@@ -184,7 +196,7 @@ def test_a_request_that_ends_each_replica_ends_itself(pool) -> None:
         poisoned = pool.submit(post, made, PROMPTS[0], max_tokens=666)
         response = poisoned.result(60)
         assert response.status_code == 500
-        assert "replicas in a row were lost" in response.text
+        assert "3 replicas failed while they had it" in response.text
         wait_until(lambda: made.fleet.num_replicas == 2)
         assert text_of(made, PROMPTS[1]) == oracle(PROMPTS[1])
 
@@ -265,7 +277,7 @@ def test_a_replica_that_leaves_is_drained_and_others_go_on(pool) -> None:
         wait_until(lambda: made.fleet.num_replicas == 2)
         answers = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[:4]]
         wait_until(lambda: len(flights(made)) == 4 and all(flight.replica for flight in flights(made)))
-        made.fleet.dismiss("r0")
+        made.replicas["r0"].call(made.replicas["r0"].replica.leave)
         wait_until(lambda: made.replicas["r0"].running.engine.state is EngineState.DRAINING)
         late = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[4:]]
         for replica in made.replicas.values():
@@ -432,14 +444,73 @@ def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> Non
     """The scaler's decisions are carried out by threads here. Its clock is real, so only the way from zero is asserted."""
     with cluster(num_replicas=1) as made:
         wanted: list[int] = []
-        made.fleet.scale(Scaler(0, 3, 1), wanted.append)
+        made.fleet.scale(Scaler(0, 3, 1), 2, wanted.append)
         wait_until(lambda: wanted == [1])
-        made.fleet.dismiss("r0")
+        made.replicas["r0"].call(made.replicas["r0"].replica.leave)
         wait_until(lambda: made.fleet.num_replicas == 0)
-        made.fleet.scale(Scaler(0, 3, 0), wanted.append)
+        made.fleet.scale(Scaler(0, 3, 0), 1, wanted.append)
         wait_until(lambda: wanted[-1] == 0)
         answer = pool.submit(text_of, made, PROMPTS[0])
         wait_until(lambda: wanted[-1] == 1)
         made.add("r1")
         assert answer.result(60) == oracle(PROMPTS[0])
         assert "without a replica" in made.fleet.decisions()[0].reason
+
+
+def test_a_request_that_breaks_engines_as_it_decodes_ends_itself(pool) -> None:
+    """It gets a token or two from each replica, and then the connection is lost."""
+    with cluster(*(SlowExecutor(CAPACITY, model=PRINTABLE_MODEL) for _ in range(2))) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for replica in made.replicas.values():
+            replica.replica.flush = partial(hang_up_after, replica, replica.replica.flush)
+        response = pool.submit(post, made, PROMPTS[0], max_tokens=200).result(60)
+        assert (response.status_code, "3 replicas failed while they had it" in response.text) == (500, True)
+
+
+class SlowExecutor(HashExecutor):
+    def submit(self, plan):
+        time.sleep(0.02)
+        return super().submit(plan)
+
+
+def hang_up_after(replica: ThreadedReplica, flush: Callable[[], None]) -> None:
+    flush()
+    if replica.replica._link is not None and replica.replica._requests:
+        replica.replica._link.close("a test")
+
+
+def test_refusals_of_engines_that_fail_do_not_go_round_for_ever(pool) -> None:
+    with cluster(num_replicas=2) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for replica in made.replicas.values():
+            replica.replica._take = partial(refuse, replica.replica)
+        assert post(made, PROMPTS[0]).status_code == 500
+
+
+def refuse(replica: Replica, submit: Submit) -> None:
+    for work in submit.works:
+        request = request_of(work, submit.prompt_token_ids, 0)
+        replica._refuse(request, FinishReason.ERROR, "the engine failed", "unavailable")
+
+
+def test_a_cold_replica_compiles_a_grammar_once_for_a_burst(pool) -> None:
+    """More requests than may compile at once, with as many schemas, arrive at a replica that knows none of them."""
+    with cluster(GatedExecutor()) as made:
+        schemas = [{"type": "object", "properties": {f"x{number % 40}": {"type": "integer"}}} for number in range(80)]
+        bodies = [
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 4,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            }
+            for schema in schemas
+        ]
+        url = f"{made.server.url}/v1/chat/completions"
+        with concurrent.futures.ThreadPoolExecutor(80) as many:
+            asked = [many.submit(httpx.post, url, json=body, timeout=60) for body in bodies]
+            wait_until(lambda: len(flights(made)) + sum(one.done() for one in asked) == 80)
+            refused_at_the_door = sum(one.done() for one in asked)
+            made.replicas["r0"].kill()
+            made.add("r1")
+            statuses = [one.result().status_code for one in asked]
+        assert statuses.count(200) == 80 - refused_at_the_door

@@ -110,5 +110,22 @@ def test_the_number_of_replicas_follows_the_load(tmp_path: Path) -> None:
                 time.sleep(0.2)
             assert {len(one.result()) > 0 for one in asked} == {True}
         told = httpx.get(f"{url}/load").json()["scaling"]
-        assert [one["replicas"] for one in told] == [2, 1]
-        assert "that needs" in told[0]["reason"]
+        assert [one["replicas"] for one in told] == [2, 2], "now, and at the last change"
+        assert "that needs" in told[1]["reason"]
+
+
+def test_a_second_cluster_on_one_ray_is_refused_and_down_stops_the_first(tmp_path: Path) -> None:
+    ray = Path(sys.executable).with_name("ray")
+    subprocess.run([ray, "start", "--head", "--num-cpus", "2", "--port", "0"], check=True, capture_output=True)
+    try:
+        with up("--replicas", "1", "--address", "auto", log=tmp_path / "log") as url:
+            command = [sys.executable, "-m", "penstock", "cluster"]
+            second = [*command, "up", MODEL, "--threads", "1", "--address", "auto", "--port", "0"]
+            refused = subprocess.run(second, capture_output=True, text=True)
+            assert (refused.returncode, "runs a cluster of Penstock already" in refused.stderr) == (1, True)
+            assert ask(url)
+            stopped = subprocess.run([*command, "down"], capture_output=True, text=True, check=True)
+            assert "Stopped the replicas of 1 model" in stopped.stdout
+            wait_until(lambda: not replicas(url), 60)
+    finally:
+        subprocess.run([ray, "stop", "--force"], capture_output=True)

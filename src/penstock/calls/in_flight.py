@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -334,11 +335,18 @@ class InFlight:
         if limit_s is None:
             return
         elapsed_s = (call.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
-        if elapsed_s >= limit_s:
-            told = self._tell(call)
-            unknown = f"took {elapsed_s:.1f} s; the cause is unknown because --explained-requests is 0"
-            why = unknown if told is None else told.summary
-            _log.warning("slow request %s: %s", call.terms.request_id, why)
+        if elapsed_s < limit_s:
+            return
+        if call.running.journal is not None and call.running.journal.is_elsewhere:
+            asyncio.get_running_loop().run_in_executor(None, self._tell_slow, call, elapsed_s)
+        else:
+            self._tell_slow(call, elapsed_s)
+
+    def _tell_slow(self, call: CallInFlight, elapsed_s: float) -> None:
+        told = self._tell(call)
+        cause = "because --explained-requests is 0" if call.running.journal is None else "since its replica has gone"
+        why = f"took {elapsed_s:.1f} s; the cause is unknown {cause}" if told is None else told.summary
+        _log.warning("slow request %s: %s", call.terms.request_id, why)
 
     def _remember(self, call: CallInFlight) -> None:
         landed = _landed(call)

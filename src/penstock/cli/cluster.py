@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from penstock.cli.options import (
 from penstock.cli.serve import check_access, set_up_logging
 from penstock.config import Config, ServerConfig
 from penstock.config.several import configs_of
-from penstock.types.errors import ConfigError, PenstockError
+from penstock.types.errors import ConfigError, PenstockError, counted
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
 
+TELL_AFTER_S = 30.0
+JOIN_TIMEOUT_S = 30.0
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
 
@@ -84,14 +87,15 @@ def status(url: str, api_key: str | None) -> None:
 
 
 @cluster.command()
-@address_option
+@click.option("--address", metavar="ADDRESS", help="The running Ray. Default: auto, which is one of this machine.")
 def down(address: str | None) -> None:
     """Stop the replicas of a cluster on a running Ray, once their requests have ended. One started by `up` ends with it."""
     _check_ray()
     from penstock.cluster import on_ray
 
-    with on_ray.connected(address or "auto", 0):
-        on_ray.stop()
+    with on_ray.connected(address or "auto", 0, waits=False):
+        num_models = on_ray.stop()
+    print(f"Stopped the replicas of {counted(num_models, 'model')}." if num_models else "No cluster runs there.")
 
 
 @cluster.command(cls=GroupedCommand, epilog=EPILOG)
@@ -134,6 +138,12 @@ def _deployment(configs: Sequence[Config], address: str | None, stack: ExitStack
 
     num_replicas = sum(config.cluster.most for config in configs)
     machine = Resources(num_models=num_replicas).machine("")
+    for config in configs:
+        if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
+            remedy = "Name an address of this machine at which they reach it."
+            raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
+    if address is not None:  # each replica checks the memory of its own machine
+        machine = replace(machine, available_bytes=1 << 60, total_bytes=1 << 60)
     if address is not None and configs[0].backend.threads is None:
         raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
     num_threads = configs[0].backend.threads or max(1, machine.cores.num_threads // num_replicas)
@@ -144,7 +154,10 @@ def _deployment(configs: Sequence[Config], address: str | None, stack: ExitStack
 
     stack.enter_context(on_ray.connected(address, num_threads * num_replicas))
     on_ray.start_serve()
-    stack.callback(on_ray.stop)
+    stack.callback(_stop_quietly, on_ray.stop)
+    if on_ray.num_machines() > 1 and any(is_loopback(config.cluster.replica_host) for config in configs):
+        remedy = "Set --replica-host to an address of this machine that the others reach."
+        raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
     num_beside = -(-num_replicas // on_ray.num_machines())
     for front in fronts:
         front.start(num_beside)
@@ -169,6 +182,7 @@ class _Front:
         from penstock.serve.http.listener import bind_socket
 
         self._config, self._number, self._machine, self._num_threads = config, number, machine, num_threads
+        self._stack = stack
         self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
         resolve(config, self._source, machine)
         router = find_router(config.cluster.router)()
@@ -201,18 +215,37 @@ class _Front:
         )
         self._crew = Crew(of_replica, number=self._number, front=self._address, secret=self._secret, num_beside=num_beside)
         self._starting = _Background(self._crew.start)
+        self._stack.callback(self._starting.join)  # Ray would be started anew for what is left of it
 
     def served(self) -> ServedModel:
         """Wait for the first replica, and return the model. Raises PenstockError if Ray can't start it."""
         from penstock.cluster.front import serve_replicas
+        from penstock.cluster.on_ray import num_free_cpus
         from penstock.sched.scaling import Scaler
 
+        since_s = time.monotonic()
         while self._fleet.wait_for_model(0.1) is None:
             self._starting.check()
+            if time.monotonic() - since_s > TELL_AFTER_S:
+                since_s = time.monotonic()
+                name, cpus, free = self._config.model.model, self._num_threads, num_free_cpus()
+                _log.warning("no replica of %s has come yet: each takes %d CPUs, and Ray has %g free", name, cpus, free)
         least, most = self._config.cluster.replicas, self._config.cluster.most
         if least < most:
-            self._fleet.scale(Scaler(least, most, self._crew.first), self._crew.want)
+            self._fleet.scale(Scaler(least, most, self._crew.first), self._crew.first, self._crew.want)
         return serve_replicas(self._config, self._source, self._fleet, self._bridge, self._machine)
+
+
+def _stop_quietly(stop: Callable[[], int]) -> None:
+    """Stop replicas as this process ends, also if Ray has gone already."""
+    try:
+        stop()
+    except Exception as error:
+        _log.debug("the replicas were not stopped: %s", error)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 class _Background:
@@ -221,7 +254,8 @@ class _Background:
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
         self._error: Exception | None = None
-        threading.Thread(target=self._run, name="penstock-ray", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="penstock-ray", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -229,6 +263,9 @@ class _Background:
         except Exception as error:
             _log.error("Ray could not start the replicas: %s", error)
             self._error = error
+
+    def join(self) -> None:
+        self._thread.join(JOIN_TIMEOUT_S)
 
     def check(self) -> None:
         if self._error is not None:

@@ -23,15 +23,17 @@ from penstock.clock import Clock
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
+    FRONT,
     NONCE_BYTES,
+    REPLICA,
     Abort,
     Beat,
     Explained,
     Greeting,
     Hello,
-    Leave,
     Report,
     Submit,
+    Welcome,
     decode_to_front,
     prove,
     work_of,
@@ -64,8 +66,11 @@ MAX_DECISIONS = 10
 """Changes of the number of replicas that are kept to be shown."""
 PATIENCE_NS = 60_000_000_000
 """Time that a request without any replica waits for one."""
-MAX_LOSSES = 3
-"""A request ends when so many replicas in a row were lost with it before it got a token: it may be what breaks them."""
+START_PATIENCE_NS = 600_000_000_000
+"""The same where replicas are started for requests."""
+MAX_LOSSES, PROGRESS = 3, 16
+"""A request ends when so many replicas failed with it, one after another, and it got fewer tokens than this between: it may be
+what breaks them."""
 NO_REPLICA = "no replica is there to compute it"
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
@@ -99,7 +104,9 @@ class _Flight:
     abort_detail: str | None = None
     """Why its replica was asked to abort it, or None."""
     num_losses: int = 0
-    """Replicas that were lost with it since it got a token."""
+    """Replicas that failed while they had it, without much progress between."""
+    num_tokens_then: int = 0
+    """Tokens that it had at the last such loss."""
     last_token_ns: int = 0
     num_moves: int = 0
     stats: RequestStats | None = None
@@ -162,6 +169,9 @@ class Fleet:
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
+        self._is_at_zero = False
+        """No replica was wanted, and none has come since: requests wait for one to start."""
+        self._wanted = Wanted(0, "")
         self._decisions: deque[tuple[int, Wanted]] = deque(maxlen=MAX_DECISIONS)
         """(instant, number of replicas and why) of the last changes."""
         self._thread = threading.Thread(target=self._run, name="penstock-fleet", daemon=True)
@@ -191,10 +201,6 @@ class Fleet:
         """Replicas that take requests."""
         return sum([replica.is_ready for replica in list(self._by_number.values())])
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def submit(self, *requests: Request) -> None:
         """Send requests to replicas, those with one prompt to the same one. As `Engine.submit`."""
         self._outbox.add(requests)
@@ -214,7 +220,7 @@ class Fleet:
         return pool._replace(num_waiting=max(0, num_in_flight - pool.num_running), num_prompt_tokens=num_prompt_tokens)
 
     def replicas(self) -> list[ReplicaLoad]:
-        """Return the replicas that take requests, by name."""
+        """Return the replicas that are connected, by name."""
         now_ns, dispatcher = self.clock.now_ns(), self._dispatcher
         if dispatcher is None:
             return []
@@ -226,15 +232,17 @@ class Fleet:
                 len(replica.flights),
                 dispatcher.work_of(replica.number),
                 now_ns - replica.heard_ns,
+                replica.is_ready,
             )
             for replica in list(self._by_number.values())
         ]
         return sorted(found, key=lambda one: one.name)
 
     def decisions(self) -> list[ScalingDecision]:
-        """Return the last changes of the number of replicas, the latest first."""
+        """Return what is wanted now, then the last changes, the latest first. Empty if the number is fixed."""
         now_ns = self.clock.now_ns()
-        return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in reversed(list(self._decisions))]
+        found = [] if self._scaler is None else [(now_ns, self._wanted), *reversed(list(self._decisions))]
+        return [ScalingDecision(now_ns - at_ns, wanted.num, wanted.reason) for at_ns, wanted in found]
 
     def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """Ask replicas for the explanations of requests. Waits up to a second, so not for an event loop."""
@@ -291,16 +299,13 @@ class Fleet:
         self._state = EngineState.STOPPED
         return not self._was_cut_short
 
-    def scale(self, scaler: Scaler, on_wanted: Callable[[int], None]) -> None:
+    def scale(self, scaler: Scaler, num: int, on_wanted: Callable[[int], None]) -> None:
         """Decide each second, and when a request finds no replica, how many there should be. Replaces an earlier scaler.
 
-        `on_wanted` is called with each new number, on the fleet's thread, and must not block.
+        `num`: how many there are to be now. `on_wanted` is called with each new number, on the fleet's thread, and must not
+        block.
         """
-        self._post(lambda: self._begin_to_scale(scaler, on_wanted))
-
-    def dismiss(self, name: str) -> None:
-        """Tell a replica to end its requests, and then itself."""
-        self._post(lambda: self._send_away(name))
+        self._post(lambda: self._begin_to_scale(scaler, num, on_wanted))
 
     # The fleet's thread.
 
@@ -364,20 +369,23 @@ class Fleet:
                 limit = next_limit(flight.request)
                 if limit is not None and now_ns > limit[0]:
                     self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
-                elif now_ns - flight.since_ns > PATIENCE_NS:
+                elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
 
     # How many replicas there should be.
 
-    def _begin_to_scale(self, scaler: Scaler, on_wanted: Callable[[int], None]) -> None:
-        self._scaler, self._on_wanted = scaler, on_wanted
+    def _begin_to_scale(self, scaler: Scaler, num: int, on_wanted: Callable[[int], None]) -> None:
+        self._scaler, self._wanted, self._on_wanted = scaler, Wanted(num, "As at the start."), on_wanted
         if self._scaling is not None:
             self._scaling.cancel()
         self._scaling = self._loop.create_task(self._scale_each_second())
 
     async def _scale_each_second(self) -> None:
         while self._state is not EngineState.DRAINING:
-            self._scale()
+            try:
+                self._scale()
+            except Exception:
+                _log.exception("the number of replicas could not be decided; this is tried again")
             await asyncio.sleep(1.0)
 
     def _scale(self) -> None:
@@ -386,10 +394,14 @@ class Fleet:
         now_ns = self.clock.now_ns()
         num_unsent = len([flight for flight in self._flights.values() if flight.replica is None])
         wanted = self._scaler.decide(now_ns, self._dispatcher.group_load(self._loads(), num_unsent))
-        if not self._decisions or self._decisions[-1][1].num != wanted.num:
+        before, self._wanted = self._wanted, wanted
+        if before.num != wanted.num:
             self._decisions.append((now_ns, wanted))
             _log.info("%s wanted: %s", counted(wanted.num, "replica"), wanted.reason)
             self._on_wanted(wanted.num)
+            if not wanted.num:
+                self._is_at_zero = True
+                self._resize()
 
     # Replicas.
 
@@ -416,7 +428,7 @@ class Fleet:
 
     def _welcome(self, replica: _Replica, hello: Hello) -> None:
         link = replica.link
-        if not secrets.compare_digest(hello.proof, prove(self._secret, replica.nonce)):
+        if not secrets.compare_digest(hello.proof, prove(self._secret, REPLICA, replica.nonce)):
             link.close("it does not know the cluster's secret")
             return
         if self.model is not None and hello.model.fingerprint != self.model.fingerprint:
@@ -428,6 +440,7 @@ class Fleet:
             block_size = hello.model.capacity.block_size
             self._dispatcher = Dispatcher(self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching)
         link.max_bytes = MAX_BYTES
+        link.send(Welcome(prove(self._secret, FRONT, hello.nonce)))
         replica.name, replica.heard_ns = hello.name, self.clock.now_ns()
         replica.number = self._dispatcher.join()
         self._by_number[replica.number] = replica
@@ -438,6 +451,7 @@ class Fleet:
 
     def _set_ready(self, replica: _Replica, is_ready: bool) -> None:
         replica.is_ready = is_ready
+        self._is_at_zero &= not is_ready
         takes = "takes requests" if is_ready else "takes no more requests"
         _log.info("replica %s %s: %s in all", replica.name, takes, counted(self.num_replicas, "replica"))
         self._resize()
@@ -449,13 +463,14 @@ class Fleet:
             _log.warning("a replica at %s was not taken: %s", link.peer, cause)
             return
         lost = counted(len(replica.flights), "request")
-        level = logging.INFO if self._state is EngineState.DRAINING else logging.WARNING
+        is_expected = self._state is EngineState.DRAINING or not (replica.is_ready or replica.flights)
+        level = logging.INFO if is_expected else logging.WARNING
         _log.log(level, "replica %s was lost with %s: %s", replica.name, lost, cause)
         assert self._dispatcher is not None, "it has joined"
         flights = list(replica.flights.values())
         for flight in flights:
+            self._count_loss(flight)
             self._part(flight)
-            flight.num_losses += 1
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
         self._resize()
@@ -464,14 +479,13 @@ class Fleet:
     def _resize(self) -> None:
         with self._lock:
             if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
-                # At zero on purpose, requests wait for a replica to start.
-                is_ready = bool(self.num_replicas) or (self._scaler is not None and bool(self._decisions))
+                is_ready = bool(self.num_replicas) or self._is_at_zero
                 self._state = EngineState.READY if is_ready else EngineState.RESTARTING
         self._sum_up()
         self.on_size(self.num_replicas)
 
     def _sum_up(self) -> None:
-        loads = [replica.load for replica in self._by_number.values()]
+        loads = [replica.load for replica in self._by_number.values() if replica.is_ready]
         if not loads and self._scaler is not None and self.model is not None:  # as of the replica that a request starts
             capacity = self.model.capacity
             num_blocks = capacity.num_blocks - 1
@@ -488,10 +502,6 @@ class Fleet:
             num_rows_free=sum([load.num_rows_free for load in loads]),
         )
 
-    def _send_away(self, name: str) -> None:
-        if (link := self._links().get(name)) is not None:
-            link.send(Leave())
-
     # Requests: sent, moved, ended.
 
     def _take(self, requests: Sequence[Request]) -> None:
@@ -503,10 +513,11 @@ class Fleet:
         self._dispatch(flights)
 
     def _dispatch(self, flights: Iterable[_Flight]) -> None:
-        """Send requests without a replica to one: those with one prompt together."""
-        groups: dict[str, list[_Flight]] = {}
+        """Send requests without a replica to one: the choices of one prompt together."""
+        groups: dict[tuple[str, int], list[_Flight]] = {}
         for flight in flights:
-            groups.setdefault(flight.request.parent_id or flight.request.request_id, []).append(flight)
+            request = flight.request
+            groups.setdefault((request.parent_id or request.request_id, id(request.prompt_token_ids)), []).append(flight)
         for group in groups.values():
             self._send(group)
 
@@ -544,7 +555,7 @@ class Fleet:
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
-        replica.link.send(Submit(now_ns, [work_of(flight.request) for flight in group]))
+        replica.link.send(Submit(now_ns, first.prompt_token_ids, [work_of(flight.request) for flight in group]))
 
     def _links(self) -> dict[str, Link]:
         return {replica.name: replica.link for replica in self._by_number.values()}
@@ -567,6 +578,13 @@ class Fleet:
             assert self._dispatcher is not None, "it was sent"
             self._dispatcher.on_end(request_id)
 
+    def _count_loss(self, flight: _Flight) -> None:
+        num_tokens = len(flight.request.output_token_ids)
+        if num_tokens - flight.num_tokens_then >= PROGRESS:
+            flight.num_losses = 0
+        flight.num_losses += 1
+        flight.num_tokens_then = num_tokens
+
     def _move(self, flights: Iterable[_Flight]) -> None:
         """Send requests that have lost their replica to another one, or end them if they must not be resumed."""
         moving: list[_Flight] = []
@@ -574,7 +592,7 @@ class Fleet:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
             elif flight.num_losses >= MAX_LOSSES:
-                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas in a row were lost while they had it")
+                self._end(flight, FinishReason.ERROR, f"{MAX_LOSSES} replicas failed while they had it")
             elif flight.request.output_token_ids and not self._resumes:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
@@ -639,6 +657,8 @@ class Fleet:
             if flight is None:  # it ended here, or was sent elsewhere
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
+                if chunk.reject_reason == RejectReason.UNAVAILABLE:
+                    self._count_loss(flight)
                 self._part(flight)
                 moving.append(flight)
                 continue
@@ -676,7 +696,6 @@ class Fleet:
             request.prompt_logprobs[:] = scores
         progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
         if chunk.token_ids or chunk.states:
-            flight.num_losses = 0
             if flight.last_token_ns:
                 gap_ns = chunk.at_ns - flight.last_token_ns
                 gaps_ns.append(gap_ns)
@@ -701,6 +720,7 @@ class Fleet:
             planned_ns=stats.planned_ns + shift_ns,
             num_running=pool.num_running,
             num_waiting=pool.num_waiting,
+            counts=replace(stats.counts, waits_for=pool.waits_for),
             num_blocks_total=pool.num_blocks_total,
             num_blocks_free=pool.num_blocks_free,
             num_blocks_cached=pool.num_blocks_cached,

@@ -9,8 +9,11 @@ import json
 from dataclasses import dataclass
 
 from penstock.config import Config
+from penstock.config.components import COMPONENTS
 from penstock.config.saved import write_config_file
 
+_NOT_WRITTEN = ("host", "port", "threads", "api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile", "record")
+"""Settings of this machine, and secrets, which belong into a Secret."""
 _HEAD_COMMAND = "$KUBERAY_GEN_RAY_START_CMD & exec penstock cluster up --address auto --config /etc/penstock/cluster.toml"
 
 
@@ -28,7 +31,8 @@ class Pods:
 
 def manifest(config: Config, pods: Pods) -> str:
     """Return the settings as a ConfigMap, a RayCluster with a worker for each of the most replicas, and a Service, as YAML."""
-    settings = write_config_file(config, [])
+    components = [name for name, _ in COMPONENTS if name != "cluster"]
+    settings = write_config_file(config, [], components=components, without=_NOT_WRITTEN)
     for key, value in {
         "threads": pods.cpus,
         "replicas": config.cluster.replicas,
@@ -115,6 +119,7 @@ def _pod(config: Config, pods: Pods, *, is_head: bool) -> str:
       port: 8000
 """
     return f"""\
+enableServiceLinks: false
 initContainers:
 - name: weights
   image: {image}

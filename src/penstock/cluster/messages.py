@@ -24,13 +24,13 @@ from penstock.types.stats import EngineLoad, RequestStats, StepStats
 FORMAT = 1
 """Version of these messages."""
 NONCE_BYTES = 32
+FRONT, REPLICA = b"front", b"replica"
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """A request to compute, from its beginning or from the tokens that another replica generated before it was lost."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     times: dict[str, Any]
     """Fields of `Request` with a time, unless it is None."""
@@ -47,6 +47,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Compute these requests: choices of one prompt, which begin in the same step."""
 
     sent_ns: int
+    prompt_token_ids: tuple[int, ...]
     works: list[Work]
 
 
@@ -62,16 +63,12 @@ class Explain(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End the requests in flight, then the process."""
-
-
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The front is there."""
 
 
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The front's first message. The replica answers with its `Hello`."""
+    """The front's first message. The replica answers with its `Hello`, and the front with its `Welcome`."""
 
     format: int
     nonce: bytes
@@ -82,13 +79,20 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     format: int
     proof: bytes
-    """`prove` of the front's nonce."""
+    """Shows that the sender knows the secret, as that of `Welcome`."""
+    nonce: bytes
     name: str
     model: ModelInfo
 
 
+class Welcome(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The front takes the replica, and shows that it is the front."""
+
+    proof: bytes
+
+
 class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The news of a replica since its last report. The first one, right after its `Hello`, has all blocks that it holds."""
+    """The news of a replica since its last report. The first one, after the `Welcome`, has all blocks that it holds."""
 
     sent_ns: int
     is_ready: bool
@@ -108,7 +112,7 @@ class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
     explanations: list[Explanation]
 
 
-ToReplica = Greeting | Submit | Abort | Explain | Leave | Beat
+ToReplica = Greeting | Welcome | Submit | Abort | Explain | Beat
 ToFront = Hello | Report | Explained
 
 encode = msgspec.msgpack.Encoder().encode
@@ -125,9 +129,9 @@ _FIELDS = (
 )
 
 
-def prove(secret: bytes, nonce: bytes) -> bytes:
-    """Return what only a holder of the secret can answer to a nonce."""
-    return hmac.digest(secret, nonce, "sha256")
+def prove(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
+    """Return the HMAC-SHA256 of the receiver's nonce. `sender`: `FRONT` or `REPLICA`, so that neither can echo the other."""
+    return hmac.digest(secret, sender + nonce, "sha256")
 
 
 def work_of(request: Request) -> Work:
@@ -135,7 +139,6 @@ def work_of(request: Request) -> Work:
     assert request.adapter is None, "a cluster serves no adapters"
     return Work(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
         times={name: at_ns for name in _TIMES if (at_ns := getattr(request, name)) is not None},
         fields={name: value for name in _FIELDS if (value := getattr(request, name))},
@@ -146,11 +149,11 @@ def work_of(request: Request) -> Work:
     )
 
 
-def request_of(work: Work, shift_ns: int) -> Request:
+def request_of(work: Work, prompt_token_ids: tuple[int, ...], shift_ns: int) -> Request:
     """Return the request of a work, without its matcher. `shift_ns`: this clock, less the sender's."""
     request = Request(
         request_id=work.request_id,
-        prompt_token_ids=work.prompt_token_ids,
+        prompt_token_ids=prompt_token_ids,
         sampling=work.sampling,
         cache_salt=work.cache_salt,
         conversation=work.conversation,

@@ -5,9 +5,10 @@ Requests do not go through Serve: replicas dial the front, so a token takes one 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from penstock.config import Config
+from penstock.types.errors import PenstockError
 
 PREFIX = "penstock-"
 """Beginning of the names of applications in Ray Serve, one for each model, and of actors."""
@@ -42,16 +44,21 @@ class PenstockReplica:
 
 
 @contextmanager
-def connected(address: str | None, num_cpus: int) -> Iterator[None]:
-    """Start a Ray on this machine, or connect to the one at `address`, until the block ends."""
+def connected(address: str | None, num_cpus: int, *, waits: bool = True) -> Iterator[None]:
+    """Start a Ray on this machine, or connect to the one at `address`, until the block ends.
+
+    `waits`: for a Ray that is still starting. Raises PenstockError if there is none.
+    """
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     end_s = time.monotonic() + CONNECT_TIMEOUT_S
     while not ray.is_initialized():
         try:
-            ray.init(address=address or "local", logging_level="ERROR", log_to_driver=address is None, **local)
+            ray.init(address=address or "local", logging_level="ERROR", log_to_driver=False, **local)
         except ConnectionError:  # its head may still be starting, as in a pod
-            if time.monotonic() > end_s:
-                raise
+            if not waits or time.monotonic() > end_s:
+                remedy = "Start one with `ray start --head`, or name its address."
+                raise PenstockError(f"No Ray can be reached at {address}.", remedy=remedy) from None
             time.sleep(1.0)
     try:
         yield
@@ -127,17 +134,28 @@ class Crew:
 
 
 def start_serve() -> None:
-    """Start Ray Serve, unless it runs. Call this before replicas are started."""
+    """Start Ray Serve, unless it runs. Call this before replicas are started. Raises PenstockError if it has a cluster."""
     serve.start(proxy_location="Disabled")
+    if apps():
+        raise PenstockError("This Ray runs a cluster of Penstock already.", remedy="`penstock cluster down` stops it.")
+
+
+def apps() -> list[str]:
+    """Return the applications of clusters that Serve runs, one for each model."""
+    return [app for app in serve.status().applications if app.startswith(PREFIX)]
+
+
+def num_free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
 
 
 def num_machines() -> int:
     return max(1, len([node for node in ray.nodes() if node["Alive"]]))
 
 
-def stop() -> None:
-    """Stop all replicas, once their requests have ended."""
-    with suppress(Exception):  # Ray may have gone already
-        for app in serve.status().applications:
-            if app.startswith(PREFIX):
-                serve.delete(app)
+def stop() -> int:
+    """Stop all replicas, once their requests have ended. Return the number of models that had some."""
+    found = apps()
+    for app in found:
+        serve.delete(app)
+    return len(found)

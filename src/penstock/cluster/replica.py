@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
+    FRONT,
+    NONCE_BYTES,
+    REPLICA,
     Abort,
     Beat,
     Explain,
     Explained,
     Greeting,
     Hello,
-    Leave,
     Report,
     Submit,
+    Welcome,
     Work,
     decode_to_replica,
     prove,
@@ -39,6 +45,7 @@ _log = logging.getLogger(__name__)
 BEAT_S = 1.0
 """A replica reports at least this often."""
 REDIAL_S = 0.5
+COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
 """A front that sends nothing for this long is lost. It sends twice a second."""
 _FRONT_LOST = "the connection to the front was lost"
@@ -63,10 +70,12 @@ class Replica:
         """Id of a request whose grammar is being compiled -> the detail of its abort, if it was aborted."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._chunks: list[OutputChunk] = []
+        self._nonce = b""
+        """Sent to the front, which must prove with it that it knows the secret. Empty once it has."""
         self._is_leaving = False
 
     async def serve(self, host: str, port: int) -> None:
-        """Serve the front at this address until it says `Leave`, or `leave` is called. Redials when the connection is lost."""
+        """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
         loop = asyncio.get_running_loop()
         is_told = False
         while not self._is_leaving:
@@ -94,6 +103,7 @@ class Replica:
         """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
         self._is_leaving = True
         self._running.engine.drain()
+        self._report()
 
     async def _beat_until_lost(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
@@ -137,20 +147,22 @@ class Replica:
     def _on_message(self, link: Link, data: bytes) -> None:
         self._heard_s = asyncio.get_running_loop().time()
         match decode_to_replica(data):
+            case Greeting(version, nonce):
+                self._greet(link, version, nonce)
+            case Welcome(proof):
+                self._enter(link, proof)
+            case message if self._link is not link:
+                link.close(f"an unexpected {type(message).__name__}")
             case Submit() as submit:
                 self._take(submit)
             case Abort(request_id, detail):
                 if request_id in self._preparing:
                     self._preparing[request_id] = detail
                 self._running.bridge.abort(request_id, detail)
-            case Greeting(version, nonce):
-                self._greet(link, version, nonce)
             case Explain(number, request_ids):
                 history, clock = self._running.journal, self._running.clock
                 found = [] if history is None else history.explain_all(request_ids, clock.now_ns)
                 link.send(Explained(number, clock.now_ns(), found))
-            case Leave():
-                self.leave()
             case Beat():
                 pass
 
@@ -158,8 +170,15 @@ class Replica:
         if version != FORMAT:
             link.close(f"it speaks version {version} of the messages, this replica {FORMAT}: install one version everywhere")
             return
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        link.send(Hello(FORMAT, prove(self._secret, REPLICA, nonce), self._nonce, self._name, self._running.model))
+
+    def _enter(self, link: Link, proof: bytes) -> None:
+        nonce, self._nonce = self._nonce, b""
+        if not nonce or not secrets.compare_digest(proof, prove(self._secret, FRONT, nonce)):
+            link.close("it does not know the cluster's secret")
+            return
         link.max_bytes = MAX_BYTES
-        link.send(Hello(FORMAT, prove(self._secret, nonce), self._name, self._running.model))
         self._tap.take()  # the front gets what is held now, and nothing of before
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
@@ -169,7 +188,7 @@ class Replica:
 
     def _take(self, submit: Submit) -> None:
         shift_ns = self._running.clock.now_ns() - submit.sent_ns
-        requests = [request_of(work, shift_ns) for work in submit.works]
+        requests = [request_of(work, submit.prompt_token_ids, shift_ns) for work in submit.works]
         if all(work.recipe is None for work in submit.works):
             self._begin(requests)
             return
@@ -204,8 +223,13 @@ class Replica:
             return grammars.free_matcher(plan)
         if matchers := grammars.known(grammar, plan):
             return matchers[0]
-        size = len(grammar.source)
-        return await self._running.off_loop.compile(request.tenant, size, lambda: grammars.matcher(grammar, plan))
+        while True:  # the front has admitted the request, so it waits for its turn
+            with suppress(Rejected):
+                compiled = partial(grammars.prepare, grammar, plan)
+                await self._running.off_loop.compile(request.tenant, len(grammar.source), compiled, key=grammar)
+            if matchers := grammars.known(grammar, plan):
+                return matchers[0]
+            await asyncio.sleep(COMPILE_AGAIN_S)
 
     def _begin(self, requests: Sequence[Request]) -> None:
         if not requests:

@@ -633,7 +633,7 @@ class ClusterConfig(Component):
         Component.__post_init__(self)
         if self.most < max(1, self.replicas):
             raise ConfigError(
-                f"replicas is {self.replicas}, and max_replicas {self.max_replicas}.",
+                f"replicas is {self.replicas}, and max_replicas {self.most}.",
                 remedy="Set --replicas to 1 or more, or --max-replicas to at least as many.",
             )
 

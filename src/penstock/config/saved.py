@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from penstock.config.components import COMPONENTS, Config, SchedulerConfig
 from penstock.config.setting import settings_of
@@ -27,22 +27,24 @@ def settings_hash(config: Config) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def write_config_file(config: Config, notes: Sequence[str]) -> str:
+def write_config_file(
+    config: Config, notes: Sequence[str], *, components: Sequence[str] = _WRITTEN, without: Collection[str] = ()
+) -> str:
     """Return the changed settings of model, KV cache, scheduling and compute as TOML text, with the notes as comments.
 
-    Folders of this machine are left out.
+    `components`: others than these. `without`: keys to leave out. Folders of this machine are left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]
-    lines += [f"{key} = {_toml(value)}" for key, value in _set(config).items()]
+    lines += [f"{key} = {_toml(value)}" for key, value in _set(config, components).items() if key not in without]
     return "\n".join(lines) + "\n"
 
 
-def _set(config: Config) -> dict[str, object]:
+def _set(config: Config, components: Sequence[str] = _WRITTEN) -> dict[str, object]:
     return {
         item.key: value
         for name, component in COMPONENTS
-        if name in _WRITTEN
+        if name in components
         for item in settings_of(component)
         if (value := getattr(getattr(config, name), item.field)) != item.default and item.key not in _OF_THIS_MACHINE
     }

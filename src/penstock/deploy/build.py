@@ -48,10 +48,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineTap(Protocol):
-    """Hears of all engines of a model, one after another: an `Observer` of each."""
+    """An observer of every engine that a model gets, one after another."""
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Hear of an engine that has not begun yet."""
+        """Observe an engine that has not begun yet."""
         ...
 
     def on_step(self, stats: StepStats) -> None: ...

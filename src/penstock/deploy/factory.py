@@ -187,7 +187,7 @@ def start_model(
     """Load a model from files on this machine, and return it ready for requests. The caller closes it.
 
     `resources`: memory and threads that the deployment's models share; by default, new ones. `lasting`: the parts kept from an
-    earlier load. `tap`: hears of its engines. Raises ModelError or ConfigError if the model can't be loaded or does not fit the
+    earlier load. `tap`: observes its engines. Raises ModelError or ConfigError if the model can't be loaded or does not fit the
     machine.
     """
     resources, name = resources or Resources(), served_names(config, source)[0]

@@ -130,7 +130,7 @@ class _Stream:
     _trees: MutableMapping[tuple[str, ...], StopTree]
     _slo_itl_ns: int | None
     before: tuple[int, ...] = ()
-    """Tokens that another engine generated, and told with their text, but for an end that may yet become a stop string."""
+    """Tokens from another engine. The client has their text already, except an end held back for a possible stop string."""
     is_under_way: bool = False
     """The first tokens have come, and the text is not searched for stop strings or lines."""
     last: OutputChunk | None = None

@@ -147,7 +147,7 @@ class Metrics:
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
         self.read_decisions: Callable[[], Sequence[ScalingDecision]] = tuple
-        """The last changes of the number of replicas, the latest first."""
+        """The wanted number of replicas and why: now, then at its last changes, the latest first."""
         self.read_residence: Callable[[], Residence] | None = None
         """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None

@@ -51,7 +51,7 @@ class _Snapshot:
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
         # These have locks of their own.
-        replicas = () if metrics.read_replicas is None else metrics.read_replicas()
+        replicas = None if metrics.read_replicas is None else metrics.read_replicas()
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         adapters = metrics.read_adapters() if metrics.read_adapters else None
         residence = None if metrics.read_residence is None else metrics.read_residence()
@@ -90,13 +90,13 @@ class _Snapshot:
         yield self._gauge("kv_waste_ratio", "Share of the KV positions held by requests that have no token.", waste)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks held by requests.", usage)
 
-    def _replicas(self, replicas: Sequence[ReplicaLoad]) -> Iterator[Metric]:
-        if not replicas:
+    def _replicas(self, replicas: Sequence[ReplicaLoad] | None) -> Iterator[Metric]:
+        if replicas is None:
             return
         running = {one.name: one.load.num_running for one in replicas}
         used = {one.name: one.load.num_blocks_held / max(1, one.load.num_blocks_total) for one in replicas}
         left = {one.name: one.num_tokens_left for one in replicas}
-        yield self._gauge("replicas", "Replicas that take requests.", len(replicas))
+        yield self._gauge("replicas", "Replicas that take requests.", sum(one.is_ready for one in replicas))
         yield self._gauge("replica_requests_running", "Requests in a replica's batch.", running, "replica")
         yield self._gauge("replica_kv_usage_ratio", "Share of a replica's KV blocks held by requests.", used, "replica")
         yield self._gauge("replica_tokens_left", "Tokens that a replica has yet to compute.", left, "replica")

@@ -227,7 +227,8 @@ class ReplicaLoad(NamedTuple):
     load: EngineLoad
     num_in_flight: int  # requests that were sent to it and have not ended
     num_tokens_left: int  # of prompts and expected answers, which it has yet to compute
-    silent_ns: int  # time since it last told anything
+    silent_ns: int  # time since its last report
+    is_ready: bool = True  # it takes requests
 
 
 class ScalingDecision(NamedTuple):
