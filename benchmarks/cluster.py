@@ -42,13 +42,14 @@ from workloads import DEFAULT_TRACES, read_tokenizer
 
 from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.front import start_front
+from penstock.cluster.front import serve_replicas
 from penstock.cluster.process import ReplicaThread
 from penstock.config.components import DEFAULT_MODEL, ServerConfig, config_from
 from penstock.config.units import parse_size
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import locate, start_deployment
 from penstock.deploy.forecast import simulation_of
-from penstock.deploy.resources import Resources
+from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.engine.bridge import Bridge
 from penstock.lab.client import send
 from penstock.lab.prompts import WORDS, write_prompts
@@ -88,7 +89,9 @@ def serve(port: int, replica_port: int, num_replicas: int, router: str, values: 
             deployment = deployment_of(make_front(fleet, bridge, max_queue=MAX_QUEUE))
         else:
             config, machine = config_from(values), Resources(num_models=num_replicas).machine("")
-            deployment = start_front(config, locate(config), fleet, bridge, machine)
+            served = serve_replicas(config, locate(config), fleet, bridge, machine)
+            deployment = Deployment([served], MemoryBudget())
+            deployment.start([served])
     http = ServerConfig(port=port, shutdown_timeout_s=1.0)
     run_server(deployment, http, listener=bind_socket(HOST, port), announce=lambda _: None)
 

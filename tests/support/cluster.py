@@ -43,6 +43,10 @@ class ThreadedReplica:
         self._task = self._loop.create_task(self.replica.serve("127.0.0.1", self._port))
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._task)
+        others = asyncio.all_tasks(self._loop)
+        for task in others:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
         self._loop.run_until_complete(asyncio.sleep(0.01))  # its connection is closed meanwhile
         self._loop.close()
 
