@@ -116,6 +116,8 @@ def test_an_explanation_names_the_replica(pool) -> None:
         first.executor.allow(3)
         wait_until(lambda: any(len(flight.request.output_token_ids) == 3 for flight in flights(made)))
         [choice] = httpx.get(url).json()["choices"]
+        schemas = httpx.get(f"{made.server.url}/openapi.json").json()["components"]["schemas"]
+        assert choice.keys() == schemas["RequestChoice"]["properties"].keys()
         assert (choice["state"], choice["route"]) == ("decode", route_of(first.name, moves=0))
         first.hang_up()
         wait_until(lambda: any(flight.replica and flight.replica.name != first.name for flight in flights(made)))
