@@ -157,7 +157,7 @@ class Fleet:
         self._pool = EngineLoad()
         self.model: ModelInfo | None = None
         """Facts of the replicas' model. None until the first one has come."""
-        self._has_model = threading.Event()
+        self._has_come = threading.Event()
         self._has_ended = threading.Event()
 
         # Of the fleet's thread:
@@ -188,9 +188,8 @@ class Fleet:
         self._thread.start()
 
     def wait_for_model(self, timeout_s: float) -> ModelInfo | None:
-        """Wait for the first replica. Return the facts of its model, or None if none came in time."""
-        self._has_model.wait(timeout_s)
-        return self.model
+        """Wait for the first replica that takes requests. Return the facts of its model, or None if none came in time."""
+        return self.model if self._has_come.wait(timeout_s) else None
 
     def observe(self, observer: Observer, token_observer: TokenObserver, predict: Callable[[Request], int]) -> None:
         """Set the observers of steps, tokens and ends, before the first request. `predict` returns the expected length of an
@@ -451,9 +450,8 @@ class Fleet:
         replica.number = self._dispatcher.join()
         self._by_number[replica.number] = replica
         _log.info("replica %s has come from %s", replica.name, link.peer)
-        if self.model is None:
-            self.model = hello.model
-            self._has_model.set()
+        self.model = self.model or hello.model
+        self._resize()
 
     def _set_ready(self, replica: _Replica, is_ready: bool) -> None:
         replica.is_ready = is_ready
@@ -461,6 +459,8 @@ class Fleet:
         takes = "takes requests" if is_ready else "takes no more requests"
         _log.info("replica %s %s: %s in all", replica.name, takes, counted(self.num_replicas, "replica"))
         self._resize()
+        if is_ready:
+            self._has_come.set()
         self._dispatch([flight for flight in self._flights.values() if flight.replica is None])
 
     def _on_lost(self, link: Link, cause: str) -> None:
@@ -485,7 +485,8 @@ class Fleet:
     def _resize(self) -> None:
         with self._lock:
             if self._state in (EngineState.STARTING, EngineState.READY, EngineState.RESTARTING):
-                is_ready = bool(self.num_replicas) or self._is_at_zero
+                # While engines restart, requests wait for the first of them, as for the first replica from zero.
+                is_ready = bool(self._by_number) or self._is_at_zero
                 self._state = EngineState.READY if is_ready else EngineState.RESTARTING
         self._sum_up()
         self.on_size(self.num_replicas)
