@@ -25,6 +25,7 @@ from penstock.sched.routing.routers import LeastWork
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket
 from penstock.testing import HashExecutor, make_request
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
 from support.cluster import Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
@@ -438,8 +439,42 @@ def test_nonsense_and_crowds_at_the_replicas_port_do_no_harm() -> None:
                     pass
         crowd = [socket.create_connection(("127.0.0.1", made.port)) for _ in range(MAX_STRANGERS + 10)]
         assert text_of(made, "Hello") == oracle("Hello")
+        wait_until(lambda: len(made.fleet._replicas) == MAX_STRANGERS + 1)
+        assert sum(is_closed(stranger) for stranger in crowd) == 10
         for stranger in crowd:
             stranger.close()
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Return whether the front has closed the connection, after its greeting if it sent one."""
+    stranger.settimeout(0.05)
+    try:
+        while stranger.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_grammar_that_a_replica_compiles_no_more_is_followed_elsewhere() -> None:
+    """As one that is closing: it must neither try for ever nor fail the request."""
+    with cluster() as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        first: list[str] = []
+
+        async def refuse_first(name: str, matcher: Callable, *arguments):
+            first.append(name)
+            if len(first) == 1:
+                raise Rejected(RejectReason.DRAINING, "closing")
+            return await matcher(*arguments)
+
+        for name, one in made.replicas.items():
+            one.replica._matcher = partial(refuse_first, name, one.replica._matcher)
+        body = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
+        answer = httpx.post(made.server.url + URL, json=body, timeout=60)
+        assert (answer.status_code, len(first)) == (200, 2)
 
 
 def test_the_number_of_replicas_follows_the_load_from_zero_and_back(pool) -> None:

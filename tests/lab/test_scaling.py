@@ -214,5 +214,5 @@ def test_what_can_not_scale_is_refused(changes: dict[str, Any], says: str) -> No
 
 @pytest.mark.parametrize(("least", "most", "start_ns"), [(2, 1, 0), (0, 0, 0), (-1, 1, 0), (1, 2, -1)])
 def test_what_is_no_group_is_refused(least: int, most: int, start_ns: int) -> None:
-    with pytest.raises(ConfigError, match="are no group"):
+    with pytest.raises(ConfigError, match="Invalid scaling"):
         Scaling(least=least, most=most, start_ns=start_ns)

@@ -60,12 +60,12 @@ _log = logging.getLogger(__name__)
 SILENCE_NS = 5_000_000_000
 """A replica that reports nothing for this long is lost. It reports every second."""
 GREETING_NS = 10_000_000_000
-"""Time for a replica that has dialled to say who it is."""
+"""Time in which a new connection must identify itself."""
 SWITCH_S = 0.0005
 """Longest turn of a thread while another waits for the GIL: HTTP's event loop and the fleet's hand over to each other. With
 Python's 5 ms, the p99 of the time to first token is 3 ms higher (docs/decisions/cluster.md)."""
 MAX_STRANGERS = 64
-"""Most connections of those who have not said who they are."""
+"""Most connections that have not identified themselves."""
 MAX_DECISIONS = 10
 """Changes of the number of replicas that are kept to be shown."""
 PATIENCE_NS = 60_000_000_000
@@ -355,7 +355,7 @@ class Fleet:
                 _log.exception("the front failed in a job")
 
     async def _beat(self) -> None:
-        """Tell replicas that this front is there. Look for those that are silent, and for requests that wait too long."""
+        """Send a beat to replicas, drop silent ones, and end requests that have waited too long."""
         now_ns = self.clock.now_ns()
         while True:
             await asyncio.sleep(SILENCE_NS / 10e9)
@@ -370,7 +370,7 @@ class Fleet:
                     replica.link.close("it did not say who it is")
                 elif replica.name:
                     replica.link.send(Beat())
-            for flight in [one for one in self._flights.values() if one.replica is None]:
+            for flight in self._waiting():
                 limit = next_limit(flight.request)
                 if limit is not None and now_ns > limit[0]:
                     self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
@@ -397,7 +397,7 @@ class Fleet:
         if self._scaler is None or self._dispatcher is None:
             return
         now_ns = self.clock.now_ns()
-        num_unsent = len([flight for flight in self._flights.values() if flight.replica is None])
+        num_unsent = len(self._waiting())
         wanted = self._scaler.decide(now_ns, self._dispatcher.group_load(self._loads(), num_unsent))
         before, self._wanted = self._wanted, wanted
         if before.num != wanted.num:
@@ -413,7 +413,7 @@ class Fleet:
     def _greet(self) -> Link:
         """Make the link of a replica that dials in."""
         link = _GreetingLink(self._on_message, self._on_lost)
-        strangers = [replica for replica in self._replicas.values() if not replica.name]
+        strangers = [one for one in self._replicas.values() if not (one.name or one.link.is_closing)]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].link.close("too many others have dialled")
         self._replicas[link] = _Replica(link, self.clock.now_ns(), link.nonce)
@@ -461,7 +461,7 @@ class Fleet:
         self._resize()
         if is_ready:
             self._has_come.set()
-        self._dispatch([flight for flight in self._flights.values() if flight.replica is None])
+            self._dispatch(self._waiting())
 
     def _on_lost(self, link: Link, cause: str) -> None:
         replica = self._replicas.pop(link)
@@ -563,6 +563,10 @@ class Fleet:
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
         replica.link.send(Submit(now_ns, first.prompt_token_ids, [work_of(flight.request) for flight in group]))
+
+    def _waiting(self) -> list[_Flight]:
+        """Return the requests that have no replica."""
+        return [flight for flight in self._flights.values() if flight.replica is None]
 
     def _links(self) -> dict[str, Link]:
         return {replica.name: replica.link for replica in self._by_number.values()}

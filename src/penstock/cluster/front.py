@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,6 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
-
-_log = logging.getLogger(__name__)
 
 
 def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> ServedModel:

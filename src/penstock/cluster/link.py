@@ -28,6 +28,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._read = bytearray()
         self._cause = "the connection was closed"
+        self.is_closing = False
+        """`close` was called."""
         self.max_bytes = MAX_STRANGER_BYTES
         self.peer = ""
 
@@ -38,14 +40,18 @@ class Link(asyncio.Protocol):
 
     def close(self, cause: str) -> None:
         """Close the connection; `on_lost` follows, with this cause. Idempotent."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._cause = cause
+        if self.is_closing:
+            return
+        self.is_closing, self._cause = True, cause
+        if self._transport is not None:  # else it is closed as soon as it is made
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         host, port = transport.get_extra_info("peername")[:2]
         self.peer = f"{host}:{port}"
+        if self.is_closing:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

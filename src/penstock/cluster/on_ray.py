@@ -47,7 +47,7 @@ class PenstockReplica:
 def connected(address: str | None, num_cpus: int, *, waits: bool = True) -> Iterator[None]:
     """Start a Ray on this machine, or connect to the one at `address`, until the block ends.
 
-    `waits`: for a Ray that is still starting. Raises PenstockError if there is none.
+    `waits`: try again while Ray is still starting. Raises PenstockError if there is none.
     """
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False} if address is None else {}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -24,7 +24,7 @@ class _Question:
 
 
 class Questions:
-    """For the fleet's event loop."""
+    """Not thread-safe: used on the fleet's event loop alone."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

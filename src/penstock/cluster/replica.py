@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from penstock.cluster.link import MAX_BYTES, Link
@@ -35,7 +34,7 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.kv.changes import Changes
-from penstock.types.errors import Rejected
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import Matcher
 from penstock.types.stats import AdapterCounts, EngineLoad
@@ -60,7 +59,7 @@ class Replica:
         self._link: Link | None = None
         """The connection, once the front knows this replica."""
         self._heard_s = 0.0
-        """When the front told something, by the event loop's clock."""
+        """Time of the front's last message, by the event loop's clock."""
         self._is_lost = asyncio.Event()
         self._requests: dict[str, Request] = {}
         """Requests from the front that have not ended."""
@@ -206,6 +205,8 @@ class Replica:
                     request.matcher = await self._matcher(work.recipe, request)
                     request.matcher.accept(work.generated)
                 ready.append(request)
+            except Rejected as rejected:
+                self._refuse(request, FinishReason.ERROR, rejected.detail, str(rejected.reason))
             except Exception as error:
                 _log.exception("request %s can't be begun", request.request_id)
                 self._refuse(request, FinishReason.ERROR, f"its grammar can't be followed: {error}")
@@ -224,9 +225,12 @@ class Replica:
         if matchers := grammars.known(grammar, plan):
             return matchers[0]
         while True:  # the front has admitted the request, so it waits for its turn
-            with suppress(Rejected):
-                compiled = partial(grammars.prepare, grammar, plan)
-                await self._running.off_loop.compile(request.tenant, len(grammar.source), compiled, key=grammar)
+            prepare = partial(grammars.prepare, grammar, plan)
+            try:
+                await self._running.off_loop.compile(request.tenant, len(grammar.source), prepare, key=grammar)
+            except Rejected as rejected:
+                if rejected.reason is not RejectReason.QUEUE_FULL:  # this replica ends
+                    raise
             if matchers := grammars.known(grammar, plan):
                 return matchers[0]
             await asyncio.sleep(COMPILE_AGAIN_S)

@@ -48,13 +48,9 @@ class Tap:
             self.held.update(added)
             self.held.difference_update(removed)
             news |= dict.fromkeys(added, True) | dict.fromkeys(removed, False)
-        return (
-            steps,
-            ended,
-            Changes(
-                [name for name, is_there in news.items() if is_there], [name for name, is_there in news.items() if not is_there]
-            ),
-        )
+        came = [name for name, is_there in news.items() if is_there]
+        left = [name for name, is_there in news.items() if not is_there]
+        return steps, ended, Changes(came, left)
 
 
 def _drain(queue: deque[_Item]) -> Iterator[_Item]:

@@ -27,7 +27,7 @@ class Scaling:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or not self.most or self.start_ns < 0:
             raise ConfigError(
-                f"{self.least} to {self.most} replicas that take {self.start_ns / NS_PER_S:g} s to start are no group.",
+                f"Invalid scaling: {self.least} to {self.most} replicas with a start time of {self.start_ns / NS_PER_S:g} s.",
                 remedy="Set the least from 0 on, the most from 1 on and from the least on, and the time from 0 on.",
             )
 

@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 class Dispatcher:
     def __init__(self, router: Router, num_replicas: int, block_size: int, *, has_prefix_caching: bool = True) -> None:
-        """`num_replicas`: those that are there from the start, numbered from 0."""
+        """`num_replicas`: replicas at the start, numbered from 0."""
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
         self._ledger, self._holdings = Ledger(), Holdings()

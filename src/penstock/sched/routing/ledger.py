@@ -19,7 +19,7 @@ class Ledger:
         """Tokens of prompts that have no first token yet and were not cached, and those expected of answers that have not
         ended, by the number of the replica."""
         self.num_sent_tokens = self.num_done_tokens = 0
-        """Totals since the start: tokens of work that was sent, and those that were computed."""
+        """Totals since the start: tokens sent to replicas, and tokens computed."""
         self.num_waiting_tokens = 0
         """Tokens of requests without a first token."""
         self._entries: dict[str, _Entry] = {}
