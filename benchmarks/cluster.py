@@ -10,8 +10,9 @@ process that speaks HTTP, which in the single server includes the engine. Figure
 
 `routers` sends the requests of a workload of `routing.py`, capped, through each router to new processes with empty caches, at
 `--load` of the rate at which `least-work` answers all at once. `one server` has the threads and the memory of all replicas.
-With `--simulated`, the cost model is fitted to made-up requests to a server with one thread; an error is simulated / real - 1.
-Client, front and replicas share the machine: with fewer cores than processes, they slow each other, unlike the simulation's.
+With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once as there are
+replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than processes, they
+slow each other more than those servers do.
 The last line is one JSON object.
 """
 
@@ -37,7 +38,7 @@ from typing import Any
 
 from printed import origin, table
 from routing import ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read
-from simulated_and_real import Told, measure
+from simulated_and_real import PORT, Run, Told, measure
 from workloads import DEFAULT_TRACES, read_tokenizer
 
 from penstock.clock import WallClock
@@ -212,11 +213,17 @@ def compare_routers(args: argparse.Namespace, values: Values) -> tuple[dict[str,
     return found, due
 
 
+def answer_made_up(path: Path, port: int) -> list[Run]:
+    tokenizer = read_tokenizer(locate(config_from({})).path)
+    return measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"], port)
+
+
 def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapping[str, Figures]) -> dict[str, Figures]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.rec"
-        tokenizer = read_tokenizer(locate(config_from(values)).path)
-        told = Told(path, measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"]))
+    numbers = range(args.replicas)
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(args.replicas) as pool:
+        paths = [Path(folder) / f"steps{number}.rec" for number in numbers]
+        runs = pool.starmap(answer_made_up, [(path, PORT + number) for number, path in zip(numbers, paths, strict=True)])
+        told = Told(paths[0], runs[0])
     server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, max_tokens=None)
     found: dict[str, Figures] = {}
     for name in args.routers:

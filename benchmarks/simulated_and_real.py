@@ -74,10 +74,10 @@ class Run:
 
 
 @contextmanager
-def serving(words: Sequence[str]) -> Iterator[Target]:
+def serving(words: Sequence[str], port: int = PORT) -> Iterator[Target]:
     """A server that is ready."""
-    url = f"http://127.0.0.1:{PORT}"
-    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", str(PORT), "--log-level", "warning"]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "penstock", "serve", DEFAULT_MODEL, "--port", str(port), "--log-level", "warning"]
     command += ["--kv-cache-memory", "256MiB", "--max-num-seqs", str(ROWS), *words]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -103,7 +103,13 @@ def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0)
 
 
 def measure(
-    preset: str, workloads: Mapping[float, Workload], tokenizer: Tokenizer, repeat: int, path: Path, words: Sequence[str] = ()
+    preset: str,
+    workloads: Mapping[float, Workload],
+    tokenizer: Tokenizer,
+    repeat: int,
+    path: Path,
+    words: Sequence[str] = (),
+    port: int = PORT,
 ) -> list[Run]:
     """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`.
 
@@ -116,7 +122,7 @@ def measure(
     between = [(0.0, make_workload(choice), pace) for choice, pace in made_up]
     turns = [turn for load, workload in [*workloads.items()] * repeat for turn in ((load, workload, Pace()), *between)]
     runs: list[Run] = []
-    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB", *words]) as target:
+    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB", *words], port) as target:
         for load, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
             runs.append(Run(load, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))

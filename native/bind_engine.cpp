@@ -402,6 +402,12 @@ void write_block(Engine& self, int block, const Vector<uint8_t>& content) {
     self.kv().write_block(block, content.data());
 }
 
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> kv_memory(nb::handle_t<Engine> self) {
+    Engine& engine = nb::cast<Engine&>(self);
+    const auto bytes = static_cast<size_t>(engine.kv().bytes());
+    return {engine.kv().data(), {bytes}, self};
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
@@ -525,10 +531,10 @@ void bind_engine(nb::module_& m) {
              [](Engine* self, const std::vector<std::vector<int>>& kv_shapes, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
                 int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored,
-                const std::vector<int>& memory_nodes, int64_t num_state_lines, int state_line) {
+                const std::vector<int>& memory_nodes, int64_t num_state_lines, int state_line, int kv_fd) {
                  EngineShape shape{{},        vocab_size, num_blocks,    block_size,  max_rows,   max_step_tokens,
                                    kv_format, num_states, state_columns, state_width, max_scored, mask_of(memory_nodes),
-                                   num_state_lines, state_line};
+                                   num_state_lines, state_line, kv_fd};
                  for (const std::vector<int>& kv : kv_shapes) {
                      if (kv.size() != 2 && kv.size() != 3) throw std::invalid_argument("a layer's keys and values have two or three sizes");
                      shape.kv_shapes.push_back({kv[0], kv[1], kv.size() == 3 ? kv[2] : 0});
@@ -537,9 +543,10 @@ void bind_engine(nb::module_& m) {
              },
              nb::kw_only(), "kv_shapes"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
              "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
-             "memory_nodes"_a = std::vector<int>{}, "num_state_lines"_a = 0, "state_line"_a = 0,
+             "memory_nodes"_a = std::vector<int>{}, "num_state_lines"_a = 0, "state_line"_a = 0, "kv_fd"_a = -1,
              "`kv_shapes`: (num_kv_heads, head_dim) of each layer with keys and values, or (1, head_dim, num_latent) of one with latents.\n"
-             "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.")
+             "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.\n"
+             "`kv_fd`: an empty file in memory where the KV cache lies, so that other processes can read it. -1: none.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
@@ -630,6 +637,7 @@ void bind_engine(nb::module_& m) {
                  check_block(self, to);
                  self.kv().copy_block(from, to);
              })
+        .def_prop_ro("kv_memory", &kv_memory, "All blocks, one after the other, as bytes: [num_blocks * block_bytes]. The engine lives as long.")
         .def("read_block", &read_block, "block"_a, nb::arg("out").noconvert(), "Copies a block of all layers.")
         .def("write_block", &write_block, "block"_a, nb::arg("content").noconvert(), "Puts back what `read_block` gave.")
         .def("poison_block",

@@ -220,6 +220,7 @@ struct EngineShape {
     // A row's recurrent state in blocks of its own (recurrence.h): so many lines, each of so many floats.
     int64_t num_state_lines = 0;
     int32_t state_line = 0;
+    int kv_fd = -1;  // an empty file in memory where the KV cache lies, so that other processes can read it; -1: none
 
     int32_t num_layers() const { return static_cast<int32_t>(kv_shapes.size()); }
     int32_t max_logits() const { return max_rows + max_scored; }

@@ -38,7 +38,7 @@ KvCache::KvCache(const EngineShape& shape, const KernelTable& kernels)
       layers_(shaped(shape)),
       states_offset_(bytes_of_block(layers_)),
       block_bytes_(states_offset_ + state_bytes(shape)),
-      memory_(bytes(), shape.memory_nodes) {
+      memory_(bytes(), shape.memory_nodes, shape.kv_fd) {
     int64_t offset = 0;
     for (KvLayer& kv : layers_) {
         kv.block_stride = block_bytes_;

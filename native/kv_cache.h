@@ -19,6 +19,8 @@ class KvCache {
     const KvLayer& layer(int index) const { return layers_[index]; }
     int64_t bytes() const { return block_bytes_ * shape_.num_blocks; }
     int64_t block_bytes() const { return block_bytes_; }
+    // All blocks, one after the other. [bytes()]
+    uint8_t* data() { return memory_.data(); }
     // Where a block keeps the state of one of its positions, in a layer of those with a state. [state_width]
     uint16_t* state(int32_t block, int32_t layer, int64_t position) const;
 

@@ -25,8 +25,10 @@ constexpr int64_t kAhead = int64_t{32} << 20;
 
 }  // namespace
 
-KvMemory::KvMemory(int64_t bytes, MemoryNodes nodes)
-    : bytes_(bytes), memory_(allocate_huge(std::max<int64_t>(1, bytes), nodes)), wanted_(std::min(bytes, kFirst)) {}
+KvMemory::KvMemory(int64_t bytes, MemoryNodes nodes, int fd)
+    : bytes_(bytes),
+      memory_(fd < 0 ? allocate_huge(std::max<int64_t>(1, bytes), nodes) : allocate_in(fd, std::max<int64_t>(1, bytes), nodes)),
+      wanted_(std::min(bytes, kFirst)) {}
 
 void KvMemory::begin() {
     if (toucher_.joinable()) return;

@@ -19,8 +19,8 @@ namespace penstock {
 
 class KvMemory {
   public:
-    // Zeroed; or std::bad_alloc.
-    KvMemory(int64_t bytes, MemoryNodes nodes);
+    // Zeroed; or std::bad_alloc. `fd`: an empty file in memory, to lie there; -1: none.
+    KvMemory(int64_t bytes, MemoryNodes nodes, int fd);
 
     uint8_t* data() const { return memory_.get(); }
     // From now on pages are seen to; before, the machine has other things to do.

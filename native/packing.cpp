@@ -284,14 +284,23 @@ int spread(void* memory, size_t bytes, MemoryNodes nodes) {
     return syscall(SYS_mbind, memory, bytes, MPOL_INTERLEAVE, &mask, 8 * sizeof(mask) + 1, 0) == 0 ? 0 : errno;
 }
 
-Memory allocate_huge(int64_t bytes, MemoryNodes nodes) {
-    if (kIsWatched) return allocate_aligned(bytes, true);
+static Memory map_pages(int64_t bytes, MemoryNodes nodes, int flags, int fd) {
     const size_t size = (static_cast<size_t>(bytes) + kHugePage - 1) / kHugePage * kHugePage;
-    void* memory = map_at_huge_page(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    void* memory = map_at_huge_page(size, PROT_READ | PROT_WRITE, flags, fd);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     madvise(memory, size, MADV_HUGEPAGE);  // a wish: small pages will do
     spread(memory, size, nodes);           // likewise: `penstock env` tells of a refusal
     return Memory(static_cast<uint8_t*>(memory), FreeMemory{size});
+}
+
+Memory allocate_huge(int64_t bytes, MemoryNodes nodes) {
+    if (kIsWatched) return allocate_aligned(bytes, true);
+    return map_pages(bytes, nodes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+}
+
+Memory allocate_in(int fd, int64_t bytes, MemoryNodes nodes) {
+    if (ftruncate(fd, bytes) != 0) throw std::bad_alloc();
+    return map_pages(bytes, nodes, MAP_SHARED, fd);
 }
 
 void Arena::check_open() const {

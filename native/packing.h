@@ -38,6 +38,8 @@ int spread(void* memory, size_t bytes, MemoryNodes nodes);
 
 // Zeroed memory of the system's own pages, huge ones where it has them; or std::bad_alloc. For what is larger than a cache.
 Memory allocate_huge(int64_t bytes, MemoryNodes nodes);
+// The same in an empty file that lies in memory, where other processes can read it; the file may be closed then.
+Memory allocate_in(int fd, int64_t bytes, MemoryNodes nodes);
 
 // Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
 // pages would end the processor's prefetching every 4 KiB.

@@ -194,7 +194,9 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--replicas", "0"), "'0' is neither a number"),
         (("--replicas", "1..6", "--prefill-replicas", "1", "--kv-bytes-per-token", "20000"), "Prefill replicas don't scale"),
         (("--replicas", "2", "--start-s", "3"), "--start-s has no effect with a fixed number of replicas"),
-        (("--link-latency-ms", "3"), "--link-latency-ms has no effect without --prefill-replicas"),
+        (("--link-latency-ms", "3"), "--link-latency-ms has no effect without a link"),
+        (("--replicas", "2", "--kv-bytes-per-token", "3"), "--kv-bytes-per-token has no effect without a link"),
+        (("--link-gbytes-per-s", "3"), "--link-gbytes-per-s has no effect with one server"),
     ],
 )
 def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:

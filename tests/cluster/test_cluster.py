@@ -21,7 +21,7 @@ from penstock.cluster.replica import Replica
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
-from penstock.sched.routing.routers import LeastWork
+from penstock.sched.routing.routers import LeastWork, RoundRobin
 from penstock.sched.scaling import Scaler
 from penstock.serve.http.listener import bind_socket
 from penstock.testing import HashExecutor, make_request
@@ -107,6 +107,29 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
         assert cached >= 384
 
 
+def test_a_prompt_that_goes_elsewhere_takes_its_kv_along() -> None:
+    with cluster(router=RoundRobin()) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        prompt, answers = "x" * 400, []
+        for number in range(3):
+            response = httpx.post(
+                made.server.url + URL,
+                json={"prompt": prompt, "temperature": 0, "max_tokens": 4},
+                headers={"X-Request-Id": f"id{number}"},
+                timeout=60,
+            )
+            assert response.status_code == 200, response.text
+            answers.append(response.json())
+        assert {answer["choices"][0]["text"] for answer in answers} == {oracle(prompt, max_tokens=4)}
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[0] == 0
+        assert min(cached[1:]) >= 384
+        [choice] = httpx.get(f"{made.server.url}/v1/requests/id1").json()["choices"]
+        assert (choice["route"]["cached_tokens"], choice["route"]["fetched_tokens"]) == (0, cached[1])
+        assert choice["route"]["fetch_ms"] > 0
+        assert f"Another replica's cache gave it {cached[1]} more" in choice["summary"]
+
+
 def test_an_explanation_names_the_replica(pool) -> None:
     """While the request runs, after its end, and after it was moved."""
     with cluster(*gated()) as made:
@@ -133,7 +156,8 @@ def test_an_explanation_names_the_replica(pool) -> None:
 
 
 def route_of(name: str, *, moves: int) -> dict:
-    return {"replica": name, "cached_tokens": 0, "tokens_ahead": 0, "fewest_tokens_ahead": 0, "moves": moves}
+    zeros = dict.fromkeys(("cached_tokens", "tokens_ahead", "fewest_tokens_ahead", "fetched_tokens"), 0)
+    return {"replica": name, "moves": moves, "fetch_ms": 0.0, **zeros}
 
 
 @pytest.mark.parametrize("lose", [ThreadedReplica.kill, ThreadedReplica.hang_up])

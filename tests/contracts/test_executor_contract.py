@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -377,6 +378,34 @@ class TestSteps:
         again = bytearray(len(memory) // 2)
         read_blocks(second.executor, [9], [memoryview(again)])
         assert bytes(again) == bytes(contents[0])
+
+    def test_what_lies_in_memory_can_be_copied_by_any_thread(self, harness: Harness) -> None:
+        """As above, without the executor, and while a step runs that has other blocks."""
+        size = harness.block_size
+        prompt, other = harness.prompt(2 * size + 1), harness.prompt(3, seed=2)
+        first, second = Feed(harness.make()), Feed(harness.make())
+        if (source := getattr(first.executor, "block_memory", None)) is None:
+            pytest.skip("this executor's blocks do not lie in this process's memory")
+        first.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2, 3])])
+        target = second.executor.block_memory
+        second.step([RowPlan("b", 0, len(other), (), True)], [admit("b", other, [3])])
+
+        def copy() -> None:
+            for there, here in ((2, 9), (1, 7)):
+                target.target(here)[:] = source.content(there)
+                target.fill(here)
+
+        with ThreadPoolExecutor(1) as pool:
+            copied = pool.submit(copy)
+            second.step([RowPlan("b", 3, 1, (), True)])
+            copied.result()
+        result = second.step(
+            [RowPlan("c", 2 * size, 1, (), True)], [admit("c", prompt, [7, 9, 4], num_computed_tokens=2 * size)]
+        )
+        assert list(result.token_ids["c"]) == harness.answer(prompt)[:1]
+        again = bytearray(target.block_bytes)
+        read_blocks(second.executor, [9], [memoryview(again)])
+        assert again == source.content(2)
 
     def test_contents_move_beside_a_step_in_flight(self, harness: Harness) -> None:
         """Full blocks that no row of it has are read, written and copied, and the next step goes on from there."""

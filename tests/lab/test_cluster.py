@@ -14,8 +14,9 @@ from penstock.admission.door import AdmissionLimits
 from penstock.kv.changes import names_of
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.front import Front
+from penstock.lab.links import Link
 from penstock.lab.records import End
-from penstock.lab.simulation import Link, Simulation
+from penstock.lab.simulation import Simulation
 from penstock.lab.virtual_server import VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -306,3 +307,29 @@ def test_idle_replicas_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = cluster(num_replicas=40, make_router=First).run(many(20))
     assert beside.records == alone.records
     assert num_calls == {"act": num_turns, "load": 20}
+
+
+def test_kv_is_copied_to_where_its_prompt_goes() -> None:
+    """Requests of a prefix, then of another one, to each replica in turn. Without a link, each computes the prefix itself."""
+    job = Job(arrival_ns=0, num_prompt_tokens=140, num_output_tokens=2)
+    jobs = [replace(job, arrival_ns=k * 500 * MS, prefix=(k // 4, 10 + k // 4)) for k in range(8)]
+    cached, ttft_ns = {}, {}
+    slow = Link(bytes_per_token=1000, bytes_per_s=1e6)
+    for name, link in (("none", None), ("fast", LINK), ("slow", slow)):
+        records = cluster(num_replicas=2, link=link, make_router=RoundRobin).run(of(*jobs, prefix_block_tokens=64)).records
+        cached[name] = [record.num_cached_tokens for record in records]
+        ttft_ns[name] = [(record.first_ns or 0) - record.intended_ns for record in records]
+    assert cached["none"] == 2 * [0, 0, 128, 128]
+    assert cached["fast"] == 2 * [0, 128, 128, 128]
+    assert ttft_ns["fast"][1] == 128 * 1000 + 2 * MS + cost((12, 128))
+    assert ttft_ns["fast"][2] == ttft_ns["none"][2]
+    assert cached["slow"][4:] == [0, 0, 128, 128], "by now each replica knows how fast it computes"
+
+
+def test_a_client_may_leave_while_its_kv_comes() -> None:
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=140, num_output_tokens=2, prefix=(1, 2))]
+    jobs.append(replace(jobs[0], arrival_ns=500 * MS, cancelled_ns=510 * MS))
+    link = Link(bytes_per_token=1000, bytes_per_s=1e6)
+    records = cluster(num_replicas=2, link=link, make_router=RoundRobin).run(of(*jobs, prefix_block_tokens=64)).records
+    assert [record.end for record in records] == [End.OK, End.CANCELLED]
+    assert records[1].ended_ns == 510 * MS

@@ -20,9 +20,10 @@ from penstock.admission.door import AdmissionLimits
 from penstock.lab import arrivals
 from penstock.lab.cost_model import CostModel
 from penstock.lab.front import Front
+from penstock.lab.links import Link
 from penstock.lab.records import End
 from penstock.lab.scaling import Scaling
-from penstock.lab.simulation import Link, Outcome, Simulation
+from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.transforms import divide_lengths, first, speed
 from penstock.lab.workload import Job, Workload

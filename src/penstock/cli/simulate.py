@@ -54,7 +54,6 @@ _NO_EFFECT = (
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
 _OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
 """Options that can't be varied."""
-_OF_A_SPLIT = ("kv_bytes_per_token", "link_gbytes_per_s", "link_latency_ms")
 MAX_REPLICAS = 1024
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 
@@ -102,9 +101,11 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option(
     "--prefill-replicas", type=click.IntRange(0, MAX_REPLICAS), default=0, help="Servers that compute prompts for the others."
 )
-@click.option("--kv-bytes-per-token", type=click.IntRange(min=1), help="What a prefill replica sends. Default: the model's.")
+@click.option("--kv-bytes-per-token", type=click.IntRange(min=1), help="Bytes that replicas copy. Default: the model's.")
 @click.option(
-    "--link-gbytes-per-s", type=float, default=1.0, show_default=True, help="Bandwidth of a prefill replica; 10^9 bytes."
+    "--link-gbytes-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="10^9 bytes that a replica can send to others. Without it they copy no KV, but prefill replicas send 1.",
 )
 @click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Time of a transfer beside its bytes.")
 @click.option("--vary", multiple=True, metavar="NAME=VALUE,...", help="Values of an option to compare, as policy=fcfs,sjf.")
@@ -178,11 +179,14 @@ def _check(context: click.Context, vary: Sequence[str]) -> None:
     """Raise ConfigError for options that would have no effect on a simulation."""
     varied = {text.partition("=")[0].replace("-", "_") for text in vary}
     params, replicas = context.params, {"replicas", "prefill_replicas"}
-    is_split = params["prefill_replicas"] or "prefill_replicas" in varied
-    for name in _OF_A_SPLIT:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not is_split:
+    has_link = any(params[name] or name in varied for name in ("prefill_replicas", "link_gbytes_per_s"))
+    for name in ("kv_bytes_per_token", "link_latency_ms"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not has_link:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect without --prefill-replicas.", remedy="Set them, or leave it out.")
+            raise ConfigError(f"{flag} has no effect without a link.", remedy="Set --link-gbytes-per-s, or leave it out.")
+    has_several = params["prefill_replicas"] or params["replicas"].most > 1 or varied & replicas
+    if params["link_gbytes_per_s"] and not has_several:
+        raise ConfigError("--link-gbytes-per-s has no effect with one server.", remedy="Set --replicas, or leave it out.")
     is_start_given = context.get_parameter_source("start_s") is ParameterSource.COMMANDLINE or "start_s" in varied
     if is_start_given and params["replicas"].least == params["replicas"].most and "replicas" not in varied:
         raise ConfigError("--start-s has no effect with a fixed number of replicas.", remedy="Set --replicas 1..6, or so.")
@@ -223,8 +227,8 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simulation:
     from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
+    from penstock.lab.links import Link
     from penstock.lab.scaling import Scaling
-    from penstock.lab.simulation import Link
     from penstock.sched.routing.routers import find_router
 
     # These are also settings of a cluster, in another form.
@@ -232,10 +236,10 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     least, most = asked["replicas"]
     scaling = Scaling(least=least, most=most, start_ns=round(asked["start_s"] * 1e9)) if least < most else None
     link = None
-    if asked["prefill_replicas"]:
+    if asked["prefill_replicas"] or asked["link_gbytes_per_s"]:
         link = Link(
             bytes_per_token=asked["kv_bytes_per_token"] or kv_bytes_per_token(config),
-            bytes_per_s=asked["link_gbytes_per_s"] * 1e9,
+            bytes_per_s=(asked["link_gbytes_per_s"] or 1.0) * 1e9,
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
     return replace(

@@ -33,6 +33,7 @@ from penstock.cluster.messages import (
     Greeting,
     Hello,
     Report,
+    Source,
     Submit,
     Welcome,
     decode_to_front,
@@ -48,7 +49,7 @@ from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Ou
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
 from penstock.sched import progress
-from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Router
 from penstock.sched.scaling import Scaler, Wanted
 from penstock.types.errors import PenstockError, RejectReason, counted
@@ -91,6 +92,8 @@ class _Replica:
     """Empty until it has said who it is."""
     number: int = -1
     load: EngineLoad = field(default_factory=EngineLoad)
+    blocks_port: int = 0
+    """Where it gives KV blocks to others. 0: nowhere."""
     is_ready: bool = False
     """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, _Flight] = field(default_factory=dict)
@@ -446,7 +449,7 @@ class Fleet:
             self._dispatcher = Dispatcher(self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching)
         link.max_bytes = MAX_BYTES
         link.send(Welcome(prove(self._secret, FRONT, hello.nonce)))
-        replica.name, replica.heard_ns = hello.name, self.clock.now_ns()
+        replica.name, replica.blocks_port, replica.heard_ns = hello.name, hello.blocks_port, self.clock.now_ns()
         replica.number = self._dispatcher.join()
         self._by_number[replica.number] = replica
         _log.info("replica %s has come from %s", replica.name, link.peer)
@@ -553,16 +556,29 @@ class Fleet:
             for flight in group:
                 self._end(flight, FinishReason.ERROR, "the router failed; the server's log says why")
             return
-        replica = self._by_number[choice.replica]
+        replica, source = self._by_number[choice.replica], self._source(choice)
         for flight in group:
             flight.replica, flight.since_ns = replica, 0
-            route = Route(replica.name, *choice[1:], flight.num_moves)
+            route = Route(
+                replica.name,
+                choice.num_held_tokens,
+                choice.num_tokens_ahead,
+                choice.fewest_tokens_ahead,
+                num_moves=flight.num_moves,
+            )
             self._questions.note(flight.request.request_id, route, self.num_explained + len(self._flights))
             flight.num_moves += 1
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
-        replica.link.send(Submit(now_ns, first.prompt_token_ids, [work_of(flight.request) for flight in group]))
+        works = [work_of(flight.request) for flight in group]
+        replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
+
+    def _source(self, choice: Choice) -> Source | None:
+        """Return where the chosen replica may fetch KV of the prompt, or None."""
+        if choice.source is None or not (giver := self._by_number[choice.source]).blocks_port:
+            return None
+        return Source(giver.link.host, giver.blocks_port, choice.num_source_tokens)
 
     def _waiting(self) -> list[_Flight]:
         """Return the requests that have no replica."""

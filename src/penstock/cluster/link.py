@@ -31,7 +31,8 @@ class Link(asyncio.Protocol):
         self.is_closing = False
         """`close` was called."""
         self.max_bytes = MAX_STRANGER_BYTES
-        self.peer = ""
+        self.peer = self.host = self.own_host = ""
+        """The other end's address with its port, and the addresses of both ends."""
 
     def send(self, message: Any) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -48,8 +49,9 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        host, port = transport.get_extra_info("peername")[:2]
-        self.peer = f"{host}:{port}"
+        self.host, port = transport.get_extra_info("peername")[:2]
+        self.own_host = transport.get_extra_info("sockname")[0]
+        self.peer = f"{self.host}:{port}"
         if self.is_closing:
             self._transport.abort()
 

@@ -21,7 +21,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-FORMAT = 1
+FORMAT = 2
 """Version of these messages."""
 NONCE_BYTES = 32
 FRONT, REPLICA = b"front", b"replica"
@@ -43,12 +43,28 @@ class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """How to make its matcher, if its answer follows a grammar."""
 
 
+class Source(msgspec.Struct, array_like=True, frozen=True):
+    """Another replica that holds the KV of the first tokens of a prompt, and where it gives blocks away."""
+
+    host: str
+    port: int
+    num_tokens: int
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True):
+    """A transfer of KV from another replica."""
+
+    num_tokens: int
+    duration_ns: int
+
+
 class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Compute these requests: choices of one prompt, which begin in the same step."""
 
     sent_ns: int
     prompt_token_ids: tuple[int, ...]
     works: list[Work]
+    source: Source | None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -83,6 +99,8 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     nonce: bytes
     name: str
     model: ModelInfo
+    blocks_port: int
+    """Where it gives KV blocks to other replicas, at the address from which it dials. 0: nowhere."""
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -110,6 +128,8 @@ class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):
     number: int
     sent_ns: int
     explanations: list[Explanation]
+    fetches: dict[str, Fetch]
+    """Request id -> the transfer that it waited for."""
 
 
 ToReplica = Greeting | Welcome | Submit | Abort | Explain | Beat

@@ -62,7 +62,10 @@ class Questions:
         if question is None:  # it came too late
             return
         for one in explained.explanations:
-            moved = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=self._routes.get(one.request_id))
+            route, fetch = self._routes.get(one.request_id), explained.fetches.get(one.request_id)
+            if route is not None and fetch is not None:
+                route = replace(route, num_fetched_tokens=fetch.num_tokens, fetch_ns=fetch.duration_ns)
+            moved = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
             question.explanations.append(moved)
         question.num_left -= 1
         if not question.num_left:

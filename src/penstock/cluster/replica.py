@@ -18,22 +18,25 @@ from penstock.cluster.messages import (
     Beat,
     Explain,
     Explained,
+    Fetch,
     Greeting,
     Hello,
     Report,
+    Source,
     Submit,
     Welcome,
-    Work,
     decode_to_replica,
     prove,
     request_of,
 )
 from penstock.cluster.recipes import Recipe
 from penstock.cluster.tap import Tap
+from penstock.cluster.transfer import BlockServer, Fetcher
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.kv.changes import Changes
+from penstock.kv.prefix_cache import Recent
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import Matcher
@@ -47,6 +50,8 @@ REDIAL_S = 0.5
 COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
 """A front that sends nothing for this long is lost. It sends twice a second."""
+MAX_FETCHES = 1_000
+"""Transfers that are remembered, to be explained."""
 _FRONT_LOST = "the connection to the front was lost"
 
 
@@ -72,6 +77,11 @@ class Replica:
         self._nonce = b""
         """Sent to the front, which must prove with it that it knows the secret. Empty once it has."""
         self._is_leaving = False
+        self._giver: BlockServer | None = None
+        """None: no front was reached yet, or this replica gives no blocks."""
+        self._fetcher = Fetcher(secret)
+        self._fetches: Recent[str, Fetch] = Recent(MAX_FETCHES)
+        """Id of a request -> the transfer that it waited for."""
 
     async def serve(self, host: str, port: int) -> None:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
@@ -97,6 +107,8 @@ class Replica:
                 await asyncio.sleep(REDIAL_S)
         while self._requests or self._preparing:
             await self._wait_for_end()
+        if self._giver is not None:
+            self._giver.close()
 
     def leave(self) -> None:
         """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
@@ -113,6 +125,7 @@ class Replica:
                     await self._is_lost.wait()
             except TimeoutError:
                 self._report()
+            self._fetcher.forget_closed()
             looked_s, now_s = now_s, loop.time()
             if now_s - looked_s > FRONT_SILENCE_S / 2:  # this process stood still, and has not read what the front sent
                 self._heard_s = now_s
@@ -161,7 +174,8 @@ class Replica:
             case Explain(number, request_ids):
                 history, clock = self._running.journal, self._running.clock
                 found = [] if history is None else history.explain_all(request_ids, clock.now_ns)
-                link.send(Explained(number, clock.now_ns(), found))
+                fetches = {name: fetch for name in request_ids if (fetch := self._fetches.get(name)) is not None}
+                link.send(Explained(number, clock.now_ns(), found, fetches))
             case Beat():
                 pass
 
@@ -170,7 +184,18 @@ class Replica:
             link.close(f"it speaks version {version} of the messages, this replica {FORMAT}: install one version everywhere")
             return
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        link.send(Hello(FORMAT, prove(self._secret, REPLICA, nonce), self._nonce, self._name, self._running.model))
+        proof, model = prove(self._secret, REPLICA, nonce), self._running.model
+        link.send(Hello(FORMAT, proof, self._nonce, self._name, model, self._blocks_port(link.own_host)))
+
+    def _blocks_port(self, host: str) -> int:
+        """Return where this replica gives blocks to others, at the address by which it reaches the front. 0: nowhere."""
+        blocks = self._tap.blocks
+        if self._giver is None and blocks is not None and blocks.memory is not None:
+            try:
+                self._giver = BlockServer(lambda: self._tap.blocks, host, self._secret)
+            except OSError as error:
+                _log.warning("this replica can't give KV blocks to others at %s: %s", host, error)
+        return 0 if self._giver is None else self._giver.port
 
     def _enter(self, link: Link, proof: bytes) -> None:
         nonce, self._nonce = self._nonce, b""
@@ -188,18 +213,20 @@ class Replica:
     def _take(self, submit: Submit) -> None:
         shift_ns = self._running.clock.now_ns() - submit.sent_ns
         requests = [request_of(work, submit.prompt_token_ids, shift_ns) for work in submit.works]
-        if all(work.recipe is None for work in submit.works):
+        if submit.source is None and all(work.recipe is None for work in submit.works):
             self._begin(requests)
             return
         self._preparing |= dict.fromkeys(request.request_id for request in requests)
-        task = asyncio.get_running_loop().create_task(self._prepare(requests, submit.works))
+        task = asyncio.get_running_loop().create_task(self._prepare(requests, submit))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _prepare(self, requests: Sequence[Request], works: Sequence[Work]) -> None:
-        """Begin requests once their grammars are compiled."""
+    async def _prepare(self, requests: Sequence[Request], submit: Submit) -> None:
+        """Begin requests once the KV of their prompt has come and their grammars are compiled."""
+        if submit.source is not None:
+            await self._fetch(requests[0], submit.source)
         ready: list[Request] = []
-        for request, work in zip(requests, works, strict=True):
+        for request, work in zip(requests, submit.works, strict=True):
             try:
                 if work.recipe is not None:
                     request.matcher = await self._matcher(work.recipe, request)
@@ -216,6 +243,15 @@ class Replica:
                 self._refuse(request, FinishReason.ABORT, detail)
         self._begin([request for request in ready if aborted[request.request_id] is None])
         self._ended.set()
+
+    async def _fetch(self, request: Request, source: Source) -> None:
+        if (blocks := self._tap.blocks) is None:
+            return
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        num_tokens = await loop.run_in_executor(None, self._fetcher.fetch, blocks, request, source)
+        if num_tokens:
+            self._fetches.put(request.request_id, Fetch(num_tokens, round((loop.time() - began_s) * 1e9)))
 
     async def _matcher(self, recipe: Recipe, request: Request) -> Matcher:
         grammars, grammar, plan = self._running.grammars, recipe.grammar, recipe.plan

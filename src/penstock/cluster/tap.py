@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from penstock.engine.blocks import Blocks
 from penstock.kv.changes import ChangeLog, Changes
 from penstock.sched.scheduler import Scheduler
 from penstock.types.stats import RequestStats, StepStats
@@ -23,11 +24,14 @@ class Tap:
         self._ended: deque[RequestStats] = deque()
         self._changes: deque[Changes | None] = deque()
         """None: a new engine, whose cache is empty."""
+        self.blocks: Blocks | None = None
+        """Those of the last engine. None: there was none yet."""
         self.held: set[int] = set()
         """Names of the blocks in the cache, as of the last `take`."""
 
-    def watch(self, scheduler: Scheduler) -> None:
-        """Report the prefix cache of a new engine."""
+    def watch(self, scheduler: Scheduler, blocks: Blocks) -> None:
+        """Report the prefix cache of a new engine, which is not started yet."""
+        self.blocks = blocks
         self._changes.append(None)
         self._log = scheduler.kv.prefix.index.log = ChangeLog()
 

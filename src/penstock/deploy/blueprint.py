@@ -139,6 +139,8 @@ class Blueprint:
     open_recorder: OpenRecorder | None
     """None: nothing is recorded."""
     settings_hash: str
+    shares_kv: bool = False
+    """Other processes on this machine may read the KV cache."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.admission.tenants import Tenants
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
+    from penstock.engine.blocks import Blocks
     from penstock.engine.ports import BlockMover, BlockStore, Executor, RequestJournal
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 class EngineTap(Protocol):
     """An observer of every engine that a model gets, one after another."""
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def watch(self, scheduler: Scheduler, blocks: Blocks) -> None:
         """Observe an engine that has not begun yet."""
         ...
 
@@ -109,6 +110,7 @@ def build(
     # The vocabulary takes about as long as the weights, and both release the GIL for most of the time.
     with ThreadPoolExecutor(max_workers=1) as side, contextlib.ExitStack() as undone:
         text = side.submit(load_text, blueprint.settings.chat_template, model)
+        blueprint = replace(blueprint, shares_kv=tap is not None)
         blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))
         undone.callback(executor.close)
         if model.encoder is None:
@@ -255,10 +257,8 @@ class EngineMaker:
             adapters=self.adapters,
             max_adapters=self.blueprint.lora.max_loras,
         )
-        if self._tap is not None:
-            self._tap.watch(scheduler)
         journal = ObserverGroup(journals) if len(journals) > 1 else next(iter(journals), None)
-        return Engine(
+        engine = Engine(
             EngineCore(scheduler, observer=self._observer, journal=journal),
             executor,
             OutputStage(detokenizer_factory(self.tokenizer), observer=self._token_observer),
@@ -270,6 +270,9 @@ class EngineMaker:
             on_failed=on_failed,
             make_transfers=partial(self._make_transfers, scheduler.kv),
         )
+        if self._tap is not None:
+            self._tap.watch(scheduler, engine.blocks)
+        return engine
 
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
         from penstock.engine.transfers import Transfers

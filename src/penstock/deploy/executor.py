@@ -108,6 +108,7 @@ def build_executor(blueprint: Blueprint, model: LoadedModel, seat_of: SeatOf) ->
             rounds_floats=None if options.weight_dtype is None else options.weight_dtype == "int8",
             variant=options.kernels or chosen().variant,
             memory_nodes=nodes,
+            shares_kv=blueprint.shares_kv,
         )
         if blueprint.packed is None:
             return make()

@@ -39,6 +39,29 @@ class BlockMover(Protocol):
         ...
 
 
+class BlockMemory(Protocol):
+    """An executor's blocks, to be read and filled by any thread while a step runs. No step may use a block that is filled.
+
+    An executor that has it has an attribute `block_memory`. Contents are those of `BlockMover`.
+    """
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int | None:
+        """An open file with all blocks, block 0 first, which other processes of this user can read. None: there is none."""
+        ...
+
+    def content(self, block_id: int) -> memoryview: ...
+
+    def target(self, block_id: int) -> memoryview:
+        """Return where to write a block's content. `fill` follows."""
+        ...
+
+    def fill(self, block_id: int) -> None: ...
+
+
 class Executor(BlockMover, Protocol):
     """Computes steps. Called by one thread at a time; steps are collected in the order they were submitted.
 

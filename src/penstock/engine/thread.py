@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 
 from penstock.clock import Clock
+from penstock.engine.blocks import Blocks
 from penstock.engine.books import Abandoned, Books, WatchedExecutor
 from penstock.engine.core import EngineCore, request_stats
 from penstock.engine.output import OutputStage
@@ -83,6 +84,7 @@ class Engine:
         self._inbox = Inbox(clock)
         core.scheduler.adapters.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
+        self.blocks = Blocks(core.scheduler, getattr(executor, "block_memory", None), self._books)
         watched = WatchedExecutor(executor, self._books)
         self._transfers = make_transfers(watched, self._inbox.nudge)
         self._stepper = Stepper(
@@ -279,6 +281,7 @@ class Engine:
     # The end.
 
     def _close_executor(self) -> None:
+        self.blocks.close()
         if self._transfers is not None:
             self._transfers.close()
         self._executor.close()

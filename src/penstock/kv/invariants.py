@@ -46,7 +46,7 @@ def _check_groups(manager: KVManager) -> None:
 
 
 def _check_references(manager: KVManager) -> None:
-    held: Counter[int] = Counter()
+    held = Counter(manager.exchange.held)
     for request_id, table in (*manager.tables.items(), *manager.fenced):
         assert len(set(table.held)) == len(table.held), f"{request_id!r} holds a block twice"
         released = table.block_ids[: table.num_released]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from functools import partial
 
 from penstock.kv.adapters import AdapterPages
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.kv.exchange import Exchange
 from penstock.kv.prefix_cache import MARK_TOKENS, NO_HIT, PrefixCache, PrefixHit
 from penstock.kv.states import SavedStates
 from penstock.kv.tiers import Swapping, Tier
@@ -63,6 +65,7 @@ class KVManager:
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
         self.adapters = AdapterPages(self.pool, self._take)
+        self.exchange = Exchange(self.pool, self.prefix.index, partial(self._take, spills=False))
         self._window = window
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
@@ -401,9 +404,10 @@ class KVManager:
                 table.root = root_hash(request.cache_salt, adapter) if is_shared else private_root_hash(request.request_id)
         return table
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, *, spills: bool = True) -> list[int]:
+        """`spills`: what is lost is copied to the tier before the next step. Without a next step in between, it can't be."""
         taken = self.pool.allocate(count)
-        if self.tier is not None:
+        if self.tier is not None and spills:
             self.tier.spill(taken, self.prefix.index)
         self.prefix.evict(taken)
         if self.num_state_blocks:

@@ -8,7 +8,7 @@ from typing import overload
 from penstock.admission.estimates import Lengths
 from penstock.kv.changes import ChangeLog
 from penstock.lab.virtual_server import VirtualServer
-from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Router
 from penstock.types.events import TokenEvent
 from penstock.types.request import FinishReason, Request
@@ -39,7 +39,7 @@ class Front:
         self._logs[number : number + 1] = [log]
         return number
 
-    def choose(self, request: Request, index: int, now_ns: int, but_not: Collection[int] = ()) -> int:
+    def choose(self, request: Request, index: int, now_ns: int, but_not: Collection[int] = ()) -> Choice:
         return self.dispatcher.choose(
             request,
             self.dispatcher.names_of(request),
@@ -48,7 +48,7 @@ class Front:
             now_ns=now_ns,
             num_new_tokens=self._lengths.new_tokens(1, request.sampling.max_tokens),
             but_not=but_not,
-        ).replica
+        )
 
     def tell(self, number: int, events: Sequence[TokenEvent], ended: Mapping[str, RequestStats]) -> None:
         """Take the events of a server, with the stats of the requests that end. Its cache's changes come with them."""

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any
 
 from penstock.clock import VirtualClock
 from penstock.lab.front import Front
+from penstock.lab.links import Link, anew, copy_kv, place_kv
 from penstock.lab.pacing import Pace
 from penstock.lab.records import Record
 from penstock.lab.scaling import Crew, Scaled, Scaling
@@ -26,7 +26,7 @@ from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.traffic import Call, Traffic
 from penstock.lab.virtual_server import NEVER_NS, Player, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import NS_PER_S, Workload
-from penstock.sched import progress
+from penstock.sched.routing.dispatcher import Choice
 from penstock.sched.routing.routers import RoundRobin, Router
 from penstock.types.errors import ConfigError, Rejected
 from penstock.types.events import TokenEvent
@@ -51,20 +51,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    bytes_per_token: int
-    bytes_per_s: float
-    latency_ns: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_token < 1 or not self.bytes_per_s > 0 or self.latency_ns < 0:
-            raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
-
-    def busy_ns(self, num_tokens: int) -> int:
-        return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(ServerSettings):
     """One or several equal simulated servers and their clients, as settings. Each run starts anew."""
 
@@ -73,6 +59,7 @@ class Simulation(ServerSettings):
     scaling: Scaling | None = None
     num_prefill_replicas: int = 0
     link: Link | None = None
+    """That of each prefill replica. Without prefill replicas: over which a replica copies KV of a prompt from another one."""
     make_router: Callable[[], Router] = RoundRobin
     max_tokens: int | None = 2048
     """`max_tokens` of every request; outputs end earlier with a stop token. None asks for exactly the output's length."""
@@ -235,6 +222,8 @@ class _Fleet:
         self._prefilled: dict[str, RequestStats] = {}
         """Id of a call that has left its prefill replica -> the stats of that replica."""
         self._moving: set[str] = set()
+        self._fetching: set[str] = set()
+        """Ids of calls that wait for KV from another replica."""
 
     def _make(self, kind: str, number: int) -> VirtualServer:
         """Make a server. One that has the name of an earlier one continues its timeline."""
@@ -254,26 +243,33 @@ class _Fleet:
     def submit(self, call: Call) -> None:
         if self.crew is not None and self.crew.hold(call):
             return
-        request, name = call.request, self._names[0]
+        request, name, choice = call.request, self._names[0], None
         if self._decode_names:  # a prefill replica computes only the first token
-            request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
+            request = anew(request, sampling=replace(request.sampling, max_tokens=1))
         if self._front is not None:
             draining = () if self.crew is None else self.crew.draining
-            name = self._names[self._front.choose(request, call.record.index, self._clock.now_ns(), draining)]
+            choice = self._front.choose(request, call.record.index, self._clock.now_ns(), draining)
+            name = self._names[choice.replica]
         try:
-            self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
+            self.servers[name].accept(request, call.job.num_output_tokens, call.ask)
         except Rejected:
             if self._front is not None:
                 self._front.dispatcher.on_end(request.request_id)
             raise
         self._places[request.request_id] = name
+        if choice is None or not self._fetch(request, choice):
+            self.servers[name].begin(request)
 
     def abort(self, call: Call) -> None:
         request_id = call.request.request_id
         if self.crew is not None and self.crew.abort(call):
             return
         if request_id not in self._moving:
-            self.servers[self._places[request_id]].abort(request_id)
+            server = self.servers[self._places[request_id]]
+            if request_id in self._fetching:
+                self._fetching.discard(request_id)
+                server.begin(call.request)
+            server.abort(request_id)
             return
         self._moving.discard(request_id)
         event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
@@ -309,6 +305,29 @@ class _Fleet:
         self.ended[event.request_id] = stats
         self._traffic.end(event, stats)
 
+    # Copying KV of a prompt from another replica.
+
+    def _fetch(self, request: Request, choice: Choice) -> bool:
+        """Copy KV from the chosen source, if that is faster than to compute it. Return whether the request waits for it."""
+        link, source = self._link, choice.source
+        if link is None or source is None or self._decode_names:
+            return False
+        giver, taker = self._names[source], self.servers[self._names[choice.replica]]
+        num_tokens = choice.num_source_tokens - choice.num_held_tokens
+        if 0 < taker.core.scheduler.prefill_ns_per_token * num_tokens < link.busy_ns(num_tokens) + link.latency_ns:
+            return False
+        self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_tokens)
+        self._fetching.add(request.request_id)
+
+        def arrive() -> None:
+            if request.request_id in self._fetching:  # else its client has left
+                self._fetching.discard(request.request_id)
+                copy_kv(self.servers[giver], taker, request, choice.num_source_tokens)
+                taker.begin(request)
+
+        self._traffic.agenda.note(self._free_ns[giver] + link.latency_ns, arrive)
+        return True
+
     # Moving KV from a prefill replica to a decode replica.
 
     def _move(self, name: str, request_id: str) -> None:
@@ -326,7 +345,7 @@ class _Fleet:
         self._moving.discard(request_id)
         name = min(self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens))
         self._places[request_id] = name
-        request = _anew(
+        request = anew(
             call.request,
             prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
             sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
@@ -334,26 +353,6 @@ class _Fleet:
         )
         place_kv(self.servers[name], request)
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
-
-
-def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of a request's prompt, but for the last token, into a server's prefix cache. Return whether it fit."""
-    kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
-    bearer = _anew(request, request_id=f"{request.request_id} KV")
-    hit = kv.lookup_prefix(bearer)
-    num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
-    has_room = num_needed <= kv.pool.num_available
-    if has_room:
-        kv.allocate(bearer, hit, num_tokens)
-        progress.fork(bearer, num_tokens)
-        kv.publish(bearer)
-        kv.publish_tail(bearer)
-    kv.free(bearer.request_id)
-    return has_room
-
-
-def _anew(request: Request, **changes: Any) -> Request:
-    return replace(request, output_token_ids=[], **changes)
 
 
 def _joined(first: RequestStats, last: RequestStats) -> RequestStats:

@@ -170,7 +170,12 @@ class VirtualServer(NullObserver):
         return len(self._output_lens)
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
-        """Accept a request that ends after `num_output_tokens`. Raises `Rejected` if admission control refuses it.
+        """Accept a request that ends after `num_output_tokens`, and begin it. As `accept`."""
+        self.accept(request, num_output_tokens, ask)
+        self.begin(request)
+
+    def accept(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
+        """Count a request as in flight; `begin` follows. Raises `Rejected` if admission control refuses it.
 
         Without `ask`, skip admission control: another server has admitted the request.
         """
@@ -182,6 +187,8 @@ class VirtualServer(NullObserver):
             self._first_tokens[request.request_id] = request
         self._output_lens[request.request_id] = num_output_tokens
         self.num_prompt_tokens += request.num_prompt_tokens
+
+    def begin(self, request: Request) -> None:
         self.player.put(Add(request))
 
     def abort(self, request_id: str) -> None:

@@ -122,6 +122,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def prefill_ns_per_token(self) -> float:
+        """Time to compute a token of a prompt. 0: not known yet."""
+        return self._running.prefill_ns_per_token
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting) + (self.groups.num_unqueued if self.groups.by_id else 0)
 

@@ -296,15 +296,28 @@ class HashExecutor:
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is read")
-            content = self._slots[self._at(block_id)]
-            assert POISON not in content, f"block {block_id} is not full"
-            target[:] = struct.pack(f"<{len(content)}Q", *content)
+            target[:] = self.pack(block_id)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self._check_may_move()
         size = self.capacity.block_size
         for block_id, content in zip(block_ids, contents, strict=True):
             self._overwrite(block_id, struct.unpack(f"<{size}Q", content), size, "is written")
+
+    def pack(self, block_id: int) -> bytes:
+        content = self._slots[self._at(block_id)]
+        assert POISON not in content, f"block {block_id} is not full"
+        return struct.pack(f"<{len(content)}Q", *content)
+
+    def fill(self, block_id: int, content: bytes | bytearray) -> None:
+        """Write a block's content from any thread, while no step has it."""
+        self._check_not_in_flight(block_id, "is filled")
+        self._slots[self._at(block_id)] = struct.unpack(f"<{self.capacity.block_size}Q", content)
+        self._ends[block_id] = self.capacity.block_size
+
+    @property
+    def block_memory(self) -> HashBlocks:
+        return HashBlocks(self)
 
     @property
     def num_in_flight(self) -> int:
@@ -396,7 +409,7 @@ class HashExecutor:
         assert self.depth > 1 or not self._in_flight, "a backend of depth 1 is asked for contents during a step"
 
     def _check_not_in_flight(self, block_id: int, what: str = "changes hands") -> None:
-        for step in self._in_flight:
+        for step in tuple(self._in_flight):
             assert block_id not in step.block_ids, f"block {block_id} {what} while step {step.plan.step_id} is in flight"
 
     def _release(self, request_id: str) -> None:
@@ -631,3 +644,22 @@ def _scored(plan: RowPlan, row: HashRow) -> range:
     if row.sampling.prompt_logprobs is None or isinstance(plan.request_id, PaddingId):
         return range(0)
     return scored_positions(plan.context_len, plan.query_len, row.num_prompt_tokens, row.num_scored)
+
+
+class HashBlocks:
+    """The `BlockMemory` of a hash executor."""
+
+    def __init__(self, executor: HashExecutor) -> None:
+        self.block_bytes = executor.block_bytes
+        self.fd: int | None = None
+        self._executor = executor
+        self._targets: dict[int, bytearray] = {}
+
+    def content(self, block_id: int) -> memoryview:
+        return memoryview(self._executor.pack(block_id))
+
+    def target(self, block_id: int) -> memoryview:
+        return memoryview(self._targets.setdefault(block_id, bytearray(self.block_bytes)))
+
+    def fill(self, block_id: int) -> None:
+        self._executor.fill(block_id, self._targets.pop(block_id))

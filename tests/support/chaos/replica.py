@@ -58,10 +58,11 @@ def main() -> None:
         executors[:] = [SlowExecutor()]
         observer = ObserverGroup([runtime.metrics, tap])
         core = make_core(CAPACITY, observer=observer)
-        tap.watch(core.scheduler)
         output = OutputStage(detokenizer_factory(runtime.tokenizer))
         clock, sink = WallClock(), bridge.deliver
-        return Engine(core, executors[0], output, clock=clock, sink=sink, observer=observer, on_failed=on_failed)
+        engine = Engine(core, executors[0], output, clock=clock, sink=sink, observer=observer, on_failed=on_failed)
+        tap.watch(core.scheduler, engine.blocks)
+        return engine
 
     engine = Supervisor(make_engine, clock=WallClock(), step_timeout_s=STEP_TIMEOUT_S)
     bridge.attach(engine)

@@ -148,8 +148,6 @@ def make_runtime(
         journal=journal,
         enable_prefix_caching=not executor.capacity.is_one_pass,
     )
-    if tap is not None:
-        tap.watch(core.scheduler)
     engine = Engine(
         core,
         executor,
@@ -158,6 +156,8 @@ def make_runtime(
         sink=bridge.deliver,
         observer=observer,
     )
+    if tap is not None:
+        tap.watch(core.scheduler, engine.blocks)
     bridge.attach(engine)
     metrics.connect(
         load=engine.load,

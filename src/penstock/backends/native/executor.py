@@ -24,6 +24,7 @@ from penstock.backends.native._native import (
     RowTable,
     Team,
 )
+from penstock.backends.native.blocks import NativeBlocks, new_file
 from penstock.backends.native.footprint import num_state_lines, state_line
 from penstock.backends.native.lowering import lower
 from penstock.machine import find_cores
@@ -65,6 +66,7 @@ class NativeExecutor:
     - `packed`: an open file with the model's packed weights, which may be closed afterwards.
     - `max_adapter_rank`: the largest rank of an adapter; 0: no adapters.
     - `memory_nodes`: NUMA nodes over which to spread weights and KV cache.
+    - `shares_kv`: other processes of this user may read the KV cache, where the system has files in memory (`block_memory`).
 
     Raises ModelError for an operation that the backend can't compute, PackedError if `packed` does not fit, MemoryError, and
     ValueError for an invalid capacity (`block_size` must be a multiple of 16, except for text encoders).
@@ -92,6 +94,7 @@ class NativeExecutor:
         rounds_floats: bool | None = None,
         max_adapter_rank: int = 0,
         memory_nodes: Sequence[int] = (),
+        shares_kv: bool = False,
     ) -> None:
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._capacity = capacity_of(program, sizes)
@@ -100,6 +103,7 @@ class NativeExecutor:
         kv_shapes = () if is_one_pass else program.kv_shapes  # models that read texts keep no keys and values
         paged = program.paged_state
         line = state_line(paged) if paged else 0
+        self._kv_file = new_file() if shares_kv else None
         self._opened: Engine | None = Engine(
             kv_shapes=[_sizes(shape.padded()) for shape in kv_shapes],
             vocab_size=program.vocab_size,
@@ -118,6 +122,7 @@ class NativeExecutor:
             memory_nodes=memory_nodes,
             num_state_lines=num_state_lines(paged, line) if paged else 0,
             state_line=line,
+            kv_fd=-1 if self._kv_file is None else self._kv_file.fd,
         )
         self._capacity = replace(self._capacity, num_state_blocks=self._engine.num_state_blocks)
         if expert_file is not None:
@@ -239,6 +244,10 @@ class NativeExecutor:
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         for block_id, content in zip(block_ids, contents, strict=True):
             self._engine.write_block(block_id, np.frombuffer(content, np.uint8))
+
+    @property
+    def block_memory(self) -> NativeBlocks:
+        return NativeBlocks(self._engine, self._kv_file)
 
     @property
     def max_adapter_rank(self) -> int:

@@ -58,6 +58,10 @@ class Route:
     """The same of the replica with the least work."""
     num_moves: int = 0
     """Replicas before that were lost with it, or refused it."""
+    num_fetched_tokens: int = 0
+    """Tokens of the prompt whose KV came from another replica's cache."""
+    fetch_ns: int = 0
+    """How long that took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,9 +287,13 @@ def _sentences(told: Explanation) -> Iterator[str]:
 
 def _route(route: Route, num_prompt_tokens: int) -> str:
     moved = "" if not route.num_moves else f", after {_count(route.num_moves, 'replica')} that had it before"
+    fetched = ""
+    if route.num_fetched_tokens:
+        fetched = f" Another replica's cache gave it {route.num_fetched_tokens} more, in {route.fetch_ns / 1e6:.1f} ms."
     return (
         f"Replica {route.replica} computed it{moved}: it held {route.num_held_tokens} of {num_prompt_tokens} prompt tokens, "
-        f"and had {route.num_tokens_ahead} tokens ahead of it, when the least of any replica was {route.fewest_tokens_ahead}."
+        f"and had {route.num_tokens_ahead} tokens ahead of it, when the least of any replica was "
+        f"{route.fewest_tokens_ahead}.{fetched}"
     )
 
 

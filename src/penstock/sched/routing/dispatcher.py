@@ -15,6 +15,9 @@ from penstock.types.errors import PenstockError
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
 
+MIN_FETCHED_TOKENS = 64
+"""Fewer are computed sooner than another replica is asked for them."""
+
 
 class Choice(NamedTuple):
     """The replica of a request, and what was known as it was chosen."""
@@ -23,6 +26,8 @@ class Choice(NamedTuple):
     num_held_tokens: int  # of its prompt
     num_tokens_ahead: int  # that the replica had yet to compute for others
     fewest_tokens_ahead: int  # the same of the replica with the least work
+    source: int | None  # another replica, from which it may copy more of the prompt's KV
+    num_source_tokens: int  # that the source holds, from the prompt's beginning on
 
 
 class Dispatcher:
@@ -95,10 +100,24 @@ class Dispatcher:
         )
         chosen = self._ask(arrival, loads)
         number, ahead = numbers[chosen], arrival.work
-        choice = Choice(number, arrival.held[chosen], ahead[chosen], min(ahead))
-        self._ledger.send(request.request_id, number, request.num_prompt_tokens - arrival.held[chosen], num_new_tokens)
+        source, num_source_blocks = self._source_of(names, numbers, depths, depths[chosen])
+        num_source_tokens = num_source_blocks * self._block_size
+        choice = Choice(number, arrival.held[chosen], ahead[chosen], min(ahead), source, num_source_tokens)
+        num_to_compute = request.num_prompt_tokens - max(arrival.held[chosen], num_source_tokens)
+        self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens)
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
         return choice
+
+    def _source_of(
+        self, names: Sequence[int], numbers: Sequence[int], depths: Sequence[int], own_depth: int
+    ) -> tuple[int | None, int]:
+        """Return (replica, number of blocks) from which to copy more of a prompt than the chosen one holds, or (None, 0)."""
+        deepest = max(depths)
+        if (deepest - own_depth) * self._block_size < MIN_FETCHED_TOKENS:
+            return None, 0
+        source = numbers[depths.index(deepest)]
+        num_told = self._holdings.num_told(source, names)  # without what it is still to compute
+        return (source, num_told) if (num_told - own_depth) * self._block_size >= MIN_FETCHED_TOKENS else (None, 0)
 
     def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica, beside one with the same prompt."""

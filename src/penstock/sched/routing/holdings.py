@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 _NOTHING: tuple[int, Sequence[int]] = (0, ())
@@ -57,6 +58,10 @@ class Holdings:
         if names:
             self._search(names, 1, len(names), self._holders(names[0]), depths)
         return depths
+
+    def num_told(self, replica: int, names: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks a replica has told that it holds. As `depths`, but for what is coming."""
+        return bisect_left(range(len(names)), True, key=lambda idx: not self._held.get(names[idx], 0) >> replica & 1)
 
     def _holders(self, name: int) -> int:
         return self._held.get(name, 0) | self._coming.get(name, 0)

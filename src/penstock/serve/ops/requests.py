@@ -61,6 +61,8 @@ class Routed(TypedDict):
     tokens_ahead: Count
     fewest_tokens_ahead: Count
     moves: Count
+    fetched_tokens: Count
+    fetch_ms: float
 
 
 class RequestChoice(TypedDict):
@@ -216,6 +218,8 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
             "tokens_ahead": route.num_tokens_ahead,
             "fewest_tokens_ahead": route.fewest_tokens_ahead,
             "moves": route.num_moves,
+            "fetched_tokens": route.num_fetched_tokens,
+            "fetch_ms": _ms(route.fetch_ns),
         }
     return choice
 

@@ -1,0 +1,58 @@
+"""The links between simulated replicas, and the KV that moves over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.kv.block_table import extend_chain, root_hash
+from penstock.lab.virtual_server import VirtualServer
+from penstock.sched import progress
+from penstock.types.errors import ConfigError
+from penstock.types.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    bytes_per_token: int
+    bytes_per_s: float
+    latency_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_token < 1 or not self.bytes_per_s > 0 or self.latency_ns < 0:
+            raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
+
+    def busy_ns(self, num_tokens: int) -> int:
+        return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
+
+
+def place_kv(server: VirtualServer, request: Request) -> bool:
+    """Put the KV of a request's prompt, but for the last token, into a server's prefix cache. Return whether it fit."""
+    kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
+    bearer = anew(request, request_id=f"{request.request_id} KV")
+    hit = kv.lookup_prefix(bearer)
+    num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
+    has_room = num_needed <= kv.pool.num_available
+    if has_room:
+        kv.allocate(bearer, hit, num_tokens)
+        progress.fork(bearer, num_tokens)
+        kv.publish(bearer)
+        kv.publish_tail(bearer)
+    kv.free(bearer.request_id)
+    return has_room
+
+
+def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int) -> None:
+    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room."""
+    kv, exchange = taker.core.scheduler.kv, giver.core.scheduler.kv.exchange
+    root = root_hash(request.cache_salt, request.adapter)
+    hashes, contents = extend_chain(root, request.prompt_token_ids[:num_tokens], kv.block_size)
+    room = kv.exchange.make_room(hashes)
+    first = len(room.found)
+    offered = exchange.offer(hashes[first : first + len(room.block_ids)])
+    kv.exchange.publish(room, hashes, contents, len(offered), parent=root, group=kv.eviction.group_of(request))
+    exchange.release(offered)
+
+
+def anew(request: Request, **changes: Any) -> Request:
+    return replace(request, output_token_ids=[], **changes)

@@ -1,0 +1,331 @@
+"""KV that comes from another replica: it is what would have been computed, or it is computed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from penstock.backends.native.blocks import new_file
+from penstock.cluster import transfer
+from penstock.cluster.messages import Source, prove
+from penstock.cluster.transfer import BlockServer, Fetcher
+from penstock.engine.blocks import Blocks
+from penstock.engine.thread import Engine
+from penstock.kv.invariants import check
+from penstock.testing import HashExecutor, expected_tokens, make_request
+from penstock.types.plan import Capacity
+from penstock.types.request import Request
+from support.engine.thread import TIMEOUT_S, Rig
+from support.server.harness import wait_until
+
+SECRET = b"a secret of tests"
+CAPACITY = Capacity(num_blocks=200, block_size=4, max_rows=4, max_step_tokens=64, max_model_len=400)
+PROMPT = 201
+
+
+class Near:
+    """Blocks in a file in memory, as those of a kernel. Contents are numbers that a test writes."""
+
+    def __init__(self, num_blocks: int = CAPACITY.num_blocks, block_bytes: int = 1024) -> None:
+        self.block_bytes = block_bytes
+        self._file = new_file()
+        assert self._file is not None
+        self.fd: int | None = self._file.fd
+        os.ftruncate(self.fd, num_blocks * block_bytes)
+        self._memory = memoryview(mmap.mmap(self.fd, 0))
+
+    def content(self, block_id: int) -> memoryview:
+        return self._memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+
+    def target(self, block_id: int) -> memoryview:
+        return self.content(block_id)
+
+    def fill(self, block_id: int) -> None: ...
+
+
+@pytest.fixture
+def rigs() -> Iterator[tuple[Rig, Rig]]:
+    """The engine of a giver, which has answered a prompt, and that of a taker."""
+    giver, taker = Rig(capacity=CAPACITY), Rig(capacity=CAPACITY)
+    for rig in (giver, taker):
+        rig.engine.start()
+    answer(giver, make_request("first", PROMPT, max_tokens=8))
+    yield giver, taker
+    for rig in (giver, taker):
+        rig.engine.close(TIMEOUT_S)
+
+
+def answer(rig: Rig, request: Request) -> tuple[int, ...]:
+    rig.engine.submit(request)
+    rig.sink.wait_for_ends(request.request_id)
+    tokens = rig.sink.tokens_of(request.request_id)
+    assert tokens == expected(request)
+    return tokens
+
+
+def expected(request: Request) -> tuple[int, ...]:
+    model = HashExecutor(CAPACITY).model
+    return expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=400).token_ids
+
+
+def settled(engine: Engine) -> None:
+    kv = engine._core.scheduler.kv
+    wait_until(lambda: not engine._books.read(lambda: kv.exchange.held))
+    engine._books.read(lambda: check(kv))
+
+
+def serve(blocks: Blocks | None, host: str = "127.0.0.1", secret: bytes = SECRET) -> tuple[BlockServer, Source]:
+    server = BlockServer(lambda: blocks, host, secret)
+    return server, Source(host, server.port, PROMPT)
+
+
+def test_what_another_replica_computed_is_not_computed_again(rigs: tuple[Rig, Rig]) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    request = make_request("second", PROMPT, max_tokens=8)
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 200
+    assert answer(taker, request)
+    assert request.num_cached_tokens == 200
+    server.close()
+    for rig in rigs:
+        settled(rig.engine)
+
+
+def test_only_what_is_missing_comes(rigs: tuple[Rig, Rig]) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    answer(taker, make_request("a", 81, max_tokens=2))
+    request = make_request("second", PROMPT, max_tokens=8)
+    fetcher = Fetcher(SECRET)
+    assert fetcher.fetch(taker.engine.blocks, request, source) == 200 - 80
+    assert fetcher.fetch(taker.engine.blocks, request, source) == 0, "all is there"
+    answer(taker, request)
+    assert request.num_cached_tokens == 200
+    server.close()
+
+
+def test_another_salt_finds_nothing(rigs: tuple[Rig, Rig]) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    request = make_request("second", PROMPT, max_tokens=8, cache_salt=b"a tenant")
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 0
+    answer(taker, request)
+    server.close()
+    settled(taker.engine)
+
+
+@pytest.mark.parametrize("case", ["nobody listens", "no engine", "an ended engine", "another secret", "a silent giver"])
+def test_what_does_not_come_is_computed(case: str, rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker = rigs
+    monkeypatch.setattr(transfer, "FETCH_S", 0.3)
+    silent = socket.create_server(("127.0.0.1", 0))
+    if case == "an ended engine":
+        giver.engine.close(1.0)
+    server, source = serve(None if case == "no engine" else giver.engine.blocks)
+    if case == "nobody listens":
+        server.close()
+    if case == "a silent giver":
+        source = Source("127.0.0.1", silent.getsockname()[1], PROMPT)
+    request = make_request("second", PROMPT, max_tokens=8)
+    fetcher = Fetcher(b"another" if case == "another secret" else SECRET)
+    assert fetcher.fetch(taker.engine.blocks, request, source) == 0
+    answer(taker, request)
+    assert request.num_cached_tokens == 0
+    settled(taker.engine)
+    silent.close()
+    server.close()
+
+
+def test_a_giver_who_does_not_know_the_secret_is_not_believed(rigs: tuple[Rig, Rig]) -> None:
+    """It lets anybody in, to give them wrong KV."""
+    taker = rigs[1]
+
+    def give() -> None:
+        guest, _ = listener.accept()
+        with guest:
+            transfer._send(guest, transfer._Greeting(bytes(32)))
+            wanted = transfer._receive(guest, transfer._Wanted)
+            proof = prove(b"another", transfer.GIVER, wanted.nonce)
+            transfer._send(guest, transfer._Offer(proof, [1] * len(wanted.hashes), taker.executor.block_bytes, None))
+            asked.append(len(wanted.hashes))
+            guest.sendall(bytes(len(wanted.hashes) * taker.executor.block_bytes))
+
+    asked: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=give)
+        thread.start()
+        source = Source("127.0.0.1", listener.getsockname()[1], PROMPT)
+        assert Fetcher(SECRET).fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 0
+        thread.join()
+    assert asked == [50]
+
+
+def test_a_slow_link_gives_what_came_in_time(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    read, num_reads = transfer._read_into, 0
+
+    def read_slowly(peer: socket.socket, target: memoryview) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 40:
+            time.sleep(0.5)
+        return read(peer, target)
+
+    monkeypatch.setattr(transfer, "FETCH_S", 0.4)
+    monkeypatch.setattr(transfer, "_read_into", read_slowly)
+    request = make_request("second", PROMPT, max_tokens=8)
+    num_tokens = Fetcher(SECRET).fetch(taker.engine.blocks, request, source)
+    assert 0 < num_tokens < 200
+    answer(taker, request)
+    assert request.num_cached_tokens == num_tokens
+    server.close()
+    for rig in rigs:
+        settled(rig.engine)
+
+
+def test_a_transfer_that_costs_more_than_to_compute_is_left_out(rigs: tuple[Rig, Rig]) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    fetcher = Fetcher(SECRET)
+    answer(taker, make_request("a", range(500, 600), max_tokens=2))
+    assert taker.engine.blocks.compute_ns_per_block > 0
+    fetcher._learn(1e12)
+    assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 0
+    fetcher._ns_per_block = 1.0
+    assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 200
+    server.close()
+
+
+def test_many_takers_at_once(rigs: tuple[Rig, Rig]) -> None:
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    fetcher = Fetcher(SECRET)
+    requests = [make_request(f"r{idx}", PROMPT, max_tokens=4) for idx in range(8)]
+
+    def fetch_and_answer(request: Request) -> None:
+        fetcher.fetch(taker.engine.blocks, request, source)
+        taker.engine.submit(request)
+
+    threads = [threading.Thread(target=fetch_and_answer, args=(request,)) for request in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taker.sink.wait_for_ends(*(request.request_id for request in requests))
+    for request in requests:
+        assert taker.sink.tokens_of(request.request_id) == expected(request)
+    server.close()
+    for rig in rigs:
+        settled(rig.engine)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+class TestMemory:
+    """On one machine the contents are copied from one process's memory into another's."""
+
+    @pytest.fixture
+    def ends(self, rigs: tuple[Rig, Rig]) -> tuple[Blocks, Blocks, Near, Near]:
+        giver, taker = (rig.engine.blocks for rig in rigs)
+        giver.memory, taker.memory = here, there = Near(), Near()
+        for block_id in range(CAPACITY.num_blocks):
+            here.content(block_id)[:] = block_id.to_bytes(8, "little") * 128
+        return giver, taker, here, there
+
+    @pytest.mark.parametrize("is_near", [True, False])
+    def test_contents_arrive(self, is_near: bool, ends, rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+        giver, taker, here, there = ends
+        if not is_near:
+            monkeypatch.setattr(transfer._Place, "is_here", lambda place: False)
+        server, source = serve(giver)
+        fetcher = Fetcher(SECRET)
+        assert fetcher.fetch(taker, make_request("second", PROMPT), source) == 200
+        assert len(fetcher._maps._maps) == is_near
+        server.close()
+        kv = [rig.engine._core.scheduler.kv for rig in rigs]
+        found = dict(kv[1].prefix.index.items())
+        assert len(found) == 50
+        for block_hash, block_id in found.items():
+            source_id = kv[0].prefix.index.block_of(block_hash)
+            assert there.content(block_id) == here.content(source_id)
+
+    def test_a_late_copy_gives_what_came_in_time(self, ends, rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+        giver, taker, _, _ = ends
+        times = iter([0.0, *20 * [0.1], *100 * [9.0]])
+        monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: next(times), monotonic_ns=time.monotonic_ns))
+        server, source = serve(giver)
+        assert Fetcher(SECRET).fetch(taker, make_request("second", PROMPT), source) == 20 * 4
+        server.close()
+
+    def test_a_giver_that_ended_meanwhile_is_not_believed(self, ends, monkeypatch: pytest.MonkeyPatch) -> None:
+        giver, taker, _, _ = ends
+        copy = transfer._copy
+
+        def copy_late(*args):
+            giver.memory = Near()  # another engine
+            return copy(*args)
+
+        monkeypatch.setattr(transfer, "_copy", copy_late)
+        server, source = serve(giver)
+        assert Fetcher(SECRET).fetch(taker, make_request("second", PROMPT), source) == 0
+        server.close()
+
+    def test_blocks_of_another_size_are_not_taken(self, ends) -> None:
+        giver, taker, _, _ = ends
+        giver.memory = Near(block_bytes=512)
+        server, source = serve(giver)
+        assert Fetcher(SECRET).fetch(taker, make_request("second", PROMPT), source) == 0
+        server.close()
+
+    def test_another_file_is_not_read(self) -> None:
+        memory, other = Near(), Near()
+        place = transfer._Place(os.getpid(), memory.fd, transfer._name_of(f"/proc/self/fd/{memory.fd}"))
+        assert transfer._Maps().find(place) is not None
+        for wrong in ({"fd": other.fd}, {"pid": 1 << 30}, {"name": "/memfd:other (deleted)"}):
+            assert transfer._Maps().find(msgspec.structs.replace(place, **wrong)) is None
+
+    def test_the_memory_of_a_giver_that_has_ended_is_given_back(self) -> None:
+        memory, maps = Near(), transfer._Maps()
+        place = transfer._Place(os.getpid(), memory.fd, transfer._name_of(f"/proc/self/fd/{memory.fd}"))
+        file = weakref.ref(maps.find(place).obj)
+        maps.forget_closed()
+        assert file() is not None
+        del memory
+        maps.forget_closed()
+        assert file() is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x00\x00\x10\x00" + bytes(100)])
+def test_nonsense_does_no_harm(data: bytes, rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker = rigs
+    monkeypatch.setattr(transfer, "GIVER_TIMEOUT_S", 0.2)
+    server, source = serve(giver.engine.blocks)
+    with socket.create_connection((source.host, source.port)) as peer:
+        peer.sendall(data)
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 200
+    server.close()
+
+
+def test_a_crowd_is_turned_away(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker = rigs
+    monkeypatch.setattr(transfer, "MAX_GUESTS", 2)
+    monkeypatch.setattr(transfer, "FETCH_S", 0.5)
+    server, source = serve(giver.engine.blocks)
+    crowd = [socket.create_connection((source.host, source.port)) for _ in range(2)]
+    for one in crowd:
+        transfer._receive(one, transfer._Greeting)
+    request = make_request("second", PROMPT)
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 0
+    for one in crowd:
+        one.close()
+    wait_until(lambda: Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 200)
+    server.close()
