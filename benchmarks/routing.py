@@ -13,7 +13,8 @@ on the machine, but for those of --decisions. The workloads are at `--load` of t
 - `mooncake`: a trace of chained blocks, lengths divided by 8.
 
 `one cache` is a single server that is as fast as all replicas together and has all their memory: a measure of what there is to
-find. The last line is one JSON object.
+find. `apart` means that replicas copy no KV from each other; otherwise they do so over 10 Gbit/s each. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from workloads import DEFAULT_TRACES, trace_file
 from penstock.kv.changes import Changes
 from penstock.lab import arrivals
 from penstock.lab.cost_model import CostModel
+from penstock.lab.links import Link
 from penstock.lab.records import End, Record
 from penstock.lab.simulation import Simulation
 from penstock.lab.traces import read_workload
@@ -53,6 +55,7 @@ WORKLOADS = {"azure": 2_048, "groups": 2_048, "sharegpt": 2_048, "mooncake": 8_1
 BLOCK_SIZE, MAX_ROWS, MAX_STEP_TOKENS = 16, 32, 512
 MAX_TURNS, THINK_S = 8, 10.0
 NUM_GROUPS, GROUP_TOKENS = 40, 512
+KV_BYTES_PER_TOKEN, LINK_BYTES_PER_S = 12_072, 1.25e9
 DECISION_REPLICAS, DECISION_PROMPTS, DECISION_BLOCKS, NUM_DECISIONS = 100, 1_000, 1_000, 2_000
 """A million blocks: those of a thousand prompts of 16,000 tokens."""
 
@@ -112,13 +115,16 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, MAX_ROWS, MAX_STEP_TOKENS, max_model_len=16_384)
     one = Simulation(capacity=capacity, make_policies=make_policies)
-    replicas = replace(one, num_replicas=num_replicas)
-    rate = replace(replicas, make_router=find_router("least-work")).capacity_per_s(workload)
+    apart = replace(one, num_replicas=num_replicas)
+    linked = replace(apart, link=Link(bytes_per_token=KV_BYTES_PER_TOKEN, bytes_per_s=LINK_BYTES_PER_S, latency_ns=1_000_000))
+    rate = replace(apart, make_router=find_router("least-work")).capacity_per_s(workload)
     due = at_rate(workload, load * rate)
     whole = Capacity(1 + num_replicas * num_blocks, BLOCK_SIZE, num_replicas * MAX_ROWS, num_replicas * MAX_STEP_TOKENS, 16_384)
     figures = {"one cache": serve(replace(one, capacity=whole, cost=times_as_fast(num_replicas)), due)}
     for name in routers:
-        figures[name] = serve(replace(replicas, make_router=find_router(name)), due)
+        figures[f"{name}, apart"] = serve(replace(apart, make_router=find_router(name)), due)
+        if name != "round-robin":
+            figures[name] = serve(replace(linked, make_router=find_router(name)), due)
     return figures
 
 

@@ -7,6 +7,7 @@ The real scheduler, KV manager and router over a modelled executor, under a virt
 on the machine. Four equal replicas, in one of several ways:
 
 - `chunked`: each computes prompts in chunks beside its answers, under the target between tokens.
+- `as needed`: prompts and answers are computed apart while fewer tokens fit beside the answers than a chunk has at least.
 - `split P+D`: P compute prompts and first tokens, D continue.
 
 A request is good if its first token comes in time, and its others on average, too. The table has the share of good requests at
@@ -68,7 +69,7 @@ MACHINES = {
         num_blocks=4_096,
         max_rows=64,
         max_step_tokens=512,
-        kv_bytes_per_token=23_040,
+        kv_bytes_per_token=12_072,
         link_bytes_per_s=10e9,
         ttft_ms=2_000,
         tpot_ms=50,
@@ -140,6 +141,7 @@ def simulations(machine: Machine) -> dict[str, Simulation]:
         link=Link(bytes_per_token=machine.kv_bytes_per_token, bytes_per_s=machine.link_bytes_per_s, latency_ns=MS),
     )
     found = {"chunked": replace(base, num_replicas=NUM_REPLICAS)}
+    found["as needed"] = replace(base, num_replicas=NUM_REPLICAS, slo_itl_ns=machine.tpot_ms * MS)
     for num in range(1, NUM_REPLICAS):
         found[f"split {num}+{NUM_REPLICAS - num}"] = replace(base, num_prefill_replicas=num, num_replicas=NUM_REPLICAS - num)
     return found

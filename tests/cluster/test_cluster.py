@@ -130,6 +130,49 @@ def test_a_prompt_that_goes_elsewhere_takes_its_kv_along() -> None:
         assert f"Another replica's cache gave it {cached[1]} more" in choice["summary"]
 
 
+class WaitingExecutor(HashExecutor):
+    """Takes a while for each step, so that an answer lasts longer than a message to the front and back."""
+
+    def __init__(self) -> None:
+        super().__init__(CAPACITY, model=PRINTABLE_MODEL)
+
+    def submit(self, plan):
+        time.sleep(0.01)
+        return super().submit(plan)
+
+
+def test_answers_move_where_no_chunk_fits_beside_them(pool) -> None:
+    """No step holds the target. One replica computes prompts. The other gets answers, though never two at once."""
+    with cluster(WaitingExecutor(), WaitingExecutor(), slo_itl_ns=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        text_of(made, "a first step tells how long steps take")
+        before = {name: num_answers(replica.running) for name, replica in made.replicas.items()}
+        assert [stream(made, prompt) for prompt in PROMPTS] == [oracle(prompt) for prompt in PROMPTS]
+        num_ended = {name: num_answers(replica.running) - before[name] for name, replica in made.replicas.items()}
+        assert sorted(num_ended.values()) == [0, len(PROMPTS)]
+        assert list(pool.map(partial(text_of, made), PROMPTS)) == [oracle(prompt) for prompt in PROMPTS]
+        headers = {"X-Request-Id": "one"}
+        response = httpx.post(made.server.url + URL, json={"prompt": "y" * 100, "temperature": 0}, headers=headers, timeout=60)
+        assert response.json()["choices"][0]["text"] == oracle("y" * 100)
+        [choice] = httpx.get(f"{made.server.url}/v1/requests/one").json()["choices"]
+        assert (num_ended[choice["route"]["replica"]], choice["route"]["moves"]) == (len(PROMPTS), 1)
+        assert choice["route"]["fetched_tokens"] == choice["prompt_tokens"], "whole blocks, and what fills a part of one"
+
+
+def test_choices_grammars_and_beams_are_right_where_answers_move(pool) -> None:
+    with cluster(slo_itl_ns=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        plain = [ask(made, prompt, n=3, seed=5, temperature=0.9, logprobs=2) for prompt in PROMPTS[:3]]
+        beams = ask(made, PROMPTS[0], n=2, use_beam_search=True, max_tokens=6)
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+        written = text_of(made, PROMPTS[1], structured_outputs={"json": schema}, max_tokens=60)
+    with cluster(num_replicas=1) as alone:
+        for prompt, answer in zip(PROMPTS, plain, strict=False):
+            assert ask(alone, prompt, n=3, seed=5, temperature=0.9, logprobs=2)["choices"] == answer["choices"]
+        assert ask(alone, PROMPTS[0], n=2, use_beam_search=True, max_tokens=6)["choices"] == beams["choices"]
+        assert text_of(alone, PROMPTS[1], structured_outputs={"json": schema}, max_tokens=60) == written
+
+
 def test_an_explanation_names_the_replica(pool) -> None:
     """While the request runs, after its end, and after it was moved."""
     with cluster(*gated()) as made:

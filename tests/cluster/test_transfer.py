@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -152,12 +152,12 @@ def test_a_giver_who_does_not_know_the_secret_is_not_believed(rigs: tuple[Rig, R
     def give() -> None:
         guest, _ = listener.accept()
         with guest:
-            transfer._send(guest, transfer._Greeting(bytes(32)))
-            wanted = transfer._receive(guest, transfer._Wanted)
-            proof = prove(b"another", transfer.GIVER, wanted.nonce)
-            transfer._send(guest, transfer._Offer(proof, [1] * len(wanted.hashes), taker.executor.block_bytes, None))
-            asked.append(len(wanted.hashes))
-            guest.sendall(bytes(len(wanted.hashes) * taker.executor.block_bytes))
+            peer = transfer._Peer(guest, time.monotonic() + 5)
+            peer.send(transfer._Greeting(bytes(32)))
+            proof = prove(b"another", transfer.GIVER, peer.receive(transfer._Answer).nonce)
+            hashes = peer.receive(transfer._Request).span.hashes
+            asked.append(len(hashes))
+            peer.send(transfer._Offer(proof, [1] * len(hashes), taker.executor.block_bytes, None))
 
     asked: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -172,25 +172,96 @@ def test_a_giver_who_does_not_know_the_secret_is_not_believed(rigs: tuple[Rig, R
 def test_a_slow_link_gives_what_came_in_time(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     giver, taker = rigs
     server, source = serve(giver.engine.blocks)
-    read, num_reads = transfer._read_into, 0
+    send, num_sent = transfer._Peer.send_bytes, 0
 
-    def read_slowly(peer: socket.socket, target: memoryview) -> int:
-        nonlocal num_reads
-        num_reads += 1
-        if num_reads == 40:
-            time.sleep(0.5)
-        return read(peer, target)
+    def send_slowly(peer: transfer._Peer, data: bytes) -> None:
+        nonlocal num_sent
+        num_sent += len(data) == taker.executor.block_bytes
+        if num_sent == 20:
+            time.sleep(1)
+        send(peer, data)
 
-    monkeypatch.setattr(transfer, "FETCH_S", 0.4)
-    monkeypatch.setattr(transfer, "_read_into", read_slowly)
+    monkeypatch.setattr(transfer, "FETCH_S", 0.5)
+    monkeypatch.setattr(transfer._Peer, "send_bytes", send_slowly)
     request = make_request("second", PROMPT, max_tokens=8)
-    num_tokens = Fetcher(SECRET).fetch(taker.engine.blocks, request, source)
-    assert 0 < num_tokens < 200
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 19 * 4
     answer(taker, request)
-    assert request.num_cached_tokens == num_tokens
+    assert request.num_cached_tokens == 19 * 4
     server.close()
     for rig in rigs:
         settled(rig.engine)
+
+
+def test_a_source_that_is_silent_is_left_alone_for_a_while(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A giver that drips bytes keeps a taker no longer than one that sends none. Later it is asked again."""
+    giver, taker = rigs
+    monkeypatch.setattr(transfer, "FETCH_S", 0.3)
+    num_dripped = 0
+
+    def drip() -> None:
+        nonlocal num_dripped
+        guest, _ = listener.accept()
+        with guest, suppress(OSError):
+            for _ in range(100):
+                guest.sendall(b"\x01")
+                num_dripped += 1
+                time.sleep(0.1)
+
+    fetcher = Fetcher(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, daemon=True).start()
+        source = Source("127.0.0.1", listener.getsockname()[1], PROMPT)
+        assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 0
+        assert num_dripped < 20
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer.socket, "create_connection", lambda *args, **words: pytest.fail("it was asked again"))
+            assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 0
+    server, source = serve(giver.engine.blocks)
+    fetcher._silent_until_s[source.host, source.port] = time.monotonic() - 1
+    assert fetcher.fetch(taker.engine.blocks, make_request("second", PROMPT), source) == 200
+    assert not fetcher._silent_until_s.keys() & {(source.host, source.port)}
+    server.close()
+
+
+def test_a_giver_survives_that_it_can_not_take_somebody(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    giver, taker = rigs
+    start, failures = threading.Thread.start, iter([RuntimeError("can't start new thread")])
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name == "penstock-blocks" and (error := next(failures, None)) is not None:
+            raise error
+        start(thread)
+
+    server, source = serve(giver.engine.blocks)
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    request = make_request("second", PROMPT)
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 0
+    assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 200
+    assert "can't start new thread" in caplog.text
+    wait_until(lambda: server._guests._value == transfer.MAX_GUESTS)
+    server.close()
+
+
+def test_a_request_goes_on_when_blocks_are_given_back(rigs: tuple[Rig, Rig]) -> None:
+    """All free blocks are on their way to others as it comes."""
+    rig = rigs[1]
+    engine = rig.engine
+    exchange, pool = engine._core.scheduler.kv.exchange, engine._core.scheduler.kv.pool
+
+    def hold_all() -> list[int]:
+        taken = exchange._take(pool.num_available)
+        exchange.held.update(taken)
+        return taken
+
+    held = engine._books.read(hold_all)
+    request = make_request("second", 380, max_tokens=16)
+    engine.submit(request)
+    wait_until(lambda: engine._core.num_waiting == 1)
+    assert not rig.sink.ends_of("second")
+    engine.blocks.release(held)
+    rig.sink.wait_for_ends("second")
+    assert rig.sink.tokens_of("second") == expected(request)
+    settled(engine)
 
 
 def test_a_transfer_that_costs_more_than_to_compute_is_left_out(rigs: tuple[Rig, Rig]) -> None:
@@ -258,14 +329,6 @@ class TestMemory:
             source_id = kv[0].prefix.index.block_of(block_hash)
             assert there.content(block_id) == here.content(source_id)
 
-    def test_a_late_copy_gives_what_came_in_time(self, ends, rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-        giver, taker, _, _ = ends
-        times = iter([0.0, *20 * [0.1], *100 * [9.0]])
-        monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: next(times), monotonic_ns=time.monotonic_ns))
-        server, source = serve(giver)
-        assert Fetcher(SECRET).fetch(taker, make_request("second", PROMPT), source) == 20 * 4
-        server.close()
-
     def test_a_giver_that_ended_meanwhile_is_not_believed(self, ends, monkeypatch: pytest.MonkeyPatch) -> None:
         giver, taker, _, _ = ends
         copy = transfer._copy
@@ -304,10 +367,12 @@ class TestMemory:
         assert file() is None
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x00\x00\x10\x00" + bytes(100)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x00\x00\x10\x00" + bytes(100), b"\x00\x04\x00\x00"]
+)
 def test_nonsense_does_no_harm(data: bytes, rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     giver, taker = rigs
-    monkeypatch.setattr(transfer, "GIVER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(transfer, "GIVE_S", 0.2)
     server, source = serve(giver.engine.blocks)
     with socket.create_connection((source.host, source.port)) as peer:
         peer.sendall(data)
@@ -322,7 +387,7 @@ def test_a_crowd_is_turned_away(rigs: tuple[Rig, Rig], monkeypatch: pytest.Monke
     server, source = serve(giver.engine.blocks)
     crowd = [socket.create_connection((source.host, source.port)) for _ in range(2)]
     for one in crowd:
-        transfer._receive(one, transfer._Greeting)
+        transfer._Peer(one, time.monotonic() + 5).receive(transfer._Greeting)
     request = make_request("second", PROMPT)
     assert Fetcher(SECRET).fetch(taker.engine.blocks, request, source) == 0
     for one in crowd:

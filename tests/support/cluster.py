@@ -102,6 +102,7 @@ def cluster(
     encoder: EncoderInfo | None = None,
     router: Router | None = None,
     resumes: bool = True,
+    slo_itl_ns: int | None = None,
     num_replicas: int = 2,
     **config,
 ) -> Iterator[Cluster]:
@@ -109,7 +110,13 @@ def cluster(
     listener = bind_socket("127.0.0.1", 0)
     port, bridge = listener.getsockname()[1], Bridge()
     fleet = Fleet(
-        listener, secret=SECRET, router=router or PrefixAware(), clock=WallClock(), sink=bridge.deliver, resumes=resumes
+        listener,
+        secret=SECRET,
+        router=router or PrefixAware(),
+        clock=WallClock(),
+        sink=bridge.deliver,
+        resumes=resumes,
+        slo_itl_ns=slo_itl_ns,
     )
     fleet.start()
     executors = executors or (None,) * num_replicas

@@ -176,7 +176,7 @@ class _Front:
         from penstock.clock import WallClock
         from penstock.cluster.fleet import Fleet
         from penstock.deploy.factory import locate
-        from penstock.deploy.resolve import resolve
+        from penstock.deploy.resolve import nanoseconds, resolve
         from penstock.engine.bridge import Bridge
         from penstock.sched.routing.routers import find_router
         from penstock.serve.http.listener import bind_socket
@@ -196,6 +196,7 @@ class _Front:
             sink=self._bridge.deliver,
             has_prefix_caching=config.kv.prefix_caching,
             resumes=config.cluster.resume,
+            slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
         )
         self._fleet.start()
         stack.callback(self._fleet.close, 0.0)

@@ -133,13 +133,15 @@ class Fleet:
         sink: OutputSink,
         has_prefix_caching: bool = True,
         resumes: bool = True,
+        slo_itl_ns: int | None = None,
     ) -> None:
         """`listener`: where replicas dial in; it is closed with the fleet. `secret`: what they must know.
 
         `resumes`: an answer that has begun goes on at another replica if its own is lost. Otherwise it ends with an error.
+        `slo_itl_ns`: a target between tokens, for which prompts and answers may be computed apart.
         """
         self._listener, self._secret, self._router, self.clock = listener, secret, router, clock
-        self._has_prefix_caching, self._resumes = has_prefix_caching, resumes
+        self._has_prefix_caching, self._resumes, self._slo_itl_ns = has_prefix_caching, resumes, slo_itl_ns
         self._sink = sink
         self._observer: Observer = NullObserver()
         self._token_observer: TokenObserver = NullObserver()
@@ -446,11 +448,13 @@ class Fleet:
             before.close("it has come back")
         if self._dispatcher is None:
             block_size = hello.model.capacity.block_size
-            self._dispatcher = Dispatcher(self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching)
+            self._dispatcher = Dispatcher(
+                self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching, slo_itl_ns=self._slo_itl_ns
+            )
         link.max_bytes = MAX_BYTES
         link.send(Welcome(prove(self._secret, FRONT, hello.nonce)))
         replica.name, replica.blocks_port, replica.heard_ns = hello.name, hello.blocks_port, self.clock.now_ns()
-        replica.number = self._dispatcher.join()
+        replica.number = self._dispatcher.join(gives=bool(replica.blocks_port))
         self._by_number[replica.number] = replica
         _log.info("replica %s has come from %s", replica.name, link.peer)
         self.model = self.model or hello.model
@@ -534,7 +538,7 @@ class Fleet:
     def _send(self, group: Sequence[_Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
-        unready = {number for number, replica in self._by_number.items() if not replica.is_ready}
+        unready = self._unready()
         if dispatcher is None or len(unready) == len(self._by_number):
             for flight in group:
                 flight.since_ns = flight.since_ns or now_ns
@@ -574,10 +578,33 @@ class Fleet:
         works = [work_of(flight.request) for flight in group]
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 
+    def _hand_over(self, flight: _Flight) -> None:
+        """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
+        request, giver, dispatcher = flight.request, flight.replica, self._dispatcher
+        assert dispatcher is not None, "it was sent"
+        if giver is None or flight.abort_detail is not None or request.sampling.beams is not None:
+            return  # it has ended or ends, or its beams share their KV
+        if (number := dispatcher.hand_over(request.request_id, self._unready())) is None:
+            return
+        giver.link.send(Abort(request.request_id, "it goes on at another replica"))
+        del giver.flights[request.request_id]
+        replica = flight.replica = self._by_number[number]
+        replica.flights[request.request_id] = flight
+        ahead = dispatcher.work_of(number)
+        route = Route(replica.name, 0, ahead, min(map(dispatcher.work_of, dispatcher.numbers)), flight.num_moves)
+        self._questions.note(request.request_id, route, self.num_explained + len(self._flights))
+        flight.num_moves += 1
+        source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
+        replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [work_of(request)], source))
+
+    def _unready(self) -> set[int]:
+        return {number for number, replica in self._by_number.items() if not replica.is_ready}
+
     def _source(self, choice: Choice) -> Source | None:
         """Return where the chosen replica may fetch KV of the prompt, or None."""
-        if choice.source is None or not (giver := self._by_number[choice.source]).blocks_port:
+        if choice.source is None:
             return None
+        giver = self._by_number[choice.source]
         return Source(giver.link.host, giver.blocks_port, choice.num_source_tokens)
 
     def _waiting(self) -> list[_Flight]:
@@ -674,6 +701,7 @@ class Fleet:
         chunks: list[OutputChunk] = []
         moving: list[_Flight] = []
         ended: list[tuple[OutputChunk, _Flight]] = []
+        begun: list[_Flight] = []
         first: list[Request] = []
         gaps_ns: list[int] = []
         for stats in report.ended:
@@ -690,11 +718,15 @@ class Fleet:
                 moving.append(flight)
                 continue
             _move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
+            had_tokens = bool(flight.last_token_ns)
             self._note(flight, chunk, report.scores.get(chunk.request_id), first, gaps_ns)
             chunks.append(chunk)
             if chunk.finish_reason is not None:
                 ended.append((chunk, flight))
+            elif chunk.token_ids and not had_tokens:
+                begun.append(flight)
         for step in report.steps:
+            self._dispatcher.on_step(step)
             self._observer.on_step(self._pooled(step, shift_ns))
         if first or gaps_ns:
             self._token_observer.on_tokens(first, gaps_ns)
@@ -706,6 +738,8 @@ class Fleet:
             self._observer.on_finish(_stats_of(flight, chunk))
         self._outbox.deliver(chunks)
         self._move(moving)
+        for flight in begun:
+            self._hand_over(flight)
         if ended:
             self._end_if_drained()
 

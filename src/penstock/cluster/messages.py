@@ -49,6 +49,8 @@ class Source(msgspec.Struct, array_like=True, frozen=True):
     host: str
     port: int
     num_tokens: int
+    has_request: bool = False
+    """It computed the prompt of this very request, whose answer moves with its first token."""
 
 
 class Fetch(msgspec.Struct, array_like=True, frozen=True):

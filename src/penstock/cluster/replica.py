@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from penstock.cluster.link import MAX_BYTES, Link
@@ -50,6 +51,8 @@ REDIAL_S = 0.5
 COMPILE_AGAIN_S = 0.02
 FRONT_SILENCE_S = 15.0
 """A front that sends nothing for this long is lost. It sends twice a second."""
+NUM_FETCHES = 8
+"""Transfers at one time."""
 MAX_FETCHES = 1_000
 """Transfers that are remembered, to be explained."""
 _FRONT_LOST = "the connection to the front was lost"
@@ -80,6 +83,7 @@ class Replica:
         self._giver: BlockServer | None = None
         """None: no front was reached yet, or this replica gives no blocks."""
         self._fetcher = Fetcher(secret)
+        self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="penstock-fetch")
         self._fetches: Recent[str, Fetch] = Recent(MAX_FETCHES)
         """Id of a request -> the transfer that it waited for."""
 
@@ -89,6 +93,7 @@ class Replica:
         is_told = False
         while not self._is_leaving:
             self._is_lost.clear()
+            self._fetcher.forget_closed()
             try:
                 _, link = await loop.create_connection(lambda: Link(self._on_message, self._on_lost), host, port)
             except OSError as error:
@@ -109,6 +114,7 @@ class Replica:
             await self._wait_for_end()
         if self._giver is not None:
             self._giver.close()
+        self._fetching.shutdown(wait=False)
 
     def leave(self) -> None:
         """End once the requests in flight have ended. One that still comes is refused, and the front sends it elsewhere."""
@@ -249,7 +255,7 @@ class Replica:
             return
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        num_tokens = await loop.run_in_executor(None, self._fetcher.fetch, blocks, request, source)
+        num_tokens = await loop.run_in_executor(self._fetching, self._fetcher.fetch, blocks, request, source)
         if num_tokens:
             self._fetches.put(request.request_id, Fetch(num_tokens, round((loop.time() - began_s) * 1e9)))
 

@@ -18,14 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from penstock.cluster.messages import NONCE_BYTES, Source, prove
-from penstock.engine.blocks import Blocks, Vacancy
+from penstock.engine.blocks import Blocks, Wanted
 from penstock.engine.ports import BlockMemory
+from penstock.kv.block_table import TOKEN_BYTES
+from penstock.kv.exchange import Span
 from penstock.types.request import Request
 
 _log = logging.getLogger(__name__)
@@ -34,11 +38,17 @@ _Message = TypeVar("_Message")
 GIVER, TAKER = b"giver", b"taker"
 FETCH_S = 2.0
 """Longest time of a transfer, for its request waits. The rest is computed."""
-GIVER_TIMEOUT_S = 5.0
+GIVE_S = 5.0
+"""Longest time that a giver keeps blocks for a taker."""
+BACK_OFF_S = 30.0
+"""A source that could not be reached is left alone for so long."""
 MAX_GUESTS = 32
 """Connections at one time. Others are closed, and those replicas compute."""
-MAX_MESSAGE_BYTES = 1 << 20
-"""The hashes of a million tokens."""
+MAX_STRANGER_BYTES = 1 << 10
+"""Longest message of somebody who has not shown that they know the secret."""
+MAX_BYTES = 1 << 26
+"""Longest message: the hashes of a million tokens have 1 MB, or 16 with blocks of one token."""
+ACCEPT_AGAIN_S = 0.1
 _LENGTH = struct.Struct("<I")
 
 
@@ -46,10 +56,15 @@ class _Greeting(msgspec.Struct, array_like=True, frozen=True):
     nonce: bytes
 
 
-class _Wanted(msgspec.Struct, array_like=True, frozen=True):
+class _Answer(msgspec.Struct, array_like=True, frozen=True):
     proof: bytes
     nonce: bytes
-    hashes: list[bytes]
+
+
+class _Request(msgspec.Struct, array_like=True, frozen=True):
+    span: Span
+    request_id: str
+    """A request of the giver that may still run, if the span ends in its last block."""
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
@@ -83,13 +98,53 @@ class _Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Taken(msgspec.Struct, array_like=True, frozen=True):
-    is_copied: bool
-    """The taker has copied all. Otherwise the giver sends them."""
+    num_sent: int
+    """Blocks that the giver should send. 0: the taker has copied what it wants."""
 
 
 class _Confirmed(msgspec.Struct, array_like=True, frozen=True):
     is_sound: bool
     """The blocks were there the whole time."""
+
+
+class _Peer:
+    """One connection, with an end of its time. Methods raise OSError, and MsgspecError for an unexpected message."""
+
+    def __init__(self, connection: socket.socket, end_s: float) -> None:
+        self._connection, self._end_s = connection, end_s
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message)
+        self.send_bytes(_LENGTH.pack(len(data)) + data)
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        self._connection.settimeout(self._left_s())
+        self._connection.sendall(data)
+
+    def receive(self, kind: type[_Message], max_bytes: int = MAX_BYTES) -> _Message:
+        head = bytearray(_LENGTH.size)
+        self.read_into(memoryview(head))
+        (length,) = _LENGTH.unpack(head)
+        if length > max_bytes:
+            raise ConnectionError(f"a message of {length} bytes is too large")
+        data = bytearray(length)
+        self.read_into(memoryview(data))
+        return msgspec.msgpack.decode(data, type=kind)
+
+    def read_into(self, target: memoryview) -> None:
+        while target:
+            self._connection.settimeout(self._left_s())
+            num_read = self._connection.recv_into(target)
+            if not num_read:
+                raise ConnectionError("the connection was closed")
+            target = target[num_read:]
+
+    def _left_s(self) -> float:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the time of a transfer is up")
+        return left_s
 
 
 class BlockServer:
@@ -99,33 +154,41 @@ class BlockServer:
         """`blocks` returns those of the engine that runs now. Raises OSError if it can't listen at this address."""
         self._blocks, self._secret = blocks, secret
         self._guests = threading.Semaphore(MAX_GUESTS)
+        self._is_closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name="penstock-blocks", daemon=True).start()
 
     def close(self) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
 
     def _listen(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 guest, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if not self._is_closed:  # such as too many open files
+                    _log.warning("a transfer of KV blocks could not begin: %s", error)
+                    time.sleep(ACCEPT_AGAIN_S)
+                continue
             if self._guests.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(guest,), name="penstock-blocks", daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=(guest,), name="penstock-blocks", daemon=True).start()
+                except RuntimeError as error:  # no more threads
+                    _log.warning("a transfer of KV blocks could not begin: %s", error)
+                    guest.close()
+                    self._guests.release()
             else:
                 guest.close()
 
     def _serve(self, guest: socket.socket) -> None:
         try:
             with guest:
-                guest.settimeout(GIVER_TIMEOUT_S)
-                guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._give(guest)
+                self._give(_Peer(guest, time.monotonic() + GIVE_S))
         except (OSError, msgspec.MsgspecError) as error:  # the taker computes what it lacks
             _log.debug("a transfer of KV blocks has ended early: %s", error)
         except Exception:
@@ -133,33 +196,30 @@ class BlockServer:
         finally:
             self._guests.release()
 
-    def _give(self, guest: socket.socket) -> None:
+    def _give(self, guest: _Peer) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        _send(guest, _Greeting(nonce))
-        wanted = _receive(guest, _Wanted)
-        if not hmac.compare_digest(wanted.proof, prove(self._secret, TAKER, nonce)):
+        guest.send(_Greeting(nonce))
+        answer = guest.receive(_Answer, MAX_STRANGER_BYTES)
+        if not hmac.compare_digest(answer.proof, prove(self._secret, TAKER, nonce)):
             _log.warning("somebody who does not know the cluster's secret asked for KV blocks")
             return
-        blocks = self._blocks()
+        request = guest.receive(_Request)
+        proof, blocks = prove(self._secret, GIVER, answer.nonce), self._blocks()
         memory = None if blocks is None else blocks.memory
-        proof = prove(self._secret, GIVER, wanted.nonce)
         if blocks is None or memory is None:
-            _send(guest, _Offer(proof, [], 0, None))
+            guest.send(_Offer(proof, [], 0, None))
             return
-        block_ids = blocks.offer(wanted.hashes)
+        block_ids = blocks.offer(request.span, request.request_id)
         try:
             fd = memory.fd
             place = None if fd is None else _Place(os.getpid(), fd, _name_of(f"/proc/self/fd/{fd}"))
-            _send(guest, _Offer(proof, block_ids, memory.block_bytes, place))
-            taken = _receive(guest, _Taken)
-            if not taken.is_copied:
-                for block_id in block_ids:
-                    guest.sendall(memory.content(block_id))
+            guest.send(_Offer(proof, block_ids, memory.block_bytes, place))
+            for block_id in block_ids[: guest.receive(_Taken).num_sent]:
+                guest.send_bytes(memory.content(block_id))
             is_sound = blocks.memory is memory
         finally:
             blocks.release(block_ids)
-        if taken.is_copied:
-            _send(guest, _Confirmed(is_sound))
+        guest.send(_Confirmed(is_sound))
 
 
 class Fetcher:
@@ -169,7 +229,8 @@ class Fetcher:
         self._secret = secret
         self._ns_per_block = 0.0
         """Running mean of the time that a block took. 0: none has come yet."""
-        self._has_warned = False
+        self._silent_until_s: dict[tuple[str, int], float] = {}
+        """Source that could not be reached -> when to try again."""
         self._maps = _Maps()
 
     def forget_closed(self) -> None:
@@ -179,30 +240,30 @@ class Fetcher:
     def fetch(self, blocks: Blocks, request: Request, source: Source) -> int:
         """Bring what another replica holds of a prompt into this one's cache. Returns how many tokens have come. Never raises.
 
-        Takes up to `FETCH_S`.
+        Takes up to `FETCH_S`, unless the engine keeps its books.
         """
-        if not self._is_cheap(blocks.compute_ns_per_block):
+        address, began_s = (source.host, source.port), time.monotonic()
+        if blocks.memory is None or began_s < self._silent_until_s.get(address, 0.0) or not self._is_cheap(blocks):
             return 0
-        began_ns, num_filled = time.monotonic_ns(), 0
         try:
-            vacancy = blocks.make_room(request, source.num_tokens)
-            if vacancy is None:
+            wanted = blocks.want(request, source.num_tokens, has_tail=source.has_request)
+            if not wanted.missing.num_blocks:
                 return 0
-            try:
-                if vacancy.room.block_ids:
-                    num_filled = self._fill(vacancy, source, time.monotonic() + FETCH_S)
-            finally:
-                vacancy.publish(num_filled)
+            with socket.create_connection(address, timeout=FETCH_S) as connection:
+                peer, request_id = _Peer(connection, began_s + FETCH_S), request.request_id if source.has_request else ""
+                num_filled = self._take(blocks, wanted, peer, request_id)
         except Exception as error:  # whatever it is, the request goes on
-            if not self._has_warned:
-                _log.warning("KV blocks can't be had from %s:%d, and are computed: %r", source.host, source.port, error)
-            self._has_warned = True
-            num_filled = 0
+            _log.warning("KV blocks can't be had from %s:%d for now, and are computed: %r", *address, error)
+            self._silent_until_s[address] = time.monotonic() + BACK_OFF_S
+            return 0
+        self._silent_until_s.pop(address, None)
         if num_filled:
-            self._learn((time.monotonic_ns() - began_ns) / num_filled)
-        return num_filled * blocks.block_size
+            self._learn(1e9 * (time.monotonic() - began_s) / num_filled)
+        filled = wanted.missing.first(num_filled)
+        return len(filled.hashes) * blocks.block_size + len(filled.tail) // TOKEN_BYTES
 
-    def _is_cheap(self, compute_ns_per_block: float) -> bool:
+    def _is_cheap(self, blocks: Blocks) -> bool:
+        compute_ns_per_block = blocks.compute_ns_per_block
         if compute_ns_per_block and self._ns_per_block > compute_ns_per_block:
             self._ns_per_block *= 0.98  # so that it is tried again some day
             return False
@@ -212,63 +273,48 @@ class Fetcher:
         before = self._ns_per_block or ns_per_block
         self._ns_per_block = 0.875 * before + 0.125 * ns_per_block
 
-    def _fill(self, vacancy: Vacancy, source: Source, end_s: float) -> int:
-        """Fill blocks from their first on. Returns how many are filled."""
-        memory, block_ids = vacancy.memory, vacancy.room.block_ids
-        with socket.create_connection((source.host, source.port), timeout=FETCH_S) as giver:
-            giver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce, own = _receive(giver, _Greeting).nonce, secrets.token_bytes(NONCE_BYTES)
-            _send(giver, _Wanted(prove(self._secret, TAKER, nonce), own, list(vacancy.hashes[: len(block_ids)])))
-            offer = _receive(giver, _Offer)
-            if not hmac.compare_digest(offer.proof, prove(self._secret, GIVER, own)):
-                raise ValueError("it does not know the cluster's secret")
-            block_ids = block_ids[: len(offer.block_ids)]
-            if not block_ids:
-                return 0
-            if offer.block_bytes != memory.block_bytes:
-                raise ValueError(f"its blocks have {offer.block_bytes} bytes, and these {memory.block_bytes}")
-            if offer.place is not None and (file := self._maps.find(offer.place)) is not None:
-                num_copied = _copy(file, offer.block_ids, memory, block_ids, end_s)
-                _send(giver, _Taken(is_copied=True))
-                return num_copied if _receive(giver, _Confirmed).is_sound else 0
-            _send(giver, _Taken(is_copied=False))
-            for count, block_id in enumerate(block_ids):
-                target = memory.target(block_id)
-                while target and (left_s := end_s - time.monotonic()) > 0:
-                    giver.settimeout(left_s)
-                    target = target[_read_into(giver, target) :]
-                if target:
-                    return count
+    def _take(self, blocks: Blocks, wanted: Wanted, giver: _Peer, request_id: str) -> int:
+        """Ask for the missing blocks, and put into the cache what comes. Returns how many of them are there now."""
+        nonce, own = giver.receive(_Greeting, MAX_STRANGER_BYTES).nonce, secrets.token_bytes(NONCE_BYTES)
+        giver.send(_Answer(prove(self._secret, TAKER, nonce), own))
+        giver.send(_Request(replace(wanted.missing, contents=()), request_id))
+        offer = giver.receive(_Offer)
+        if not hmac.compare_digest(offer.proof, prove(self._secret, GIVER, own)):
+            raise ValueError("it does not know the cluster's secret")
+        memory = blocks.memory
+        if not offer.block_ids or memory is None:
+            return 0
+        if offer.block_bytes != memory.block_bytes:
+            raise ValueError(f"its blocks have {offer.block_bytes} bytes, and these {memory.block_bytes}")
+        room = blocks.make_room(wanted, len(offer.block_ids))
+        num_filled = 0
+        try:
+            skipped = len(room.found) - wanted.num_found  # other requests have computed these since, or they were evicted
+            if skipped >= 0:
+                num_filled = self._fill(memory, room.block_ids, giver, offer, skipped)
+        finally:
+            blocks.publish(room, wanted, num_filled)
+        return skipped + num_filled if num_filled else 0
+
+    def _fill(self, memory: BlockMemory, block_ids: Sequence[int], giver: _Peer, offer: _Offer, skipped: int) -> int:
+        """Fill blocks from the first on, until the time is up. Returns how many are filled."""
+        sources = offer.block_ids[skipped : skipped + len(block_ids)]
+        file = None if offer.place is None else self._maps.find(offer.place)
+        if file is not None:
+            num_copied = _copy(file, sources, memory, block_ids)
+            giver.send(_Taken(0))
+            return num_copied if giver.receive(_Confirmed).is_sound else 0
+        giver.send(_Taken(skipped + len(sources)))
+        num_filled = 0
+        unwanted = memoryview(bytearray(memory.block_bytes))
+        with suppress(TimeoutError):  # those that came are whole
+            for _ in range(skipped):
+                giver.read_into(unwanted)
+            for block_id, _ in zip(block_ids, sources, strict=False):
+                giver.read_into(memory.target(block_id))
                 memory.fill(block_id)
-            return len(block_ids)
-
-
-def _send(peer: socket.socket, message: msgspec.Struct) -> None:
-    data = msgspec.msgpack.encode(message)
-    peer.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(peer: socket.socket, kind: type[_Message]) -> _Message:
-    """Return the next message. Raises OSError if the connection ends or the time is up, MsgspecError for another message."""
-    (length,) = _LENGTH.unpack(_read(peer, _LENGTH.size))
-    if length > MAX_MESSAGE_BYTES:
-        raise ConnectionError(f"a message of {length} bytes is too large")
-    return msgspec.msgpack.decode(_read(peer, length), type=kind)
-
-
-def _read(peer: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    left = memoryview(data)
-    while left:
-        left = left[_read_into(peer, left) :]
-    return data
-
-
-def _read_into(peer: socket.socket, target: memoryview) -> int:
-    num_read = peer.recv_into(target)
-    if not num_read:
-        raise ConnectionError("the connection was closed")
-    return num_read
+                num_filled += 1
+        return num_filled
 
 
 class _Maps:
@@ -298,12 +344,11 @@ class _Maps:
                 self._maps.pop(place, None)
 
 
-def _copy(file: memoryview, sources: Sequence[int], memory: BlockMemory, targets: Sequence[int], end_s: float) -> int:
-    """Copy blocks until the time is up. Returns how many."""
-    size = memory.block_bytes
-    for count, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        if time.monotonic() > end_s:
-            return count
-        memory.target(target)[:] = file[source * size : (source + 1) * size]
+def _copy(file: memoryview, sources: Sequence[int], memory: BlockMemory, targets: Sequence[int]) -> int:
+    """Copy blocks, and return how many."""
+    size, num_blocks = memory.block_bytes, min(len(sources), len(targets))
+    for source, target in zip(sources[:num_blocks], targets[:num_blocks], strict=True):
+        there = np.frombuffer(file, np.uint8, size, source * size)
+        np.copyto(np.frombuffer(memory.target(target), np.uint8), there)  # without the GIL, which the engine's thread wants
         memory.fill(target)
-    return len(targets)
+    return num_blocks

@@ -3,66 +3,82 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.books import Books
 from penstock.engine.ports import BlockMemory
-from penstock.kv.block_table import extend_chain, root_hash
-from penstock.kv.exchange import Room
+from penstock.kv.block_table import root_hash
+from penstock.kv.exchange import Room, Span
 from penstock.sched.scheduler import Scheduler
 from penstock.types.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Vacancy:
-    """Blocks to be filled with a part of a prompt."""
+class Wanted:
+    """The beginning of a prompt, whose KV is to come."""
 
-    memory: BlockMemory
-    room: Room
-    hashes: Sequence[bytes]
-    """Those of the blocks to fill: `room.block_ids` and, if there was too little room, others."""
-    publish: Callable[[int], None]
-    """Let requests find the first so many. Call it once, also with 0."""
+    span: Span
+    num_found: int
+    """Its first blocks, which were there."""
+    group: Hashable
+    """Group of its blocks for the eviction policy."""
+
+    @property
+    def missing(self) -> Span:
+        return self.span.after(self.num_found)
 
 
 class Blocks:
     """For other threads than the engine's. Methods may wait, and raise TimeoutError."""
 
-    def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, books: Books) -> None:
+    def __init__(self, scheduler: Scheduler, memory: BlockMemory | None, books: Books, wake: Callable[[], None]) -> None:
+        """`wake` wakes the engine: requests may wait for blocks that are given back."""
         kv = scheduler.kv
-        self.memory = memory if kv.prefix.shares_parts else None
+        # Blocks that come from a tier are published before their contents are written.
+        self.memory = memory if kv.prefix.shares_parts and kv.tier is None else None
         """None: these blocks can't be exchanged, or the engine has ended."""
-        self._scheduler, self._exchange, self._books = scheduler, kv.exchange, books
-        self.block_size, self._eviction = kv.block_size, kv.eviction
+        self.block_size = kv.block_size
+        self._scheduler, self._exchange, self._books, self._wake = scheduler, kv.exchange, books, wake
 
     @property
     def compute_ns_per_block(self) -> float:
         """Time to compute a block of a prompt. 0: not known yet."""
         return self._scheduler.prefill_ns_per_token * self.block_size
 
-    def offer(self, hashes: Sequence[bytes]) -> list[int]:
-        """Hold the blocks of a prefix that are there, so that their contents stay. `release` gives them back."""
-        return self._books.read(lambda: self._exchange.offer(hashes))
+    def want(self, request: Request, num_tokens: int, *, has_tail: bool) -> Wanted:
+        """Return the first tokens of a prompt, as blocks. `has_tail`: also those that fill only a part of a block."""
+        token_ids = request.prompt_token_ids[: min(num_tokens, request.num_tokens - 1)]  # the last one is always computed
+        span = Span.of(root_hash(request.cache_salt, request.adapter), token_ids, self.block_size, has_tail=has_tail)
+        return Wanted(
+            span, self._books.read(lambda: len(self._exchange.find(span))), self._scheduler.kv.eviction.group_of(request)
+        )
+
+    def offer(self, span: Span, request_id: str = "") -> list[int]:
+        """Hold the blocks of a span that are there, so that their contents stay. `release` gives them back.
+
+        `request_id`: a request that may still run, and whose last block the span ends in.
+        """
+
+        def offer() -> list[int]:
+            request = self._scheduler.running.get(request_id)
+            if request is not None:
+                self._scheduler.kv.publish_tail(request)
+            return self._exchange.offer(span)
+
+        return self._books.read(offer)
 
     def release(self, block_ids: Sequence[int]) -> None:
         self._settle(lambda: self._exchange.release(block_ids))
 
-    def make_room(self, request: Request, num_tokens: int) -> Vacancy | None:
-        """Hold blocks for the KV of a prompt's first tokens. None: there is none to be filled."""
-        memory = self.memory
-        if memory is None:
-            return None
-        root, exchange = root_hash(request.cache_salt, request.adapter), self._exchange
-        num_tokens = min(num_tokens, request.num_prompt_tokens - 1)  # the last one is always computed
-        hashes, contents = extend_chain(root, request.prompt_token_ids[:num_tokens], self.block_size)
-        group = self._eviction.group_of(request)
-        room = self._books.read(lambda: exchange.make_room(hashes))
+    def make_room(self, wanted: Wanted, num_blocks: int) -> Room:
+        """Hold blocks for the first missing ones, at most `num_blocks`. `publish` gives them back."""
+        span = wanted.span.first(wanted.num_found + num_blocks)
+        return self._books.read(lambda: self._exchange.make_room(span))
 
-        def publish(num_filled: int) -> None:
-            self._settle(lambda: exchange.publish(room, hashes, contents, num_filled, parent=root, group=group))
-
-        return Vacancy(memory, room, hashes[len(room.found) :], publish)
+    def publish(self, room: Room, wanted: Wanted, num_filled: int) -> None:
+        """Let requests find the first `num_filled` blocks of a room."""
+        self._settle(lambda: self._exchange.publish(room, wanted.span, num_filled, group=wanted.group))
 
     def close(self) -> None:
         """Note that the engine has ended. Its memory stays for those who use it now."""
@@ -73,4 +89,5 @@ class Blocks:
         while self.memory is not None:
             with contextlib.suppress(TimeoutError):
                 self._books.read(give_back)
+                self._wake()
                 return

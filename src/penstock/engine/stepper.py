@@ -139,6 +139,7 @@ class Stepper:
             executor.drop_adapter(number)
         if copies := core.take_block_copies():
             executor.copy_blocks(copies)
+            core.scheduler.kv.is_copying = False
         for placement in placements:
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 

@@ -84,7 +84,7 @@ class Engine:
         self._inbox = Inbox(clock)
         core.scheduler.adapters.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
-        self.blocks = Blocks(core.scheduler, getattr(executor, "block_memory", None), self._books)
+        self.blocks = Blocks(core.scheduler, getattr(executor, "block_memory", None), self._books, self._inbox.nudge)
         watched = WatchedExecutor(executor, self._books)
         self._transfers = make_transfers(watched, self._inbox.nudge)
         self._stepper = Stepper(

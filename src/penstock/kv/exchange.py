@@ -6,11 +6,50 @@ They are held, so that nobody else takes them meanwhile. A running request that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_table import TOKEN_BYTES, extend_chain, pack
 from penstock.kv.prefix_cache import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Successive tokens of a prompt, as whole blocks, and maybe a tail that fills a part of one more."""
+
+    parent: bytes
+    """Hash before the first block."""
+    hashes: Sequence[bytes]
+    contents: Sequence[bytes] = ()
+    """The packed tokens of the whole blocks. Only `Exchange.publish` needs them."""
+    tail: bytes = b""
+    """The packed tokens of the tail."""
+
+    @classmethod
+    def of(cls, root: bytes, token_ids: Sequence[int], block_size: int, *, has_tail: bool) -> Span:
+        """Return the first tokens of a prompt. Without `has_tail`, those that do not fill a block are left out."""
+        hashes, contents = extend_chain(root, token_ids, block_size)
+        return cls(root, hashes, contents, pack(token_ids[len(hashes) * block_size :]) if has_tail else b"")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) + bool(self.tail)
+
+    @property
+    def last(self) -> bytes:
+        """Hash of the last whole block."""
+        return self.hashes[-1] if self.hashes else self.parent
+
+    def after(self, num_blocks: int) -> Span:
+        """Return the span without its first blocks."""
+        first = self.first(num_blocks)
+        tail = self.tail if num_blocks <= len(self.hashes) else b""
+        return Span(first.last, self.hashes[num_blocks:], self.contents[num_blocks:], tail)
+
+    def first(self, num_blocks: int) -> Span:
+        tail = self.tail if num_blocks > len(self.hashes) else b""
+        return Span(self.parent, self.hashes[:num_blocks], self.contents[:num_blocks], tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +66,46 @@ class Exchange:
     def __init__(self, pool: BlockPool, index: PrefixIndex, take: Callable[[int], list[int]]) -> None:
         self.held: Counter[int] = Counter()
         """Block -> how often it is held here."""
+        self._groups: dict[int, Hashable] = {}
+        """Block that was free -> the group in whose list it was."""
         self._pool, self._index, self._take = pool, index, take
 
-    def offer(self, hashes: Iterable[bytes]) -> list[int]:
-        """Hold the blocks of a prefix that are there, without a gap. Give them back with `release`."""
-        block_ids = self._index.lookup(hashes)
+    def find(self, span: Span) -> list[int]:
+        """Return the blocks of a span that are there, without a gap."""
+        block_ids = self._index.lookup(span.hashes)
+        if span.tail and len(block_ids) == len(span.hashes):
+            block_id, num_tokens = self._index.lookup_child(span.last, span.tail)
+            if num_tokens * TOKEN_BYTES == len(span.tail):
+                block_ids.append(block_id)
+        return block_ids
+
+    def offer(self, span: Span) -> list[int]:
+        """Find blocks and hold them. `release` gives them back."""
+        block_ids = self.find(span)
         for block_id in block_ids:
+            if self._pool.ref_count(block_id) == 0:
+                self._groups[block_id] = self._pool.group_of(block_id)
             self._pool.hold(block_id)
         self.held.update(block_ids)
         return block_ids
 
-    def make_room(self, hashes: Sequence[bytes]) -> Room:
-        """Hold what is there of a prefix, and blocks for the rest: at most half of those that nobody holds."""
-        found = self.offer(hashes)
-        block_ids = self._take(min(len(hashes) - len(found), self._pool.num_available // 2))
+    def make_room(self, span: Span) -> Room:
+        """Hold what is there of a span, and blocks for the rest: at most half of those that nobody holds."""
+        found = self.offer(span)
+        block_ids = self._take(min(span.num_blocks - len(found), self._pool.num_available // 2))
         self.held.update(block_ids)
         return Room(found, block_ids)
 
-    def publish(
-        self, room: Room, hashes: Sequence[bytes], contents: Sequence[bytes], num_filled: int, *, parent: bytes, group: Hashable
-    ) -> None:
+    def publish(self, room: Room, span: Span, num_filled: int, *, group: Hashable) -> None:
         """Add the first `num_filled` blocks of a room to the prefix cache, and give all back.
 
-        `hashes`, `contents`: of the whole prefix, as `extend_chain` returns them; `parent`: the hash before. A content that
-        came by another way meanwhile is left out.
+        A content that came by another way meanwhile is left out.
         """
-        first = len(room.found)
-        filled = slice(first, first + num_filled)
-        before = hashes[first - 1] if first else parent
-        self._index.publish(room.block_ids[:num_filled], before, hashes[filled], contents[filled])
+        filled = span.after(len(room.found)).first(num_filled)
+        num_whole = len(filled.hashes)
+        self._index.publish(room.block_ids[:num_whole], filled.parent, filled.hashes, filled.contents)
+        if filled.tail:
+            self._index.publish_tail(room.block_ids[num_whole], filled.last, filled.tail)
         self.release([*room.found, *room.block_ids], group)
 
     def release(self, block_ids: Sequence[int], group: Hashable = None) -> None:
@@ -64,4 +114,7 @@ class Exchange:
             self.held[block_id] -= 1
             if not self.held[block_id]:
                 del self.held[block_id]
-            self._pool.release(block_id, keep=block_id in published, group=group)
+                group_then = self._groups.pop(block_id, group)
+                self._pool.release(block_id, keep=block_id in published, group=group_then)
+            else:
+                self._pool.release(block_id, keep=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from functools import partial
 
 from penstock.kv.adapters import AdapterPages
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
@@ -65,11 +64,13 @@ class KVManager:
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
         self.adapters = AdapterPages(self.pool, self._take)
-        self.exchange = Exchange(self.pool, self.prefix.index, partial(self._take, spills=False))
         self._window = window
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
         """(source, destination) blocks to copy, in order, before the next step."""
+        self.is_copying = False
+        """Copies that `take_block_copies` returned are not made yet. Their sources may be free blocks."""
+        self.exchange = Exchange(self.pool, self.prefix.index, self._take_beside_a_step)
         self._fences: dict[int, list[tuple[str, BlockTable]]] = {}
         """Step id -> (request id, table) of requests that ended during that step."""
 
@@ -387,7 +388,12 @@ class KVManager:
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         copies, self.pending_copies = self.pending_copies, []
+        self.is_copying = bool(copies)
         return copies
+
+    def _take_beside_a_step(self, count: int) -> list[int]:
+        """Take blocks whose content is lost at once: it is not spilled. None while a copy may still need one of them."""
+        return [] if self.pending_copies or self.is_copying else self._take(count, spills=False)
 
     @property
     def fenced(self) -> list[tuple[str, BlockTable]]:

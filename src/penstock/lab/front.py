@@ -19,10 +19,18 @@ class Front:
     """The router before several servers, and what it hears of them."""
 
     def __init__(
-        self, router: Router, block_size: int, make: Callable[[int], VirtualServer], *, has_prefix_caching: bool
+        self,
+        router: Router,
+        block_size: int,
+        make: Callable[[int], VirtualServer],
+        *,
+        has_prefix_caching: bool,
+        slo_itl_ns: int | None,
+        have_links: bool,
     ) -> None:
-        """`make` makes the server of a new replica, given its number."""
-        self.dispatcher = Dispatcher(router, 0, block_size, has_prefix_caching=has_prefix_caching)
+        """`make` makes the server of a new replica, given its number. `have_links`: replicas copy KV from each other."""
+        self._have_links = have_links
+        self.dispatcher = Dispatcher(router, 0, block_size, has_prefix_caching=has_prefix_caching, slo_itl_ns=slo_itl_ns)
         self.servers: list[VirtualServer] = []
         """Servers by the number of the replica. One that has left stays until its number is taken again."""
         self.loads = _Loads(self.servers)
@@ -32,9 +40,10 @@ class Front:
 
     def join(self) -> int:
         """Add a replica, and return its number."""
-        number, log = self.dispatcher.join(), ChangeLog()
+        number, log = self.dispatcher.join(gives=self._have_links), ChangeLog()
         server = self._make(number)
         server.core.scheduler.kv.prefix.index.log = log
+        server.on_step_done = self.dispatcher.on_step
         self.servers[number : number + 1] = [server]
         self._logs[number : number + 1] = [log]
         return number

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.kv.block_table import extend_chain, root_hash
+from penstock.kv.block_table import root_hash
+from penstock.kv.exchange import Span
 from penstock.lab.virtual_server import VirtualServer
 from penstock.sched import progress
 from penstock.types.errors import ConfigError
@@ -42,16 +43,18 @@ def place_kv(server: VirtualServer, request: Request) -> bool:
     return has_room
 
 
-def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int) -> None:
-    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room."""
-    kv, exchange = taker.core.scheduler.kv, giver.core.scheduler.kv.exchange
+def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int, *, has_tail: bool = False) -> None:
+    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room.
+
+    `has_tail`: also of the tokens that fill only a part of a block.
+    """
+    kv, offering = taker.core.scheduler.kv, giver.core.scheduler.kv.exchange
     root = root_hash(request.cache_salt, request.adapter)
-    hashes, contents = extend_chain(root, request.prompt_token_ids[:num_tokens], kv.block_size)
-    room = kv.exchange.make_room(hashes)
-    first = len(room.found)
-    offered = exchange.offer(hashes[first : first + len(room.block_ids)])
-    kv.exchange.publish(room, hashes, contents, len(offered), parent=root, group=kv.eviction.group_of(request))
-    exchange.release(offered)
+    span = Span.of(root, request.prompt_token_ids[:num_tokens], kv.block_size, has_tail=has_tail)
+    room = kv.exchange.make_room(span)
+    offered = offering.offer(span.after(len(room.found)).first(len(room.block_ids)))
+    kv.exchange.publish(room, span, len(offered), group=kv.eviction.group_of(request))
+    offering.release(offered)
 
 
 def anew(request: Request, **changes: Any) -> Request:

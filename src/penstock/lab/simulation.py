@@ -17,6 +17,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from penstock.clock import VirtualClock
+from penstock.engine.core import request_stats
 from penstock.lab.front import Front
 from penstock.lab.links import Link, anew, copy_kv, place_kv
 from penstock.lab.pacing import Pace
@@ -205,7 +206,14 @@ class _Fleet:
         else:
             has_prefix_caching, block_size = simulation.enable_prefix_caching, simulation.capacity.block_size
             make = partial(self._make, kind)
-            self._front = Front(simulation.make_router(), block_size, make, has_prefix_caching=has_prefix_caching)
+            self._front = Front(
+                simulation.make_router(),
+                block_size,
+                make,
+                has_prefix_caching=has_prefix_caching,
+                slo_itl_ns=simulation.slo_itl_ns,
+                have_links=simulation.link is not None and kind != "prefill",
+            )
             for _ in range(count):
                 self._front.join()
             if simulation.scaling is not None:
@@ -218,9 +226,11 @@ class _Fleet:
             self._make("decode", number)
         self._free_ns = dict.fromkeys(self._names, 0)
         self._places: dict[str, str] = {}
-        """Id of a call in flight -> its replica. While KV moves, the prefill replica."""
+        """Id of a call in flight -> its replica."""
         self._prefilled: dict[str, RequestStats] = {}
-        """Id of a call that has left its prefill replica -> the stats of that replica."""
+        """Id of a call that was moved with its first token -> the stats of the replica before."""
+        self._left: dict[str, set[str]] = {name: set() for name in self._names}
+        """Replica -> ids of calls that were moved from there, of which it is yet to tell the end."""
         self._moving: set[str] = set()
         self._fetching: set[str] = set()
         """Ids of calls that wait for KV from another replica."""
@@ -273,27 +283,42 @@ class _Fleet:
             return
         self._moving.discard(request_id)
         event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
-        self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
+        if self._front is not None:
+            self._front.dispatcher.on_end(request_id)
+        before = self._prefilled.get(request_id) or request_stats(call.request, event.at_ns, "")
+        self._end(event, replace(before, ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
 
     # Events of replicas.
 
     def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+        if self._left.get(name):
+            events = self._without_moved(name, events)
         self._traffic.tell(events, now_ns)
         ended = self.servers[name].ended
         if self._front is not None and name in self._numbers:
             self._front.tell(self._numbers[name], events, ended)
         for event in events:
             if event.finish_reason is None:
+                self._hand_over(name, event.request_id)
                 continue
             request_id = event.request_id
             stats = ended.pop(request_id)
-            if name in self._decode_names:
+            if request_id in self._prefilled:
                 self._end(event, _joined(self._prefilled[request_id], stats))
             elif self._decode_names and self._goes_on(event):
                 self._prefilled[request_id] = stats
                 self._move(name, request_id)
             else:
                 self._end(event, stats)
+
+    def _without_moved(self, name: str, events: Sequence[TokenEvent]) -> list[TokenEvent]:
+        """Return the events of calls that are still at this replica, and take the stats of those that were moved."""
+        left, ended = self._left[name], self.servers[name].ended
+        for event in events:
+            if event.request_id in left and event.finish_reason is not None:
+                left.discard(event.request_id)
+                self._prefilled[event.request_id] = ended.pop(event.request_id)
+        return [event for event in events if self._places.get(event.request_id) == name]
 
     def _goes_on(self, event: TokenEvent) -> bool:
         call = self._traffic.calls[event.request_id]
@@ -310,7 +335,7 @@ class _Fleet:
     def _fetch(self, request: Request, choice: Choice) -> bool:
         """Copy KV from the chosen source, if that is faster than to compute it. Return whether the request waits for it."""
         link, source = self._link, choice.source
-        if link is None or source is None or self._decode_names:
+        if link is None or source is None:
             return False
         giver, taker = self._names[source], self.servers[self._names[choice.replica]]
         num_tokens = choice.num_source_tokens - choice.num_held_tokens
@@ -328,22 +353,37 @@ class _Fleet:
         self._traffic.agenda.note(self._free_ns[giver] + link.latency_ns, arrive)
         return True
 
-    # Moving KV from a prefill replica to a decode replica.
+    # Moving an answer with its first token.
 
-    def _move(self, name: str, request_id: str) -> None:
+    def _hand_over(self, name: str, request_id: str) -> None:
+        """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
+        call = self._traffic.calls[request_id]
+        if self._front is None or self._decode_names or call.gaps_ns or call.request.sampling.max_tokens == 1:
+            return
+        number = self._front.dispatcher.hand_over(request_id, () if self.crew is None else self.crew.draining)
+        if number is not None:
+            self.servers[name].abort(request_id)
+            self._left[name].add(request_id)
+            self._places[request_id] = self._names[number]
+            self._move(name, request_id, self._names[number])
+
+    def _move(self, name: str, request_id: str, to: str | None = None) -> None:
+        """Begin to move a call. `to`: a replica. None: the decode replica that has the fewest requests then."""
         assert self._link is not None, "a split has a link"
         call = self._traffic.calls[request_id]
         start_ns = max(self._clock.now_ns(), self._free_ns[name])
         self._free_ns[name] = start_ns + self._link.busy_ns(call.request.num_prompt_tokens)
         self._moving.add(request_id)
-        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call))
+        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call, name, to))
 
-    def _land(self, call: Call) -> None:
+    def _land(self, call: Call, giver: str, to: str | None) -> None:
         request_id = call.request.request_id
         if request_id not in self._moving:
             return  # its client has left
         self._moving.discard(request_id)
-        name = min(self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens))
+        name = to or min(
+            self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens)
+        )
         self._places[request_id] = name
         request = anew(
             call.request,
@@ -351,7 +391,10 @@ class _Fleet:
             sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
             arrival_ns=self._clock.now_ns(),
         )
-        place_kv(self.servers[name], request)
+        if to is None:
+            place_kv(self.servers[name], request)
+        else:
+            copy_kv(self.servers[giver], self.servers[name], request, call.request.num_prompt_tokens, has_tail=True)
         self.servers[name].submit(request, call.job.num_output_tokens - 1)
 
 

@@ -164,6 +164,7 @@ class VirtualServer(NullObserver):
         self._first_tokens: dict[str, Request] = {}
         self.num_prompt_tokens = 0
         """Tokens of the prompts of all requests in flight."""
+        self.on_step_done: Callable[[StepStats], None] = lambda _: None
 
     @property
     def num_in_flight(self) -> int:
@@ -207,6 +208,7 @@ class VirtualServer(NullObserver):
         self.num_steps += 1
         if self.admission is not None:
             self.admission.on_step(stats)
+        self.on_step_done(stats)
 
     def on_finish(self, stats: RequestStats) -> None:
         self.ended[stats.request_id] = stats

@@ -296,6 +296,7 @@ class HashExecutor:
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is read")
+            assert POISON not in self._slots[self._at(block_id)], f"block {block_id} is not full"
             target[:] = self.pack(block_id)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
@@ -306,14 +307,14 @@ class HashExecutor:
 
     def pack(self, block_id: int) -> bytes:
         content = self._slots[self._at(block_id)]
-        assert POISON not in content, f"block {block_id} is not full"
-        return struct.pack(f"<{len(content)}Q", *content)
+        return struct.pack(f"<{len(content)}Q", *[MASK_64 if slot == POISON else slot for slot in content])
 
     def fill(self, block_id: int, content: bytes | bytearray) -> None:
         """Write a block's content from any thread, while no step has it."""
         self._check_not_in_flight(block_id, "is filled")
-        self._slots[self._at(block_id)] = struct.unpack(f"<{self.capacity.block_size}Q", content)
-        self._ends[block_id] = self.capacity.block_size
+        slots = [POISON if slot == MASK_64 else slot for slot in struct.unpack(f"<{self.capacity.block_size}Q", content)]
+        self._slots[self._at(block_id)] = slots
+        self._ends[block_id] = sum(slot != POISON for slot in slots)
 
     @property
     def block_memory(self) -> HashBlocks:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.kv.changes import Changes
-from penstock.sched.routing.dispatcher import Dispatcher
+from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin
 from penstock.testing import make_request
 from penstock.types.request import Request
-from penstock.types.stats import EngineLoad
+from penstock.types.stats import EngineLoad, StepCounts, StepStats
 
 IDLE = [EngineLoad(), EngineLoad()]
 
@@ -199,3 +199,121 @@ def test_the_load_of_a_group_counts_what_was_sent_computed_and_waits() -> None:
     assert (load.num_replicas, load.is_full, load.num_waiting_tokens) == (1, True, 0)
     dispatcher.leave(0)
     assert not dispatcher.group_load(busy, num_unsent=0).is_full, "nobody is there"
+
+
+def giving(num_replicas: int, *, slo_itl_ns: int | None = None, router: Told | None = None) -> Dispatcher:
+    dispatcher = Dispatcher(router or Told(), 0, block_size=4, slo_itl_ns=slo_itl_ns)
+    for _ in range(num_replicas):
+        dispatcher.join(gives=True)
+    return dispatcher
+
+
+def choose(dispatcher: Dispatcher, request: Request) -> Choice:
+    loads = [EngineLoad()] * len(dispatcher.numbers)
+    return dispatcher.choose(request, dispatcher.names_of(request), loads, index=0, now_ns=0, num_new_tokens=10)
+
+
+def hold(dispatcher: Dispatcher, replica: int, num_tokens: int) -> None:
+    """Let a replica tell that it holds so many tokens of the usual prompt."""
+    names = dispatcher.names_of(make_request("held", num_tokens + 1))
+    dispatcher.hear(replica, Changes(names, []))
+
+
+def test_a_source_is_another_replica_that_holds_more_by_now() -> None:
+    dispatcher = giving(3)
+    hold(dispatcher, 1, 100)
+    hold(dispatcher, 2, 160)
+    choice = choose(dispatcher, make_request("one", 301))
+    assert (choice.replica, choice.num_held_tokens, choice.source, choice.num_source_tokens) == (0, 0, 2, 160)
+    assert dispatcher.work_of(0) == 301 - 160 + 10, "what it copies it does not compute"
+    dispatcher.hear(0, Changes(dispatcher.names_of(make_request("held", 113)), []))
+    assert choose(dispatcher, make_request("two", [*range(1, 302)])).source is None, "it expects to hold all of it itself"
+
+
+def test_what_a_replica_is_still_to_compute_is_no_source() -> None:
+    router = Told(1)
+    dispatcher = giving(3, router=router)
+    hold(dispatcher, 2, 80)
+    choose(dispatcher, make_request("one", 301))  # replica 1 will hold 300
+    router.chosen = 0
+    choice = choose(dispatcher, make_request("two", 301))
+    assert (choice.source, choice.num_source_tokens) == (2, 80)
+    dispatcher.hear(1, Changes(dispatcher.names_of(make_request("held", 301)), []))
+    choice = choose(dispatcher, make_request("three", [*range(1, 302), 5]))
+    assert choice.source is None, "replica 0 is to hold as much"
+
+
+@pytest.mark.parametrize("case", ["few tokens", "a scored prompt", "no giver", "a taker that can't", "it has left"])
+def test_there_is_no_source(case: str) -> None:
+    dispatcher = giving(0)
+    for number in range(2):
+        dispatcher.join(gives=not (case == "no giver" and number) and not (case == "a taker that can't" and not number))
+    hold(dispatcher, 1, 60 if case == "few tokens" else 160)
+    if case == "it has left":
+        dispatcher.leave(1)
+    choice = choose(dispatcher, make_request("one", 301, prompt_logprobs=1 if case == "a scored prompt" else None))
+    assert (choice.source, choice.num_source_tokens) == (None, 0)
+    assert dispatcher.work_of(0) == 301 + 10
+
+
+def step(num_decodes: int, num_prefill_tokens: int) -> StepStats:
+    """A step of 2 ms, 1 ms for each answer and 0.5 ms for each token of prompts."""
+    duration_ns = 2_000_000 + 1_000_000 * num_decodes + 500_000 * num_prefill_tokens
+    counts = StepCounts(num_tokens=num_decodes + num_prefill_tokens, num_decodes=num_decodes)
+    return StepStats(0, 0, duration_ns, num_decodes, 0, 1, 1, 0, counts)
+
+
+def taught(dispatcher: Dispatcher) -> Dispatcher:
+    for number in range(300):
+        dispatcher.on_step(step(number % 9, 32 * (number % 3)))
+    return dispatcher
+
+
+def begin(dispatcher: Dispatcher, name: str, replica: int, router: Told) -> None:
+    router.chosen = replica
+    choose(dispatcher, make_request(name, [len(name)] * 40))
+    dispatcher.on_tokens(name, 1)
+
+
+def test_answers_move_while_no_chunk_fits_beside_them() -> None:
+    """A chunk of 16 tokens takes 8 ms, beside the 2 of each step."""
+    router = Told()
+    dispatcher = taught(giving(4, slo_itl_ns=9_000_000, router=router))
+    begin(dispatcher, "a", 0, router)
+    assert len(router.work[-1]) == 3, "prompts go to the other three"
+    assert dispatcher.hand_over("a") == 0
+    before = dispatcher.work_of(0)
+    begin(dispatcher, "bb", 1, router)
+    assert dispatcher.hand_over("bb") == 0
+    assert (dispatcher.work_of(0), dispatcher.work_of(2)) == (before + 9, 0)
+    for number in range(3):
+        begin(dispatcher, f"more {number}", 1, router)
+        assert dispatcher.hand_over(f"more {number}") == 0
+    # Six answers take 2 + 6 ms of 8.1. A second replica takes the seventh.
+    begin(dispatcher, "the sixth", 1, router)
+    assert dispatcher.hand_over("the sixth") == 0
+    assert len(router.work[-1]) == 3
+    begin(dispatcher, "the seventh", 1, router)
+    assert dispatcher.hand_over("the seventh") == 1
+    begin(dispatcher, "the eighth one", 1, router)
+    assert len(router.work[-1]) == 2
+    assert dispatcher.hand_over("the eighth one", but_not=(0,)) == 1
+    dispatcher.leave(0)
+    assert dispatcher.numbers == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("slo_itl_ns", "num_replicas"), [(None, 4), (40_000_000, 4), (1, 1)])
+def test_answers_stay_otherwise(slo_itl_ns: int | None, num_replicas: int) -> None:
+    router = Told()
+    dispatcher = taught(giving(num_replicas, slo_itl_ns=slo_itl_ns, router=router))
+    begin(dispatcher, "a", 0, router)
+    assert len(router.work[-1]) == num_replicas
+    assert dispatcher.hand_over("a") is None
+
+
+def test_answers_stay_at_a_replica_that_gives_no_kv() -> None:
+    router = Told()
+    dispatcher = Dispatcher(router, 2, block_size=4, slo_itl_ns=1)
+    taught(dispatcher)
+    begin(dispatcher, "a", 0, router)
+    assert dispatcher.hand_over("a") is None

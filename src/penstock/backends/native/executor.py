@@ -414,7 +414,7 @@ class NativeExecutor:
         self._flight = None
         if self._opened is not None:
             self._opened.abandon_step()
-        self._opened = self._opened_rows = None
+        self._opened = self._opened_rows = self._kv_file = None
 
 
 def _sizes(shape: KvShape) -> tuple[int, int, int]:

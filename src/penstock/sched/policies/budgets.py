@@ -23,6 +23,8 @@ MAX_DOUBT = 0.5
 """Limit of a coefficient's uncertainty through drift, as a share of it."""
 FIRST_TOKENS = 32
 """A first step with fewer tokens counts as this many."""
+MIN_CHUNK_TOKENS = 16
+"""Prefill tokens that a step gets at least, whatever the latency."""
 MIN_PREFILL_NS = 1.0
 """Least cost of a prefill token, to divide by."""
 
@@ -89,7 +91,7 @@ class StepCost:
     def is_as_expected(self, step: StepRecord) -> bool:
         return abs(step.duration_ns - self.estimate_ns(step)) < NOISE * step.duration_ns
 
-    def least_ns(self, num_decodes: int) -> float:
+    def least_ns(self, num_decodes: float) -> float:
         """Return the time of a step with a prefill, without the time of the prefill's tokens."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
@@ -165,7 +167,7 @@ class HoldLatency(Budget):
     """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
     """Share of a step's time for prefill tokens if the target can't be met. [0, 1)"""
-    min_chunk_tokens: int = 16
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
     """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
     """A prefill further behind is long: others pass it, but leave it half of the prefill tokens; 0: none is long."""

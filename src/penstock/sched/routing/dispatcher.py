@@ -10,13 +10,17 @@ from penstock.kv.changes import Changes, names_of
 from penstock.sched.routing.holdings import Holdings
 from penstock.sched.routing.ledger import Ledger
 from penstock.sched.routing.routers import Arrival, Router
+from penstock.sched.routing.split import Split
 from penstock.sched.scaling import GroupLoad
 from penstock.types.errors import PenstockError
 from penstock.types.request import Request
-from penstock.types.stats import EngineLoad
+from penstock.types.stats import EngineLoad, StepStats
 
 MIN_FETCHED_TOKENS = 64
 """Fewer are computed sooner than another replica is asked for them."""
+
+MAX_SOURCES = 4
+"""Replicas that are asked how much of a prompt they hold by now."""
 
 
 class Choice(NamedTuple):
@@ -31,26 +35,43 @@ class Choice(NamedTuple):
 
 
 class Dispatcher:
-    def __init__(self, router: Router, num_replicas: int, block_size: int, *, has_prefix_caching: bool = True) -> None:
-        """`num_replicas`: replicas at the start, numbered from 0."""
+    def __init__(
+        self,
+        router: Router,
+        num_replicas: int,
+        block_size: int,
+        *,
+        has_prefix_caching: bool = True,
+        slo_itl_ns: int | None = None,
+    ) -> None:
+        """`num_replicas`: replicas at the start, numbered from 0. `slo_itl_ns`: a target between tokens, for which prompts and
+        answers may be computed apart."""
+        self._split = None if slo_itl_ns is None or not has_prefix_caching else Split(slo_itl_ns)
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
         self._ledger, self._holdings = Ledger(), Holdings()
+        self._givers: set[int] = set()
         self.numbers: list[int] = []
         """The replicas that are there, ascending."""
         for _ in range(num_replicas):
             self.join()
 
-    def join(self) -> int:
-        """Add a replica that holds nothing, and return its number: the lowest that no other has."""
+    def join(self, *, gives: bool = False) -> int:
+        """Add a replica that holds nothing, and return its number: the lowest that no other has.
+
+        `gives`: others can copy KV from it, and it from others that give.
+        """
         number = next((number for number, taken in enumerate(self.numbers) if number != taken), len(self.numbers))
         self.numbers.insert(number, number)
         self._ledger.join(number)
+        if gives:
+            self._givers.add(number)
         return number
 
     def leave(self, replica: int) -> None:
         """Forget a replica, and what it holds. Call `on_end` before for the requests that it had. O(blocks)."""
         self.numbers.remove(replica)
+        self._givers.discard(replica)
         self._holdings.forget(replica)
 
     def names_of(self, request: Request) -> list[int]:
@@ -84,6 +105,8 @@ class Dispatcher:
         numbers, work = self.numbers, self._ledger.work
         if but_not:
             numbers = [number for number in numbers if number not in but_not]
+        if num_answering := self._num_answering(numbers):
+            numbers = numbers[num_answering:]
         if len(numbers) < len(work):
             loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
         all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
@@ -100,7 +123,7 @@ class Dispatcher:
         )
         chosen = self._ask(arrival, loads)
         number, ahead = numbers[chosen], arrival.work
-        source, num_source_blocks = self._source_of(names, numbers, depths, depths[chosen])
+        source, num_source_blocks = self._source_of(request, names, all_depths, number)
         num_source_tokens = num_source_blocks * self._block_size
         choice = Choice(number, arrival.held[chosen], ahead[chosen], min(ahead), source, num_source_tokens)
         num_to_compute = request.num_prompt_tokens - max(arrival.held[chosen], num_source_tokens)
@@ -108,16 +131,43 @@ class Dispatcher:
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
         return choice
 
-    def _source_of(
-        self, names: Sequence[int], numbers: Sequence[int], depths: Sequence[int], own_depth: int
-    ) -> tuple[int | None, int]:
-        """Return (replica, number of blocks) from which to copy more of a prompt than the chosen one holds, or (None, 0)."""
-        deepest = max(depths)
-        if (deepest - own_depth) * self._block_size < MIN_FETCHED_TOKENS:
+    def _source_of(self, request: Request, names: Sequence[int], depths: Sequence[int], chosen: int) -> tuple[int | None, int]:
+        """Return (replica, number of blocks) from which to copy more of a prompt than the chosen one holds, or (None, 0).
+
+        `depths`: how many blocks each replica holds, or will hold, by its number.
+        """
+        least = depths[chosen] + -(-MIN_FETCHED_TOKENS // self._block_size)
+        if chosen not in self._givers or request.sampling.prompt_logprobs is not None or max(depths) < least:
             return None, 0
-        source = numbers[depths.index(deepest)]
-        num_told = self._holdings.num_told(source, names)  # without what it is still to compute
-        return (source, num_told) if (num_told - own_depth) * self._block_size >= MIN_FETCHED_TOKENS else (None, 0)
+        deeper = sorted([number for number in self._givers if depths[number] >= least], key=depths.__getitem__, reverse=True)
+        # Some will hold blocks that they are still to compute.
+        told = {number: self._holdings.num_told(number, names) for number in deeper[:MAX_SOURCES]}
+        source = max(told, key=told.__getitem__, default=None)
+        return (None, 0) if source is None or told[source] < least else (source, told[source])
+
+    def _num_answering(self, numbers: Sequence[int]) -> int:
+        """Return how many of these replicas, the first, should take no prompts."""
+        if self._split is None:
+            return 0
+        return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
+
+    def hand_over(self, request_id: str, but_not: Collection[int] = ()) -> int | None:
+        """Return the replica to which an answer should move that has its first token, and count it as that one's. None: it
+        stays."""
+        numbers, answers = [number for number in self.numbers if number not in but_not], self._ledger.answers
+        answering = numbers[: self._num_answering(numbers)]
+        giver = self._ledger.replica_of(request_id)
+        if self._split is None or giver in answering or giver not in self._givers:
+            return None
+        most = self._split.most_answers
+        chosen = max([number for number in answering if answers[number] < most], key=answers.__getitem__, default=None)
+        if chosen is not None:
+            self._ledger.move(request_id, chosen)
+        return chosen
+
+    def on_step(self, stats: StepStats) -> None:
+        if self._split is not None:
+            self._split.learn(stats)
 
     def also(self, request_id: str, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica, beside one with the same prompt."""
