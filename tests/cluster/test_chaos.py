@@ -192,8 +192,8 @@ class Chaos:
 
     async def count_moves(self) -> None:
         status = await self.front.ask("status")
-        self.counts["moved"] += status["moved"]
-        self.counts["resumed"] += status["resumed"]
+        for count in ("moved", "resumed", "handed_over", "sources"):
+            self.counts[count] += status[count]
 
     def errors(self) -> list[str]:
         """Return the names of logs with an error that nobody expects."""
@@ -252,6 +252,7 @@ async def test_answers_are_right_whatever_dies(tmp_path: Path) -> None:
         assert fates.total() == clients.num_asked
         assert not fates["wrong"], clients.told
         assert share >= MIN_SHARE, clients.told
+        assert chaos.counts["handed_over"] > 0, "no answer moved to where answers are computed"
         assert IS_SMALL or chaos.counts["moved"] > 0, "no replica was lost with a request"
         assert not chaos.errors()
         assert all(member.growth <= MAX_GROWTH for member in old)

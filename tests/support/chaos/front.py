@@ -24,12 +24,25 @@ class CountingFleet(Fleet):
     num_moved = 0
     num_resumed = 0
     """Requests moved that had tokens already."""
+    num_handed_over = 0
+    num_sources = 0
+    """Requests whose replica could copy KV from another one."""
 
     def _move(self, flights) -> None:
         flights = list(flights)
         self.num_moved += len(flights)
         self.num_resumed += sum(bool(flight.request.output_token_ids) for flight in flights)
         super()._move(flights)
+
+    def _hand_over(self, flight) -> None:
+        before = flight.replica
+        super()._hand_over(flight)
+        self.num_handed_over += flight.replica is not before
+
+    def _source(self, choice):
+        source = super()._source(choice)
+        self.num_sources += source is not None
+        return source
 
     def status(self) -> dict:
         dispatcher = self._dispatcher
@@ -55,7 +68,8 @@ def main() -> None:
 
     bridge = Bridge()
     listener = bind_socket("127.0.0.1", arguments.replica_port)
-    fleet = CountingFleet(listener, secret=SECRET, router=PrefixAware(), clock=WallClock(), sink=bridge.deliver)
+    # No step holds this target, so answers move to other replicas as long as these have none.
+    fleet = CountingFleet(listener, secret=SECRET, router=PrefixAware(), clock=WallClock(), sink=bridge.deliver, slo_itl_ns=1)
     fleet.start()
     assert fleet.wait_for_model(60) is not None
     front = make_front(fleet, bridge, max_queue=1000)
@@ -73,6 +87,8 @@ def main() -> None:
             "replicas": fleet.num_replicas,
             "moved": fleet.num_moved,
             "resumed": fleet.num_resumed,
+            "handed_over": fleet.num_handed_over,
+            "sources": fleet.num_sources,
         }
 
     listen({"status": status})

@@ -11,9 +11,6 @@ from penstock.sched.policies.base import StepRecord
 from penstock.sched.policies.budgets import MIN_CHUNK_TOKENS, StepCost
 from penstock.types.stats import StepStats
 
-FILLED_SHARE = 0.9
-"""Share of the target that a step of answers alone should take at most."""
-
 
 class Split:
     def __init__(self, slo_itl_ns: int) -> None:
@@ -40,5 +37,5 @@ class Split:
     @property
     def most_answers(self) -> int:
         """The answers of one replica that get their tokens in time, at least 1."""
-        left_ns = FILLED_SHARE * self._target_ns - self._cost.fixed_ns
+        left_ns = self._target_ns - self._cost.fixed_ns
         return max(1, int(left_ns / max(1.0, self._cost.decode_ns)))
