@@ -27,7 +27,7 @@ from penstock.serve.http.listener import bind_socket
 from penstock.testing import HashExecutor, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
-from support.cluster import Cluster, ThreadedReplica, cluster
+from support.cluster import Apart, Cluster, ThreadedReplica, cluster
 from support.server.completions import URL, events, oracle
 from support.server.harness import (
     CAPACITY,
@@ -141,36 +141,80 @@ class WaitingExecutor(HashExecutor):
         return super().submit(plan)
 
 
-def test_answers_move_where_no_chunk_fits_beside_them(pool) -> None:
-    """No step holds the target. One replica computes prompts. The other gets answers, though never two at once."""
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two replicas takes answers and no prompts."""
+    monkeypatch.setattr("penstock.sched.routing.dispatcher.Split", Apart)
+
+
+def test_answers_move_to_the_replica_that_takes_them(pool, apart: None) -> None:
     with cluster(WaitingExecutor(), WaitingExecutor(), slo_itl_ns=1) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
-        text_of(made, "a first step tells how long steps take")
-        before = {name: num_answers(replica.running) for name, replica in made.replicas.items()}
         assert [stream(made, prompt) for prompt in PROMPTS] == [oracle(prompt) for prompt in PROMPTS]
-        num_ended = {name: num_answers(replica.running) - before[name] for name, replica in made.replicas.items()}
-        assert sorted(num_ended.values()) == [0, len(PROMPTS)]
         assert list(pool.map(partial(text_of, made), PROMPTS)) == [oracle(prompt) for prompt in PROMPTS]
+        num_ended = {name: num_answers(replica.running) for name, replica in made.replicas.items()}
+        assert sorted(num_ended.values()) == [0, 2 * len(PROMPTS)]
         headers = {"X-Request-Id": "one"}
         response = httpx.post(made.server.url + URL, json={"prompt": "y" * 100, "temperature": 0}, headers=headers, timeout=60)
         assert response.json()["choices"][0]["text"] == oracle("y" * 100)
         [choice] = httpx.get(f"{made.server.url}/v1/requests/one").json()["choices"]
-        assert (num_ended[choice["route"]["replica"]], choice["route"]["moves"]) == (len(PROMPTS), 1)
-        assert choice["route"]["fetched_tokens"] == choice["prompt_tokens"], "whole blocks, and what fills a part of one"
+        route = choice["route"]
+        assert (num_ended[route["replica"]] > 0, route["moves"], route["tokens_ahead"]) == (True, 1, 0)
+        assert route["fetched_tokens"] == choice["prompt_tokens"], "whole blocks, and what fills a part of one"
 
 
-def test_choices_grammars_and_beams_are_right_where_answers_move(pool) -> None:
-    with cluster(slo_itl_ns=1) as made:
+def test_choices_grammars_scores_and_beams_are_right_where_answers_move(apart: None) -> None:
+    bodies = [
+        *({"prompt": prompt, "n": 3, "seed": 5, "temperature": 0.9, "logprobs": 2} for prompt in PROMPTS[:3]),
+        {"prompt": PROMPTS[0], "n": 2, "use_beam_search": True, "max_tokens": 6},
+        {"prompt": PROMPTS[1], "prompt_logprobs": 1, "max_tokens": 6},
+        {"prompt": PROMPTS[2], "structured_outputs": {"json": SCHEMA}, "max_tokens": 60},
+    ]
+    with cluster(WaitingExecutor(), WaitingExecutor(), slo_itl_ns=1) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
-        plain = [ask(made, prompt, n=3, seed=5, temperature=0.9, logprobs=2) for prompt in PROMPTS[:3]]
-        beams = ask(made, PROMPTS[0], n=2, use_beam_search=True, max_tokens=6)
-        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-        written = text_of(made, PROMPTS[1], structured_outputs={"json": schema}, max_tokens=60)
+        answers = [ask(made, **body)["choices"] for body in bodies]
+        assert sum(map(num_answers, (replica.running for replica in made.replicas.values())))
     with cluster(num_replicas=1) as alone:
-        for prompt, answer in zip(PROMPTS, plain, strict=False):
-            assert ask(alone, prompt, n=3, seed=5, temperature=0.9, logprobs=2)["choices"] == answer["choices"]
-        assert ask(alone, PROMPTS[0], n=2, use_beam_search=True, max_tokens=6)["choices"] == beams["choices"]
-        assert text_of(alone, PROMPTS[1], structured_outputs={"json": schema}, max_tokens=60) == written
+        assert [ask(alone, **body)["choices"] for body in bodies] == answers
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("body", [{}, {"structured_outputs": {"json": SCHEMA}, "max_tokens": 60}])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_moved_answer_may_lose_its_replica_before_the_first_one_knows(body: dict, leaves: bool, pool, apart: None) -> None:
+    """It waits until the first one has ended it, or another replica is there."""
+    with cluster(*gated(), slo_itl_ns=1) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        prompts = [PROMPTS[3], *PROMPTS[:2]]
+        pending = [pool.submit(text_of, made, prompt, **body) for prompt in prompts]
+        first = working(made)
+        wait_until(lambda: len(first.replica._requests) == len(prompts))
+        first.executor.allow(3)
+        second = next(replica for replica in made.replicas.values() if replica is not first)
+        wait_until(lambda: any(flight.replica and flight.replica.name == second.name for flight in flights(made)))
+        if leaves:
+            second.call(second.replica.leave)
+        else:
+            second.hang_up()
+        time.sleep(0.1)
+        for replica in (first, second):
+            replica.executor.open()
+        texts = [answer.result(60) for answer in pending]
+        if not body:
+            assert texts == [oracle(prompt) for prompt in prompts]
+        assert made.fleet.num_replicas >= 1
+    with cluster(num_replicas=1) as alone:
+        assert [text_of(alone, prompt, **body) for prompt in prompts] == texts
+
+
+def test_without_resuming_no_answer_moves(apart: None) -> None:
+    with cluster(WaitingExecutor(), WaitingExecutor(), slo_itl_ns=1, resumes=False) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        for prompt in PROMPTS[:4]:
+            assert text_of(made, prompt) == oracle(prompt)
+        assert all(num_answers(replica.running) for replica in made.replicas.values())
 
 
 def test_an_explanation_names_the_replica(pool) -> None:

@@ -21,6 +21,7 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Bridge
 from penstock.sched.routing.routers import RoundRobin
 from penstock.serve.http.listener import bind_socket
+from support.cluster import Apart
 from support.server.completions import URL
 from support.server.harness import LiveServer, wait_until
 from support.tiny_models import TinyLlama, write_gguf
@@ -83,7 +84,8 @@ def test_answers_have_the_same_bits_with_kv_of_another_replica(config: Config) -
     assert max(cached[:num]) < 32
 
 
-def test_answers_have_the_same_bits_where_they_move(config: Config) -> None:
+def test_answers_have_the_same_bits_where_they_move(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sched.routing.dispatcher.Split", Apart)
     with cluster(config, 1, None) as running:
         expected, _ = answers(running)
     with cluster(config, 2, 1) as running:

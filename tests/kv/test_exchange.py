@@ -178,3 +178,15 @@ def test_no_room_is_made_while_a_copy_may_need_a_free_block() -> None:
     room = manager.exchange.make_room(other)
     assert len(room.block_ids) == 4
     publish(manager, room, other, 4)
+
+
+def test_what_a_request_gives_back_meanwhile_goes_to_its_group() -> None:
+    manager, request = KVManager(9, BLOCK, eviction=LowestPriorityFirst()), make_request("a", 13, priority=3)
+    manager.allocate(request, manager.lookup_prefix(request), 13)
+    request.num_computed_tokens = 13
+    manager.publish(request)
+    offered = manager.exchange.offer(span_of(request))
+    manager.free("a")
+    manager.exchange.release(offered)
+    check(manager)
+    assert sum(map(len, manager.pool.groups().values())) == 3

@@ -25,6 +25,19 @@ from support.server.harness import VOCAB_SIZE, GatedExecutor, LiveServer, make_r
 SECRET = b"a secret of tests"
 
 
+class Apart:
+    """A `Split` in which half of the replicas always take answers and no prompts."""
+
+    most_answers = 1000
+
+    def __init__(self, slo_itl_ns: int) -> None: ...
+
+    def learn(self, stats) -> None: ...
+
+    def num_answering(self, num_replicas: int, num_answers: int) -> int:
+        return num_replicas // 2
+
+
 class ThreadedReplica:
     """A replica in a thread. `kill` ends it as a crash would."""
 

@@ -97,6 +97,8 @@ class _Replica:
     is_ready: bool = False
     """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, _Flight] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    """Ids of requests that were handed over from it, and whose end it has not told yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -449,7 +451,11 @@ class Fleet:
         if self._dispatcher is None:
             block_size = hello.model.capacity.block_size
             self._dispatcher = Dispatcher(
-                self._router, 0, block_size, has_prefix_caching=self._has_prefix_caching, slo_itl_ns=self._slo_itl_ns
+                self._router,
+                0,
+                block_size,
+                has_prefix_caching=self._has_prefix_caching,
+                slo_itl_ns=self._slo_itl_ns if self._resumes else None,
             )
         link.max_bytes = MAX_BYTES
         link.send(Welcome(prove(self._secret, FRONT, hello.nonce)))
@@ -539,6 +545,9 @@ class Fleet:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
         unready = self._unready()
+        ids = {flight.request.request_id for flight in group}
+        # One that is yet to end the request may not get it again under the same id.
+        unready |= {number for number, replica in self._by_number.items() if replica.leaving & ids}
         if dispatcher is None or len(unready) == len(self._by_number):
             for flight in group:
                 flight.since_ns = flight.since_ns or now_ns
@@ -582,16 +591,20 @@ class Fleet:
         """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
         request, giver, dispatcher = flight.request, flight.replica, self._dispatcher
         assert dispatcher is not None, "it was sent"
-        if giver is None or flight.abort_detail is not None or request.sampling.beams is not None:
-            return  # it has ended or ends, or its beams share their KV
+        assert giver is not None, "it was sent"
+        sampling = request.sampling
+        # Beams share their KV, and a prompt that is scored is never found in a cache.
+        if flight.abort_detail is not None or sampling.beams is not None or sampling.prompt_logprobs is not None:
+            return
+        work = {number: dispatcher.work_of(number) for number in dispatcher.numbers}
         if (number := dispatcher.hand_over(request.request_id, self._unready())) is None:
             return
+        giver.leaving.add(request.request_id)
         giver.link.send(Abort(request.request_id, "it goes on at another replica"))
         del giver.flights[request.request_id]
         replica = flight.replica = self._by_number[number]
         replica.flights[request.request_id] = flight
-        ahead = dispatcher.work_of(number)
-        route = Route(replica.name, 0, ahead, min(map(dispatcher.work_of, dispatcher.numbers)), flight.num_moves)
+        route = Route(replica.name, 0, work[number], min(work.values()), flight.num_moves)
         self._questions.note(request.request_id, route, self.num_explained + len(self._flights))
         flight.num_moves += 1
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
@@ -704,6 +717,7 @@ class Fleet:
         begun: list[_Flight] = []
         first: list[Request] = []
         gaps_ns: list[int] = []
+        has_left = {chunk.request_id for chunk in report.chunks if chunk.finish_reason is not None} & replica.leaving
         for stats in report.ended:
             if (flight := replica.flights.get(stats.request_id)) is not None:
                 flight.stats = stats
@@ -739,7 +753,11 @@ class Fleet:
         self._outbox.deliver(chunks)
         self._move(moving)
         for flight in begun:
-            self._hand_over(flight)
+            if flight.replica is replica:
+                self._hand_over(flight)
+        if has_left:
+            replica.leaving -= has_left
+            self._dispatch(self._waiting())
         if ended:
             self._end_if_drained()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,7 +33,7 @@ from penstock.cluster.messages import (
 )
 from penstock.cluster.recipes import Recipe
 from penstock.cluster.tap import Tap
-from penstock.cluster.transfer import BlockServer, Fetcher
+from penstock.cluster.transfer import FETCH_S, BlockServer, Fetcher
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
@@ -255,7 +256,8 @@ class Replica:
             return
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        num_tokens = await loop.run_in_executor(self._fetching, self._fetcher.fetch, blocks, request, source)
+        end_s = time.monotonic() + FETCH_S  # the wait for a thread counts
+        num_tokens = await loop.run_in_executor(self._fetching, self._fetcher.fetch, blocks, request, source, end_s)
         if num_tokens:
             self._fetches.put(request.request_id, Fetch(num_tokens, round((loop.time() - began_s) * 1e9)))
 

@@ -41,7 +41,7 @@ FETCH_S = 2.0
 GIVE_S = 5.0
 """Longest time that a giver keeps blocks for a taker."""
 BACK_OFF_S = 30.0
-"""A source that could not be reached is left alone for so long."""
+"""A source that can't be reached, or is too slow, is left alone for so long."""
 MAX_GUESTS = 32
 """Connections at one time. Others are closed, and those replicas compute."""
 MAX_STRANGER_BYTES = 1 << 10
@@ -107,8 +107,13 @@ class _Confirmed(msgspec.Struct, array_like=True, frozen=True):
     """The blocks were there the whole time."""
 
 
+class _Late(OSError):
+    """The time of a transfer is up."""
+
+
 class _Peer:
-    """One connection, with an end of its time. Methods raise OSError, and MsgspecError for an unexpected message."""
+    """One connection, with an end of its time. Methods raise OSError, `_Late` among them, and MsgspecError for an unexpected
+    message."""
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
         self._connection, self._end_s = connection, end_s
@@ -120,7 +125,10 @@ class _Peer:
 
     def send_bytes(self, data: bytes | memoryview) -> None:
         self._connection.settimeout(self._left_s())
-        self._connection.sendall(data)
+        try:
+            self._connection.sendall(data)
+        except TimeoutError:
+            raise _Late from None
 
     def receive(self, kind: type[_Message], max_bytes: int = MAX_BYTES) -> _Message:
         head = bytearray(_LENGTH.size)
@@ -135,7 +143,10 @@ class _Peer:
     def read_into(self, target: memoryview) -> None:
         while target:
             self._connection.settimeout(self._left_s())
-            num_read = self._connection.recv_into(target)
+            try:
+                num_read = self._connection.recv_into(target)
+            except TimeoutError:
+                raise _Late from None
             if not num_read:
                 raise ConnectionError("the connection was closed")
             target = target[num_read:]
@@ -143,7 +154,7 @@ class _Peer:
     def _left_s(self) -> float:
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the time of a transfer is up")
+            raise _Late
         return left_s
 
 
@@ -230,37 +241,47 @@ class Fetcher:
         self._ns_per_block = 0.0
         """Running mean of the time that a block took. 0: none has come yet."""
         self._silent_until_s: dict[tuple[str, int], float] = {}
-        """Source that could not be reached -> when to try again."""
+        """Source that could not be reached, or was too slow -> when to try again."""
         self._maps = _Maps()
 
     def forget_closed(self) -> None:
         """Give back the memory of replicas on this machine that have ended. Call it every second or so."""
         self._maps.forget_closed()
 
-    def fetch(self, blocks: Blocks, request: Request, source: Source) -> int:
+    def fetch(self, blocks: Blocks, request: Request, source: Source, end_s: float | None = None) -> int:
         """Bring what another replica holds of a prompt into this one's cache. Returns how many tokens have come. Never raises.
 
-        Takes up to `FETCH_S`, unless the engine keeps its books.
+        `end_s`: when to end, as `time.monotonic` has it, unless the engine keeps its books; by default in `FETCH_S`.
         """
         address, began_s = (source.host, source.port), time.monotonic()
-        if blocks.memory is None or began_s < self._silent_until_s.get(address, 0.0) or not self._is_cheap(blocks):
+        end_s = began_s + FETCH_S if end_s is None else end_s
+        is_silent = began_s < self._silent_until_s.get(address, 0.0)
+        if blocks.memory is None or began_s > end_s or is_silent or not self._is_cheap(blocks):
             return 0
         try:
             wanted = blocks.want(request, source.num_tokens, has_tail=source.has_request)
             if not wanted.missing.num_blocks:
                 return 0
-            with socket.create_connection(address, timeout=FETCH_S) as connection:
-                peer, request_id = _Peer(connection, began_s + FETCH_S), request.request_id if source.has_request else ""
-                num_filled = self._take(blocks, wanted, peer, request_id)
+            with self._connect(address, end_s) as connection:
+                request_id = request.request_id if source.has_request else ""
+                num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
         except Exception as error:  # whatever it is, the request goes on
-            _log.warning("KV blocks can't be had from %s:%d for now, and are computed: %r", *address, error)
-            self._silent_until_s[address] = time.monotonic() + BACK_OFF_S
+            _log.warning("KV blocks can't be had from %s:%d, and are computed: %r", *address, error)
+            if isinstance(error, _Late):
+                now_s = time.monotonic()
+                self._silent_until_s = {one: at_s for one, at_s in self._silent_until_s.items() if at_s > now_s}
+                self._silent_until_s[address] = now_s + BACK_OFF_S
             return 0
-        self._silent_until_s.pop(address, None)
         if num_filled:
             self._learn(1e9 * (time.monotonic() - began_s) / num_filled)
         filled = wanted.missing.first(num_filled)
         return len(filled.hashes) * blocks.block_size + len(filled.tail) // TOKEN_BYTES
+
+    def _connect(self, address: tuple[str, int], end_s: float) -> socket.socket:
+        try:
+            return socket.create_connection(address, timeout=max(0.001, end_s - time.monotonic()))
+        except OSError as error:
+            raise _Late(str(error)) from error
 
     def _is_cheap(self, blocks: Blocks) -> bool:
         compute_ns_per_block = blocks.compute_ns_per_block
@@ -307,7 +328,7 @@ class Fetcher:
         giver.send(_Taken(skipped + len(sources)))
         num_filled = 0
         unwanted = memoryview(bytearray(memory.block_bytes))
-        with suppress(TimeoutError):  # those that came are whole
+        with suppress(_Late):  # those that came are whole
             for _ in range(skipped):
                 giver.read_into(unwanted)
             for block_id, _ in zip(block_ids, sources, strict=False):

@@ -67,7 +67,7 @@ class Exchange:
         self.held: Counter[int] = Counter()
         """Block -> how often it is held here."""
         self._groups: dict[int, Hashable] = {}
-        """Block that was free -> the group in whose list it was."""
+        """Held block -> the group to which it belongs once it is free."""
         self._pool, self._index, self._take = pool, index, take
 
     def find(self, span: Span) -> list[int]:
@@ -88,6 +88,12 @@ class Exchange:
             self._pool.hold(block_id)
         self.held.update(block_ids)
         return block_ids
+
+    def note_group(self, block_ids: Sequence[int], group: Hashable) -> None:
+        """Note the group of blocks that a request gives back, for those that stay held here."""
+        for block_id in block_ids:
+            if block_id in self.held:
+                self._groups[block_id] = group
 
     def make_room(self, span: Span) -> Room:
         """Hold what is there of a span, and blocks for the rest: at most half of those that nobody holds."""

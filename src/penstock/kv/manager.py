@@ -360,6 +360,8 @@ class KVManager:
 
     def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
         published = self.prefix.index.block_ids
+        if self.exchange.held:
+            self.exchange.note_group(block_ids, group)
         for block_id in block_ids:
             self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
 

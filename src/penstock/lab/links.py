@@ -43,14 +43,11 @@ def place_kv(server: VirtualServer, request: Request) -> bool:
     return has_room
 
 
-def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int, *, has_tail: bool = False) -> None:
-    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room.
-
-    `has_tail`: also of the tokens that fill only a part of a block.
-    """
+def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int) -> None:
+    """Copy KV of a prompt's first tokens from one server's prefix cache to another's, as far as it is there and finds room."""
     kv, offering = taker.core.scheduler.kv, giver.core.scheduler.kv.exchange
     root = root_hash(request.cache_salt, request.adapter)
-    span = Span.of(root, request.prompt_token_ids[:num_tokens], kv.block_size, has_tail=has_tail)
+    span = Span.of(root, request.prompt_token_ids[:num_tokens], kv.block_size, has_tail=True)
     room = kv.exchange.make_room(span)
     offered = offering.offer(span.after(len(room.found)).first(len(room.block_ids)))
     kv.exchange.publish(room, span, len(offered), group=kv.eviction.group_of(request))

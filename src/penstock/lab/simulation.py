@@ -17,7 +17,6 @@ from functools import partial
 from heapq import heappop, heappush
 
 from penstock.clock import VirtualClock
-from penstock.engine.core import request_stats
 from penstock.lab.front import Front
 from penstock.lab.links import Link, anew, copy_kv, place_kv
 from penstock.lab.pacing import Pace
@@ -232,8 +231,8 @@ class _Fleet:
         self._left: dict[str, set[str]] = {name: set() for name in self._names}
         """Replica -> ids of calls that were moved from there, of which it is yet to tell the end."""
         self._moving: set[str] = set()
-        self._fetching: set[str] = set()
-        """Ids of calls that wait for KV from another replica."""
+        self._fetching: dict[str, Request] = {}
+        """Id of a call that waits for KV from another replica -> the request that begins then."""
 
     def _make(self, kind: str, number: int) -> VirtualServer:
         """Make a server. One that has the name of an earlier one continues its timeline."""
@@ -276,17 +275,13 @@ class _Fleet:
             return
         if request_id not in self._moving:
             server = self.servers[self._places[request_id]]
-            if request_id in self._fetching:
-                self._fetching.discard(request_id)
-                server.begin(call.request)
+            if (request := self._fetching.pop(request_id, None)) is not None:
+                server.begin(request)
             server.abort(request_id)
             return
         self._moving.discard(request_id)
         event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
-        if self._front is not None:
-            self._front.dispatcher.on_end(request_id)
-        before = self._prefilled.get(request_id) or request_stats(call.request, event.at_ns, "")
-        self._end(event, replace(before, ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
+        self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
 
     # Events of replicas.
 
@@ -341,17 +336,22 @@ class _Fleet:
         num_tokens = choice.num_source_tokens - choice.num_held_tokens
         if 0 < taker.core.scheduler.prefill_ns_per_token * num_tokens < link.busy_ns(num_tokens) + link.latency_ns:
             return False
-        self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_tokens)
-        self._fetching.add(request.request_id)
+        self._copy(giver, taker, request, choice.num_source_tokens, num_tokens)
+        return True
+
+    def _copy(self, giver: str, taker: VirtualServer, request: Request, num_tokens: int, num_missing: int) -> None:
+        """Begin an accepted request once KV of its first `num_tokens` tokens has come, of which `num_missing` are sent."""
+        link, request_id = self._link, request.request_id
+        assert link is not None, "replicas have links"
+        self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_missing)
+        self._fetching[request_id] = request
 
         def arrive() -> None:
-            if request.request_id in self._fetching:  # else its client has left
-                self._fetching.discard(request.request_id)
-                copy_kv(self.servers[giver], taker, request, choice.num_source_tokens)
+            if self._fetching.pop(request_id, None) is not None:  # else its client has left
+                copy_kv(self.servers[giver], taker, request, num_tokens)
                 taker.begin(request)
 
         self._traffic.agenda.note(self._free_ns[giver] + link.latency_ns, arrive)
-        return True
 
     # Moving an answer with its first token.
 
@@ -365,37 +365,38 @@ class _Fleet:
             self.servers[name].abort(request_id)
             self._left[name].add(request_id)
             self._places[request_id] = self._names[number]
-            self._move(name, request_id, self._names[number])
+            taker, request, num_tokens = self.servers[self._names[number]], self._rest(call), call.request.num_prompt_tokens
+            taker.accept(request, call.job.num_output_tokens - 1)
+            self._copy(name, taker, request, num_tokens, num_tokens)
 
-    def _move(self, name: str, request_id: str, to: str | None = None) -> None:
-        """Begin to move a call. `to`: a replica. None: the decode replica that has the fewest requests then."""
+    def _move(self, name: str, request_id: str) -> None:
+        """Move a call from a prefill replica to a decode replica."""
         assert self._link is not None, "a split has a link"
         call = self._traffic.calls[request_id]
         start_ns = max(self._clock.now_ns(), self._free_ns[name])
         self._free_ns[name] = start_ns + self._link.busy_ns(call.request.num_prompt_tokens)
         self._moving.add(request_id)
-        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call, name, to))
+        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call))
 
-    def _land(self, call: Call, giver: str, to: str | None) -> None:
+    def _land(self, call: Call) -> None:
         request_id = call.request.request_id
         if request_id not in self._moving:
             return  # its client has left
         self._moving.discard(request_id)
-        name = to or min(
-            self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens)
-        )
+        name = min(self._decode_names, key=lambda one: (self.servers[one].num_in_flight, self.servers[one].num_prompt_tokens))
         self._places[request_id] = name
-        request = anew(
+        request = self._rest(call)
+        place_kv(self.servers[name], request)
+        self.servers[name].submit(request, call.job.num_output_tokens - 1)
+
+    def _rest(self, call: Call) -> Request:
+        """Return the request for a call's tokens after the first."""
+        return anew(
             call.request,
             prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
             sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
             arrival_ns=self._clock.now_ns(),
         )
-        if to is None:
-            place_kv(self.servers[name], request)
-        else:
-            copy_kv(self.servers[giver], self.servers[name], request, call.request.num_prompt_tokens, has_tail=True)
-        self.servers[name].submit(request, call.job.num_output_tokens - 1)
 
 
 def _joined(first: RequestStats, last: RequestStats) -> RequestStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -301,7 +302,7 @@ def test_answers_move_while_no_chunk_fits_beside_them() -> None:
     assert dispatcher.numbers == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("slo_itl_ns", "num_replicas"), [(None, 4), (40_000_000, 4), (1, 1)])
+@pytest.mark.parametrize(("slo_itl_ns", "num_replicas"), [(None, 4), (40_000_000, 4), (8_500_000, 1), (2_900_000, 4), (1, 4)])
 def test_answers_stay_otherwise(slo_itl_ns: int | None, num_replicas: int) -> None:
     router = Told()
     dispatcher = taught(giving(num_replicas, slo_itl_ns=slo_itl_ns, router=router))
@@ -310,9 +311,44 @@ def test_answers_stay_otherwise(slo_itl_ns: int | None, num_replicas: int) -> No
     assert dispatcher.hand_over("a") is None
 
 
-def test_answers_stay_at_a_replica_that_gives_no_kv() -> None:
+def test_answers_that_need_all_replicas_stay() -> None:
     router = Told()
-    dispatcher = Dispatcher(router, 2, block_size=4, slo_itl_ns=1)
-    taught(dispatcher)
+    dispatcher = taught(giving(2, slo_itl_ns=8_500_000, router=router))
+    for number in range(5):
+        begin(dispatcher, f"answer {number}", 0, router)
+        assert len(router.work[-1]) == 1
+        assert dispatcher.hand_over(f"answer {number}") == 0
+    begin(dispatcher, "the sixth", 0, router)
+    assert dispatcher.hand_over("the sixth") is None, "one replica would be full with it"
+    begin(dispatcher, "the seventh", 1, router)
+    assert len(router.work[-1]) == 2
+
+
+def test_time_of_other_models_is_no_time_of_a_step() -> None:
+    router = Told()
+    dispatcher = giving(4, slo_itl_ns=40_000_000, router=router)
+    for number in range(300):
+        stats = step(number % 9, 32 * (number % 3))
+        dispatcher.on_step(replace(stats, ended_ns=stats.ended_ns + 30_000_000, waited_ns=30_000_000))
+    begin(dispatcher, "a", 0, router)
+    assert dispatcher.hand_over("a") is None
+
+
+def test_what_has_not_begun_or_has_ended_does_not_move() -> None:
+    router = Told()
+    dispatcher = taught(giving(4, slo_itl_ns=8_500_000, router=router))
+    choose(dispatcher, make_request("a", 40))
+    assert dispatcher.hand_over("a") is None
+    dispatcher.on_tokens("a", 1)
+    dispatcher.on_end("a")
+    assert dispatcher.hand_over("a") is None
+    assert dispatcher.hand_over("unknown") is None
+    assert [dispatcher.work_of(number) for number in range(4)] == [0, 0, 0, 0]
+
+
+def test_answers_stay_where_a_replica_gives_no_kv() -> None:
+    router = Told()
+    dispatcher = taught(giving(3, slo_itl_ns=8_500_000, router=router))
+    dispatcher.join()
     begin(dispatcher, "a", 0, router)
     assert dispatcher.hand_over("a") is None

@@ -10,11 +10,12 @@ from penstock.cluster import fleet as fleet_module
 from penstock.cluster.fleet import Fleet
 from penstock.config import ServerConfig
 from penstock.engine.bridge import Bridge
+from penstock.sched.routing import dispatcher
 from penstock.sched.routing.routers import PrefixAware
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
 from support.chaos.console import listen, say
-from support.cluster import SECRET, make_front
+from support.cluster import SECRET, Apart, make_front
 from support.deployments import deployment_of
 
 
@@ -68,7 +69,7 @@ def main() -> None:
 
     bridge = Bridge()
     listener = bind_socket("127.0.0.1", arguments.replica_port)
-    # No step holds this target, so answers move to other replicas as long as these have none.
+    dispatcher.Split = Apart
     fleet = CountingFleet(listener, secret=SECRET, router=PrefixAware(), clock=WallClock(), sink=bridge.deliver, slo_itl_ns=1)
     fleet.start()
     assert fleet.wait_for_model(60) is not None

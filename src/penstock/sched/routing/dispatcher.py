@@ -147,7 +147,7 @@ class Dispatcher:
 
     def _num_answering(self, numbers: Sequence[int]) -> int:
         """Return how many of these replicas, the first, should take no prompts."""
-        if self._split is None:
+        if self._split is None or not self._givers.issuperset(numbers):
             return 0
         return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
 
@@ -156,8 +156,8 @@ class Dispatcher:
         stays."""
         numbers, answers = [number for number in self.numbers if number not in but_not], self._ledger.answers
         answering = numbers[: self._num_answering(numbers)]
-        giver = self._ledger.replica_of(request_id)
-        if self._split is None or giver in answering or giver not in self._givers:
+        giver = self._ledger.answers_at(request_id)
+        if self._split is None or giver is None or giver in answering:
             return None
         most = self._split.most_answers
         chosen = max([number for number in answering if answers[number] < most], key=answers.__getitem__, default=None)

@@ -30,8 +30,10 @@ class Ledger:
         for counts in (self.work, self.answers):
             counts += [0] * (replica + 1 - len(counts))
 
-    def replica_of(self, request_id: str) -> int:
-        return self._entries[request_id].replica
+    def answers_at(self, request_id: str) -> int | None:
+        """Return the replica of an answer that has begun and not ended, else None."""
+        entry = self._entries.get(request_id)
+        return None if entry is None or not entry.has_started else entry.replica
 
     def send(self, request_id: str, replica: int, num_prefill_tokens: int, num_new_tokens: int) -> None:
         self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens)

@@ -20,22 +20,20 @@ class Split:
 
     def learn(self, stats: StepStats) -> None:
         """Learn from a step of any replica. Replicas are alike."""
-        counts = stats.counts
-        num_prefill_tokens, duration_ns = counts.num_tokens - counts.num_decodes, stats.ended_ns - stats.started_ns
+        counts, duration_ns = stats.counts, stats.ended_ns - stats.started_ns - stats.waited_ns
+        num_prefill_tokens = counts.num_tokens - counts.num_decodes
         self._cost.learn(StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs))
 
     def num_answering(self, num_replicas: int, num_answers: int) -> int:
-        """Return how many replicas should take answers and no prompts. 0: all take both."""
-        cost = self._cost
-        if num_replicas < 2 or not cost.is_known:
+        """Return how many replicas should take answers and no prompts. 0: all take both, also if answers need all replicas."""
+        cost, most = self._cost, self.most_answers
+        if not most or self._target_ns - cost.least_ns(num_answers / num_replicas) >= MIN_CHUNK_TOKENS * cost.token_ns(0):
             return 0
-        left_ns = self._target_ns - cost.least_ns(num_answers / num_replicas)
-        if left_ns >= MIN_CHUNK_TOKENS * cost.token_ns(0):
-            return 0
-        return min(num_replicas - 1, 1 + num_answers // self.most_answers)
+        num_needed = 1 + num_answers // most  # with room for one more
+        return num_needed if num_needed < num_replicas else 0
 
     @property
     def most_answers(self) -> int:
-        """The answers of one replica that get their tokens in time, at least 1."""
-        left_ns = self._target_ns - self._cost.fixed_ns
-        return max(1, int(left_ns / max(1.0, self._cost.decode_ns)))
+        """The answers of one replica that get their tokens in time. 0: not known yet, or none does."""
+        cost = self._cost
+        return max(0, int((self._target_ns - cost.fixed_ns) / cost.decode_ns)) if cost.decode_ns > 0 else 0
