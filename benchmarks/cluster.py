@@ -49,10 +49,11 @@ from penstock.config.components import DEFAULT_MODEL, ServerConfig, config_from
 from penstock.config.units import parse_size
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import locate, start_deployment
-from penstock.deploy.forecast import simulation_of
+from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.engine.bridge import Bridge
 from penstock.lab.client import send
+from penstock.lab.links import Link
 from penstock.lab.prompts import WORDS, write_prompts
 from penstock.lab.records import End, Sent
 from penstock.lab.target import Target
@@ -65,6 +66,8 @@ from penstock.serve.server import run_server
 HOST, SECRET, START_S, MAX_QUEUE = "127.0.0.1", b"a secret of benchmarks", 120.0, 4096
 STUBS = {"single server": 0, "front, 1 replica": 1, "front, 4 replicas": 4}
 ROWS, MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 32, 4096, 256
+LINK_BYTES_PER_S, LINK_NS = 8e9, 2_000_000
+"""Copies of KV on one machine, as `kv_transfer.py` measures them."""
 COMPARED = {"output tokens/s": "output_tokens_per_s", "TTFT, mean": "ttft_mean_s", "whole answer": "e2e_mean_s"}
 Figures = dict[str, float]
 Values = Mapping[str, Any]
@@ -224,7 +227,8 @@ def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapp
         paths = [Path(folder) / f"steps{number}.rec" for number in numbers]
         runs = pool.starmap(answer_made_up, [(path, PORT + number) for number, path in zip(numbers, paths, strict=True)])
         told = Told(paths[0], runs[0])
-    server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, max_tokens=None)
+    link = Link(bytes_per_token=kv_bytes_per_token(config_from(values)), bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)
+    server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, link=link, max_tokens=None)
     found: dict[str, Figures] = {}
     for name in args.routers:
         outcome = replace(server, make_router=find_router(name)).run(due)

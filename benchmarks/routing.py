@@ -150,7 +150,9 @@ def time_decisions() -> dict[str, float]:
     """Time decisions for prompts of 16,000 tokens. One replica holds the whole prompt, or its first half."""
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(50_000) for _ in range(DECISION_BLOCKS * BLOCK_SIZE)) for _ in range(DECISION_PROMPTS // 10)]
-    dispatcher = Dispatcher(PrefixAware(), DECISION_REPLICAS, BLOCK_SIZE)
+    dispatcher = Dispatcher(PrefixAware(), 0, BLOCK_SIZE)
+    for _ in range(DECISION_REPLICAS):
+        dispatcher.join(gives=True)
     tracemalloc.start()
     for number in range(DECISION_PROMPTS):
         if number < len(prompts):

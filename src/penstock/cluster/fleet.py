@@ -740,8 +740,9 @@ class Fleet:
             elif chunk.token_ids and not had_tokens:
                 begun.append(flight)
         for step in report.steps:
-            self._dispatcher.on_step(step)
-            self._observer.on_step(self._pooled(step, shift_ns))
+            pooled = self._pooled(step, shift_ns)
+            self._dispatcher.on_step(pooled)
+            self._observer.on_step(pooled)
         if first or gaps_ns:
             self._token_observer.on_tokens(first, gaps_ns)
         for chunk, flight in ended:

@@ -334,6 +334,21 @@ def test_time_of_other_models_is_no_time_of_a_step() -> None:
     assert dispatcher.hand_over("a") is None
 
 
+def test_prompts_that_need_more_replicas_than_are_left_go_to_all() -> None:
+    """Three of four are left to them. A step of 512 tokens takes a replica 256 ms for them."""
+    router = Told()
+    dispatcher = taught(giving(4, slo_itl_ns=8_500_000, router=router))
+    for num_busy, is_apart in ((2.5, True), (3.5, False), (0.5, True)):
+        for _ in range(4_000):
+            at_ns = dispatcher._split._last_ns + round(256_000_000 / num_busy)  # by 4,000 of them, ten minutes
+            stats = step(1, 512)
+            dispatcher.on_step(replace(stats, started_ns=at_ns - stats.ended_ns, ended_ns=at_ns))
+        name = f"answer {num_busy}"
+        begin(dispatcher, name, 0, router)
+        assert (dispatcher.hand_over(name) == 0) == is_apart
+        dispatcher.on_end(name)
+
+
 def test_what_has_not_begun_or_has_ended_does_not_move() -> None:
     router = Told()
     dispatcher = taught(giving(4, slo_itl_ns=8_500_000, router=router))

@@ -7,9 +7,14 @@ target. So as many replicas as the answers need take no prompts, and the others 
 
 from __future__ import annotations
 
+import math
+
 from penstock.sched.policies.base import StepRecord
 from penstock.sched.policies.budgets import MIN_CHUNK_TOKENS, StepCost
 from penstock.types.stats import StepStats
+
+MEMORY_NS = 120_000_000_000
+"""Time over which the work of prompts is averaged."""
 
 
 class Split:
@@ -17,20 +22,28 @@ class Split:
         """`slo_itl_ns`: the target between tokens."""
         self._target_ns = slo_itl_ns
         self._cost = StepCost()
+        self._prompts_ns = 0.0
+        """Time of all replicas for tokens of prompts. What is `MEMORY_NS` ago counts as a third, and so on."""
+        self._last_ns = 0
 
     def learn(self, stats: StepStats) -> None:
-        """Learn from a step of any replica. Replicas are alike."""
-        counts, duration_ns = stats.counts, stats.ended_ns - stats.started_ns - stats.waited_ns
+        """Learn from a step of any replica. Replicas are alike, and their times are of one clock."""
+        counts, duration_ns, cost = stats.counts, stats.ended_ns - stats.started_ns - stats.waited_ns, self._cost
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
-        self._cost.learn(StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs))
+        cost.learn(StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs))
+        past_ns, self._last_ns = max(0, stats.ended_ns - self._last_ns), max(stats.ended_ns, self._last_ns)
+        self._prompts_ns *= math.exp(-past_ns / MEMORY_NS)
+        self._prompts_ns += cost.prefill_ns * num_prefill_tokens + cost.attention_ns * counts.num_prefill_pairs
 
     def num_answering(self, num_replicas: int, num_answers: int) -> int:
-        """Return how many replicas should take answers and no prompts. 0: all take both, also if answers need all replicas."""
+        """Return how many replicas should take answers and no prompts. 0: all take both, also if prompts need more than the
+        others."""
         cost, most = self._cost, self.most_answers
         if not most or self._target_ns - cost.least_ns(num_answers / num_replicas) >= MIN_CHUNK_TOKENS * cost.token_ns(0):
             return 0
         num_needed = 1 + num_answers // most  # with room for one more
-        return num_needed if num_needed < num_replicas else 0
+        num_others = num_replicas - num_needed
+        return num_needed if num_others > 0 and self._prompts_ns <= num_others * MEMORY_NS else 0
 
     @property
     def most_answers(self) -> int:
