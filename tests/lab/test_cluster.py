@@ -24,6 +24,7 @@ from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, Roun
 from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.plan import Capacity, StepPlan, StepShape
 from penstock.types.stats import EngineLoad
+from support.cluster import Apart
 
 CAPACITY = Capacity(num_blocks=129, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
 SETTINGS = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=None)
@@ -333,3 +334,52 @@ def test_a_client_may_leave_while_its_kv_comes() -> None:
     records = cluster(num_replicas=2, link=link, make_router=RoundRobin).run(of(*jobs, prefix_block_tokens=64)).records
     assert [record.end for record in records] == [End.OK, End.CANCELLED]
     assert records[1].ended_ns == 510 * MS
+
+
+def test_answers_that_move_end_whatever_their_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four replicas take answers. Some clients leave while their KV is on its way."""
+    monkeypatch.setattr("penstock.sched.routing.dispatcher.Split", Apart)
+    fronts: list[Front] = []
+
+    def make_front(*args: Any, **words: Any) -> Front:
+        fronts.append(Front(*args, **words))
+        return fronts[-1]
+
+    monkeypatch.setattr("penstock.lab.simulation.Front", make_front)
+    jobs = [
+        Job(
+            arrival_ns=k * 3 * MS,
+            num_prompt_tokens=30 + k % 60,
+            num_output_tokens=1 + k % 30,
+            cancelled_ns=k * 3 * MS + k % 150 * MS if k % 3 == 0 else None,
+        )
+        for k in range(200)
+    ]
+    link = Link(bytes_per_token=1000, bytes_per_s=1e7, latency_ns=20 * MS)
+    settings = replace(SETTINGS, slo_itl_ns=1)
+    runs = [cluster(settings=settings, num_replicas=4, link=link).run(of(*jobs)) for _ in range(2)]
+    assert runs[0].records == runs[1].records
+    ends = Counter(record.end for record in runs[0].records)
+    assert set(ends) == {End.OK, End.CANCELLED}
+    assert min(ends.values()) > 10
+    served = [(record, jobs[record.index]) for record in runs[0].records if record.end is End.OK]
+    assert all(record.num_output_tokens == job.num_output_tokens for record, job in served)
+    moved = [record for record, job in served if job.num_output_tokens > 1]
+    assert min(record.gaps_ns[0] for record in moved) > 20 * MS, "the second token comes after the KV"
+    are_used = [timeline.max_held > 0 for timeline in runs[0].timelines.values()]
+    assert are_used == [True, False, True, True], "the first is filled before the second"
+    for front in fronts:
+        ledger = front.dispatcher._ledger
+        assert (ledger.work, ledger.answers, ledger._entries) == ([0] * 4, [0] * 4, {})
+
+
+def test_an_answer_that_moved_computes_no_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sched.routing.dispatcher.Split", Apart)
+    job, plans = Job(arrival_ns=0, num_prompt_tokens=60, num_output_tokens=4), list[StepPlan]()
+    outcome = cluster(settings=replace(SETTINGS, slo_itl_ns=1), num_replicas=2, link=LINK).run(of(job), on_plan=plans.append)
+    shapes = [[(row.query_len, row.context_len) for row in plan.rows] for plan in plans]
+    assert shapes == [[(60, 0)], [(1, 60)], [(1, 61)], [(1, 62)]]
+    (record,), (stats,) = outcome.records, outcome.ended
+    assert list(record.gaps_ns) == [60 * 1000 + 2 * MS + cost((1, 60)), cost((1, 61)), cost((1, 62))]
+    assert (record.end, record.num_output_tokens, record.num_prompt_tokens) == (End.OK, 4, 60)
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (60, 4)
