@@ -22,9 +22,10 @@ def conversations() -> Workload:
 
 def test_a_router_that_knows_prefixes_is_nearer_to_one_cache(conversations: Workload) -> None:
     figures = routing.compare(conversations, ["least-work", "prefix"], num_replicas=3, num_blocks=300, load=0.5)
-    assert list(figures) == ["one cache", "least-work", "prefix"]
+    assert list(figures) == ["one cache", "least-work, apart", "least-work", "prefix, apart", "prefix"]
     assert all(one["served"] == 80 for one in figures.values())
-    assert figures["least-work"]["found"] < 0.8 * figures["prefix"]["found"]
+    assert figures["least-work, apart"]["found"] < 0.8 * figures["prefix, apart"]["found"]
+    assert figures["least-work"]["found"] > 1.2 * figures["least-work, apart"]["found"]
     assert figures["prefix"]["found"] <= figures["one cache"]["found"] + 0.01
 
 

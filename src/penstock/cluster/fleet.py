@@ -544,10 +544,7 @@ class Fleet:
     def _send(self, group: Sequence[_Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
-        unready = self._unready()
-        ids = {flight.request.request_id for flight in group}
-        # One that is yet to end the request may not get it again under the same id.
-        unready |= {number for number, replica in self._by_number.items() if replica.leaving & ids}
+        unready = self._unready_for({flight.request.request_id for flight in group})
         if dispatcher is None or len(unready) == len(self._by_number):
             for flight in group:
                 flight.since_ns = flight.since_ns or now_ns
@@ -594,10 +591,11 @@ class Fleet:
         assert giver is not None, "it was sent"
         sampling = request.sampling
         # Beams share their KV, and a prompt that is scored is never found in a cache.
-        if flight.abort_detail is not None or sampling.beams is not None or sampling.prompt_logprobs is not None:
+        stays = sampling.beams is not None or sampling.prompt_logprobs is not None
+        if self._slo_itl_ns is None or flight.abort_detail is not None or stays:
             return
         work = {number: dispatcher.work_of(number) for number in dispatcher.numbers}
-        if (number := dispatcher.hand_over(request.request_id, self._unready())) is None:
+        if (number := dispatcher.hand_over(request.request_id, self._unready_for({request.request_id}))) is None:
             return
         giver.leaving.add(request.request_id)
         giver.link.send(Abort(request.request_id, "it goes on at another replica"))
@@ -610,8 +608,10 @@ class Fleet:
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [work_of(request)], source))
 
-    def _unready(self) -> set[int]:
-        return {number for number, replica in self._by_number.items() if not replica.is_ready}
+    def _unready_for(self, request_ids: set[str]) -> set[int]:
+        """Return the replicas that can't take these requests now: also those that are yet to end them under the same id."""
+        replicas = self._by_number.items()
+        return {number for number, replica in replicas if not replica.is_ready or replica.leaving & request_ids}
 
     def _source(self, choice: Choice) -> Source | None:
         """Return where the chosen replica may fetch KV of the prompt, or None."""

@@ -23,7 +23,7 @@ class Split:
         self._target_ns = slo_itl_ns
         self._cost = StepCost()
         self._prompts_ns = 0.0
-        """Time of all replicas for tokens of prompts. What is `MEMORY_NS` ago counts as a third, and so on."""
+        """Time of all replicas for tokens of prompts. Work of `MEMORY_NS` ago counts as a third of its time."""
         self._last_ns = 0
 
     def learn(self, stats: StepStats) -> None:
