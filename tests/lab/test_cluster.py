@@ -105,19 +105,25 @@ def test_turns_of_a_conversation_stay_together(make_router: Callable[[], Router]
     assert ([record.num_cached_tokens for record in records] == [0, 0, 0, 57, 57, 57]) == are_together
 
 
+@pytest.fixture
+def fronts(monkeypatch: pytest.MonkeyPatch) -> list[Front]:
+    """The fronts that are made from now on."""
+    made: list[Front] = []
+
+    def make_front(*args: Any, **words: Any) -> Front:
+        made.append(Front(*args, **words))
+        return made[-1]
+
+    monkeypatch.setattr("penstock.lab.simulation.Front", make_front)
+    return made
+
+
 @pytest.mark.parametrize("num_prefill_replicas", [0, 3])
 @pytest.mark.parametrize("make_router", [LeastWork, PrefixAware])
 def test_a_router_keeps_nothing_of_requests_that_ended(
-    make_router: Callable[[], Router], num_prefill_replicas: int, monkeypatch: pytest.MonkeyPatch
+    make_router: Callable[[], Router], num_prefill_replicas: int, fronts: list[Front]
 ) -> None:
     """Some are served, others refused, cancelled or late. The router knows of the caches what they hold."""
-    fronts: list[Front] = []
-
-    def make_front(*args: Any, **words: Any) -> Front:
-        fronts.append(Front(*args, **words))
-        return fronts[-1]
-
-    monkeypatch.setattr("penstock.lab.simulation.Front", make_front)
     jobs = [
         Job(
             arrival_ns=k * 4 * MS,
@@ -336,16 +342,9 @@ def test_a_client_may_leave_while_its_kv_comes() -> None:
     assert records[1].ended_ns == 510 * MS
 
 
-def test_answers_that_move_end_whatever_their_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_move_end_whatever_their_clients_do(monkeypatch: pytest.MonkeyPatch, fronts: list[Front]) -> None:
     """Two of four replicas take answers. Some clients leave while their KV is on its way."""
     monkeypatch.setattr("penstock.sched.routing.dispatcher.Split", Apart)
-    fronts: list[Front] = []
-
-    def make_front(*args: Any, **words: Any) -> Front:
-        fronts.append(Front(*args, **words))
-        return fronts[-1]
-
-    monkeypatch.setattr("penstock.lab.simulation.Front", make_front)
     jobs = [
         Job(
             arrival_ns=k * 3 * MS,

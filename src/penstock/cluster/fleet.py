@@ -609,7 +609,7 @@ class Fleet:
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [work_of(request)], source))
 
     def _unready_for(self, request_ids: set[str]) -> set[int]:
-        """Return the replicas that can't take these requests now: also those that are yet to end them under the same id."""
+        """Return the replicas that can't take these requests now: they are not ready, or have not told the requests' end."""
         replicas = self._by_number.items()
         return {number for number, replica in replicas if not replica.is_ready or replica.leaving & request_ids}
 

@@ -328,7 +328,7 @@ class Fetcher:
         giver.send(_Taken(skipped + len(sources)))
         num_filled = 0
         unwanted = memoryview(bytearray(memory.block_bytes))
-        with suppress(_Late):  # those that came are whole
+        with suppress(_Late):  # the blocks that came before are whole
             for _ in range(skipped):
                 giver.read_into(unwanted)
             for block_id, _ in zip(block_ids, sources, strict=False):

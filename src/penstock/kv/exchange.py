@@ -90,13 +90,13 @@ class Exchange:
         return block_ids
 
     def note_group(self, block_ids: Sequence[int], group: Hashable) -> None:
-        """Note the group of blocks that a request gives back, for those that stay held here."""
+        """Note the group of blocks that a request gives back, in case some are still held here."""
         for block_id in block_ids:
             if block_id in self.held:
                 self._groups[block_id] = group
 
     def make_room(self, span: Span) -> Room:
-        """Hold what is there of a span, and blocks for the rest: at most half of those that nobody holds."""
+        """Hold the blocks of a span that are there, and free blocks for the others: at most half of the free ones."""
         found = self.offer(span)
         block_ids = self._take(min(span.num_blocks - len(found), self._pool.num_available // 2))
         self.held.update(block_ids)

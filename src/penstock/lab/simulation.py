@@ -199,6 +199,8 @@ class _Fleet:
         if simulation.num_prefill_replicas:
             kind, count = "prefill", simulation.num_prefill_replicas
         self._front: Front | None = None
+        have_links = simulation.link is not None and kind != "prefill"
+        self._moves_answers = have_links and simulation.slo_itl_ns is not None
         self.crew: Crew | None = None
         if count == 1 and simulation.scaling is None:
             self._make(kind, 0)
@@ -211,7 +213,7 @@ class _Fleet:
                 make,
                 has_prefix_caching=has_prefix_caching,
                 slo_itl_ns=simulation.slo_itl_ns,
-                have_links=simulation.link is not None and kind != "prefill",
+                have_links=have_links,
             )
             for _ in range(count):
                 self._front.join()
@@ -229,7 +231,7 @@ class _Fleet:
         self._prefilled: dict[str, RequestStats] = {}
         """Id of a call that was moved with its first token -> the stats of the replica before."""
         self._left: dict[str, set[str]] = {name: set() for name in self._names}
-        """Replica -> ids of calls that were moved from there, of which it is yet to tell the end."""
+        """Replica -> ids of calls that have moved away, and whose end it has not told yet."""
         self._moving: set[str] = set()
         self._fetching: dict[str, Request] = {}
         """Id of a call that waits for KV from another replica -> the request that begins then."""
@@ -294,7 +296,8 @@ class _Fleet:
             self._front.tell(self._numbers[name], events, ended)
         for event in events:
             if event.finish_reason is None:
-                self._hand_over(name, event.request_id)
+                if self._moves_answers:
+                    self._hand_over(name, event.request_id)
                 continue
             request_id = event.request_id
             stats = ended.pop(request_id)
@@ -307,7 +310,7 @@ class _Fleet:
                 self._end(event, stats)
 
     def _without_moved(self, name: str, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Return the events of calls that are still at this replica, and take the stats of those that were moved."""
+        """Return the events of calls that are still at this replica, and keep the stats of calls that have moved away."""
         left, ended = self._left[name], self.servers[name].ended
         for event in events:
             if event.request_id in left and event.finish_reason is not None:
@@ -358,7 +361,7 @@ class _Fleet:
     def _hand_over(self, name: str, request_id: str) -> None:
         """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
         call = self._traffic.calls[request_id]
-        if self._front is None or self._decode_names or call.gaps_ns or call.request.sampling.max_tokens == 1:
+        if self._front is None or call.gaps_ns or call.request.sampling.max_tokens == 1:
             return
         number = self._front.dispatcher.hand_over(request_id, () if self.crew is None else self.crew.draining)
         if number is not None:
