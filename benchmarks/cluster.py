@@ -3,6 +3,7 @@
     python benchmarks/cluster.py overhead                                     # stubs without a model
     python benchmarks/cluster.py routers --workload sharegpt --replicas 2     # replicas of smollm2:135m, a thread each
     python benchmarks/cluster.py routers --workload mooncake --simulated      # beside the simulation of the same requests
+    python benchmarks/cluster.py stubs --replicas 64 --requests 1500          # steps of a large model, and the simulation
 
 `overhead` compares a single server, a front with one replica and a front with four, in turn. Each is a process that computes
 hashes instead of a model. The client sends `--rate` requests per second, 100 words each, for 4 tokens. CPU time is that of the
@@ -13,7 +14,12 @@ process that speaks HTTP, which in the single server includes the engine. Figure
 With `--simulated`, the cost model is fitted to made-up requests to servers with one thread, as many at once as there are
 replicas; an error is simulated / real - 1. Client, front and replicas share the machine: with fewer cores than processes, they
 slow each other more than those servers do.
-The last line is one JSON object.
+
+`stubs` sends them to replicas that compute hashes, and take for each step as long as 8 billion 4-bit weights on 16 cores would
+(`split.py`). The simulation has the same step times, and gives the rate for `--load`.
+
+`power-of-two` and `ray`, the rule of Ray Serve's router for prefixes, are in `other_routers.py`. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -25,126 +31,42 @@ import os
 import random
 import sys
 import tempfile
-import threading
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cluster_processes import MAX_QUEUE, Stub, Values, send_all, started
+from other_routers import OTHERS, router_of
 from printed import origin, table
-from routing import ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read
+from routing import BLOCK_SIZE, MAX_STEP_TOKENS, ROUTERS, WORKLOADS, at_rate, figures_of, print_comparison, read, serve
 from simulated_and_real import PORT, Run, Told, measure
+from split import MACHINES
 from workloads import DEFAULT_TRACES, read_tokenizer
 
-from penstock.clock import WallClock
-from penstock.cluster.fleet import Fleet
-from penstock.cluster.front import serve_replicas
-from penstock.cluster.process import ReplicaThread
-from penstock.config.components import DEFAULT_MODEL, ServerConfig, config_from
+from penstock.config.components import DEFAULT_MODEL, config_from
 from penstock.config.units import parse_size
-from penstock.deploy.deployment import Deployment
-from penstock.deploy.factory import locate, start_deployment
+from penstock.deploy.factory import locate
 from penstock.deploy.forecast import kv_bytes_per_token, simulation_of
-from penstock.deploy.resources import MemoryBudget, Resources
-from penstock.engine.bridge import Bridge
-from penstock.lab.client import send
 from penstock.lab.links import Link
 from penstock.lab.prompts import WORDS, write_prompts
-from penstock.lab.records import End, Sent
-from penstock.lab.target import Target
+from penstock.lab.records import Sent
+from penstock.lab.simulation import Simulation
 from penstock.lab.transforms import cap_lengths
 from penstock.lab.workload import Job, Workload
-from penstock.sched.routing.routers import find_router
-from penstock.serve.http.listener import bind_socket
-from penstock.serve.server import run_server
+from penstock.sched.policies.presets import make_policies
+from penstock.types.plan import Capacity
 
-HOST, SECRET, START_S, MAX_QUEUE = "127.0.0.1", b"a secret of benchmarks", 120.0, 4096
 STUBS = {"single server": 0, "front, 1 replica": 1, "front, 4 replicas": 4}
 ROWS, MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 32, 4096, 256
 LINK_BYTES_PER_S, LINK_NS = 8e9, 2_000_000
 """Copies of KV on one machine, as `kv_transfer.py` measures them."""
 COMPARED = {"output tokens/s": "output_tokens_per_s", "TTFT, mean": "ttft_mean_s", "whole answer": "e2e_mean_s"}
+STUB_LINK = Link(bytes_per_token=8, bytes_per_s=LINK_BYTES_PER_S, latency_ns=LINK_NS)
+"""A stub's block has 8 bytes of KV for each token."""
 Figures = dict[str, float]
-Values = Mapping[str, Any]
-"""Settings by key. A stub has None instead."""
-
-
-def serve(port: int, replica_port: int, num_replicas: int, router: str, values: Values | None) -> None:
-    """Serve HTTP until a signal: as a front once all replicas have come, or alone if their number is 0."""
-    from support.cluster import make_front
-    from support.deployments import deployment_of
-    from support.server.harness import make_runtime
-
-    if num_replicas == 0:
-        config = None if values is None else config_from(values)
-        deployment = deployment_of(make_runtime(max_queue=MAX_QUEUE)) if config is None else start_deployment([config])
-    else:
-        bridge, clock, make_router = Bridge(), WallClock(), find_router(router)
-        fleet = Fleet(bind_socket(HOST, replica_port), secret=SECRET, router=make_router(), clock=clock, sink=bridge.deliver)
-        fleet.start()
-        while fleet.num_replicas < num_replicas:
-            time.sleep(0.02)
-        if values is None:
-            deployment = deployment_of(make_front(fleet, bridge, max_queue=MAX_QUEUE))
-        else:
-            config, machine = config_from(values), Resources(num_models=num_replicas).machine("")
-            served = serve_replicas(config, locate(config), fleet, bridge, machine)
-            deployment = Deployment([served], MemoryBudget())
-            deployment.start([served])
-    http = ServerConfig(port=port, shutdown_timeout_s=1.0)
-    run_server(deployment, http, listener=bind_socket(HOST, port), announce=lambda _: None)
-
-
-def serve_replica(replica_port: int, name: str, num_replicas: int, values: Values | None) -> None:
-    if values is None:
-        from support.cluster import ThreadedReplica
-
-        ThreadedReplica(replica_port, name, secret=SECRET, max_queue=MAX_QUEUE)
-    else:
-        ReplicaThread(config_from(values), name=name, front=(HOST, replica_port), secret=SECRET, num_beside=num_replicas)
-    threading.Event().wait()
-
-
-@contextmanager
-def started(num_replicas: int, router: str, values: Values | None) -> Iterator[tuple[str, int]]:
-    """Start a server and replicas. Return its URL and the id of its process."""
-    with bind_socket(HOST, 0) as one, bind_socket(HOST, 0) as other:
-        port, replica_port = one.getsockname()[1], other.getsockname()[1]
-    make = multiprocessing.get_context("spawn").Process
-    processes = [make(target=serve, args=(port, replica_port, num_replicas, router, values))]
-    names = [f"r{number}" for number in range(num_replicas)]
-    processes += [make(target=serve_replica, args=(replica_port, name, num_replicas, values)) for name in names]
-    for process in processes:
-        process.start()
-    url, end_s = f"http://{HOST}:{port}", time.monotonic() + START_S
-    try:
-        while time.monotonic() < end_s and all(process.is_alive() for process in processes):
-            with suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=10):
-                break
-            time.sleep(0.1)
-        else:
-            raise SystemExit("a server or a replica did not start")
-        yield url, processes[0].pid or 0
-        if not all(process.is_alive() for process in processes):
-            raise SystemExit("a process ended during the run")
-    finally:
-        for process in processes:  # the front before its replicas
-            process.terminate()
-            process.join(10)
-            process.kill()
-
-
-def send_all(workload: Workload, url: str, model: str) -> Sent:
-    sent = send(workload, Target(url=url, model=model))
-    failed = [record for record in sent.records if record.end is not End.OK]
-    if failed:
-        print(f"{len(failed)} of {len(sent.records)} requests failed: {failed[0].error}", file=sys.stderr, flush=True)
-    return sent
 
 
 def requests(count: int, rate: float, seed: int) -> Workload:
@@ -159,7 +81,7 @@ def cpu_s(pid: int) -> float:
 
 
 def overhead_of(num_replicas: int, rate: float, seconds: float) -> Figures:
-    with started(num_replicas, "prefix", None) as (url, pid):
+    with started(num_replicas, "prefix", Stub()) as (url, pid):
         send_all(requests(round(rate), rate, seed=1), url, "toy")
         before_s = cpu_s(pid)
         records = send_all(requests(round(rate * seconds), rate, seed=2), url, "toy").records
@@ -187,11 +109,12 @@ def medians(some: Sequence[Figures]) -> Figures:
     return {name: median(one[name] for one in some) for name in some[0]}
 
 
-def sent_to(num_replicas: int, router: str, values: Values, workload: Workload) -> Sent:
+def sent_to(num_replicas: int, router: str, what: Values | Stub, workload: Workload) -> Sent:
     """Send the workload to new processes, once they have answered some short requests."""
-    with started(num_replicas, router, values) as (url, _):
-        send_all(requests(4 * max(1, num_replicas), 1e9, seed=3), url, DEFAULT_MODEL)
-        return send_all(workload, url, DEFAULT_MODEL)
+    model = "toy" if isinstance(what, Stub) else DEFAULT_MODEL
+    with started(num_replicas, router, what) as (url, _):
+        send_all(requests(4 * max(1, num_replicas), 1e9, seed=3), url, model)
+        return send_all(workload, url, model)
 
 
 def compare_routers(args: argparse.Namespace, values: Values) -> tuple[dict[str, Figures], Workload]:
@@ -216,6 +139,40 @@ def compare_routers(args: argparse.Namespace, values: Values) -> tuple[dict[str,
     return found, due
 
 
+def compare_stubs(args: argparse.Namespace) -> dict[str, dict[str, Figures]]:
+    """Return the figures of each router with stubs, and those of the simulation of the same requests."""
+    from support.server.harness import make_tokenizer
+
+    num, cost = args.replicas, MACHINES["large"].cost
+    capacity = Capacity(1 + WORKLOADS[args.workload], BLOCK_SIZE, ROWS, MAX_STEP_TOKENS, max_model_len=16_384)
+    made = cap_lengths(
+        read(args.workload, args.traces, args.requests),
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        max_output_tokens=MAX_OUTPUT_TOKENS,
+    )
+    one = Simulation(capacity=capacity, make_policies=make_policies, cost=cost, max_tokens=None)
+    all_of_them = replace(one, num_replicas=num, link=STUB_LINK)
+    rate = args.rate or args.load * replace(all_of_them, make_router=router_of("least-work")).capacity_per_s(made)
+    due = write_prompts(at_rate(made, rate), make_tokenizer())
+    real, simulated = dict[str, Figures](), dict[str, Figures]()
+    for name in args.routers:
+        simulated[name] = serve(replace(all_of_them, make_router=router_of(name)), due)
+        sent = sent_to(num, name, Stub(capacity, cost), due)
+        real[name] = figures_of(sent.records, sent.duration_ns)
+        print(name, real[name], file=sys.stderr, flush=True)
+    print_comparison(f"{args.workload}, {rate:.3g} requests/s, {num} stubs", len(due.jobs), real)
+    print_comparison(f"{args.workload}, simulated", len(due.jobs), simulated)
+    print_errors(simulated, real)
+    return {"real": real, "simulated": simulated}
+
+
+def print_errors(simulated: Mapping[str, Figures], real: Mapping[str, Figures]) -> None:
+    errors = [
+        (name, *(f"{one[key] / real[name][key] - 1:+.1%}" for key in COMPARED.values())) for name, one in simulated.items()
+    ]
+    print(table(("error of the simulation", *COMPARED), errors), end="\n\n")
+
+
 def answer_made_up(path: Path, port: int) -> list[Run]:
     tokenizer = read_tokenizer(locate(config_from({})).path)
     return measure("penstock", {}, tokenizer, 1, path, ["--threads", "1"], port)
@@ -231,24 +188,23 @@ def simulate(args: argparse.Namespace, values: Values, due: Workload, real: Mapp
     server = replace(simulation_of(config_from(values), told.cost), num_replicas=args.replicas, link=link, max_tokens=None)
     found: dict[str, Figures] = {}
     for name in args.routers:
-        outcome = replace(server, make_router=find_router(name)).run(due)
+        outcome = replace(server, make_router=router_of(name)).run(due)
         found[name] = figures_of(outcome.records, outcome.duration_ns)
         for key in ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s"):
             found[name][key] += told.front_ns / 1e9
     print_comparison(f"{args.workload}, simulated", len(due.jobs), found)
-    errors = [(name, *(f"{one[key] / real[name][key] - 1:+.1%}" for key in COMPARED.values())) for name, one in found.items()]
-    print(table(("error of the simulation", *COMPARED), errors), end="\n\n")
+    print_errors(found, real)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "routers"))
+    parser.add_argument("what", choices=("overhead", "routers", "stubs"))
     parser.add_argument("--rate", type=float, help="requests per second (overhead: 200; routers: as --load says)")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeat", type=int, help="rounds (overhead: 3, routers: 1)")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="sharegpt")
-    parser.add_argument("--routers", nargs="+", default=ROUTERS)
+    parser.add_argument("--routers", nargs="+", default=(*ROUTERS, *OTHERS))
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--load", type=float, default=0.8)
@@ -261,6 +217,8 @@ def main() -> None:
     figures: dict[str, Any] = {"benchmark": f"cluster {args.what}"}
     if args.what == "overhead":
         figures |= compare_overhead(args.rate or 200.0, args.seconds, args.repeat)
+    elif args.what == "stubs":
+        figures |= compare_stubs(args)
     else:
         values = {"threads": 1, "kv_cache_memory": args.kv_cache_memory, "max_num_seqs": ROWS, "max_queue": MAX_QUEUE}
         figures["real"], due = compare_routers(args, values)

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from other_routers import OTHERS, router_of
 from printed import origin, percent, table
 from workloads import DEFAULT_TRACES, trace_file
 
@@ -43,7 +44,7 @@ from penstock.lab.transforms import divide_lengths, first, share_prefix, speed, 
 from penstock.lab.workload import Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.routing.dispatcher import Dispatcher
-from penstock.sched.routing.routers import PrefixAware, find_router
+from penstock.sched.routing.routers import PrefixAware
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -117,14 +118,14 @@ def compare(
     one = Simulation(capacity=capacity, make_policies=make_policies)
     apart = replace(one, num_replicas=num_replicas)
     linked = replace(apart, link=Link(bytes_per_token=KV_BYTES_PER_TOKEN, bytes_per_s=LINK_BYTES_PER_S, latency_ns=1_000_000))
-    rate = replace(apart, make_router=find_router("least-work")).capacity_per_s(workload)
+    rate = replace(apart, make_router=router_of("least-work")).capacity_per_s(workload)
     due = at_rate(workload, load * rate)
     whole = Capacity(1 + num_replicas * num_blocks, BLOCK_SIZE, num_replicas * MAX_ROWS, num_replicas * MAX_STEP_TOKENS, 16_384)
     figures = {"one cache": serve(replace(one, capacity=whole, cost=times_as_fast(num_replicas)), due)}
     for name in routers:
-        figures[f"{name}, apart"] = serve(replace(apart, make_router=find_router(name)), due)
+        figures[f"{name}, apart"] = serve(replace(apart, make_router=router_of(name)), due)
         if name != "round-robin":
-            figures[name] = serve(replace(linked, make_router=find_router(name)), due)
+            figures[name] = serve(replace(linked, make_router=router_of(name)), due)
     return figures
 
 
@@ -191,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decisions", action="store_true", help="time decisions instead of simulating")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--routers", nargs="+", default=ROUTERS, help="names, or classes of your own (docs/simulate.md)")
+    parser.add_argument("--routers", nargs="+", default=(*ROUTERS, *OTHERS), help="or classes of your own (docs/simulate.md)")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=1_500)
     parser.add_argument("--load", type=float, default=0.8)

@@ -120,6 +120,7 @@ class Dispatcher:
             work=tuple(work),
             held=tuple([depth * self._block_size for depth in depths]),
             prefix=names[deepest - 1] if (deepest := max(depths)) else 0,
+            names=names,
         )
         chosen = self._ask(arrival, loads)
         number, ahead = numbers[chosen], arrival.work

@@ -30,6 +30,8 @@ class Arrival:
     """Tokens at the beginning of the prompt that each replica holds, or will hold once it has computed what it was sent."""
     prefix: int
     """Name of the longest beginning of the prompt that a replica holds; 0: none does."""
+    names: Sequence[int] = ()
+    """Names of the prompt's whole blocks, each of the tokens up to its end: equal beginnings have equal names."""
 
 
 class Router(Protocol):
