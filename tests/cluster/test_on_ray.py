@@ -99,6 +99,28 @@ def listens(pid: int, address: str) -> bool:
     return any(f"socket:[{inode}]" in links for inode in inodes)
 
 
+def test_a_changed_file_replaces_the_model_and_no_answer_is_lost(alone: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("max_num_seqs = 16\n")
+    with (
+        up("--config", str(file), log=tmp_path / "log") as url,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        before = set(replicas(url))
+        answers = [pool.submit(ask, url, 900) for _ in range(4)]
+        wait_until(lambda: next(iter(replicas(url).values()))["requests_running"], 60)
+        file.write_text("max_num_seqs = 8\n")
+        command = [sys.executable, "-m", "penstock", "cluster", "update", url]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert told.stdout == f"{MODEL}: replaced\n"
+        after = set(replicas(url))
+        assert after
+        assert not after & before
+        assert alone.startswith(ask(url))
+        assert [answer.result(120) for answer in answers] == [alone] * 4
+        wait_until(lambda: len(pids_of_replicas()) == 1, 60)
+
+
 def test_the_number_of_replicas_follows_the_load(tmp_path: Path) -> None:
     with up("--replicas", "1", "--max-replicas", "2", log=tmp_path / "log") as url:
         is_enough = threading.Event()

@@ -556,6 +556,70 @@ BUDGET_BYTES = 4
 names = st.sampled_from(NAMES)
 
 
+def successor(world: World, name: str, load_name: str) -> ServedModel:
+    """Another model to be served by this name."""
+    world.sizes[load_name] = 0
+    made = world.of[load_name] = ServedModel(
+        names=(name,),
+        metrics=world.of[name].metrics,
+        load=lambda: world.load(load_name),
+        plan=lambda: world.share(load_name),
+    )
+    return made
+
+
+def test_a_replaced_model_keeps_its_users_and_its_name_goes_to_the_new_one() -> None:
+    world = World()
+    (old,) = world.loaded("a")
+    new, deployment = successor(world, "a", "A"), world.deployment
+    with old.using():
+        before = world.of["a"]
+        deployment.change([new, world.of["b"]])
+        assert deployment.find("a") is deployment.default is new
+        assert deployment.find("c") is None, "it was left out, and was not loaded"
+        deployment.tend()
+        with pytest.raises(ModelAway):
+            before.answerer()
+        assert deployment.want(before).result(0) is new.running, "who had found the old one gets the new one"
+        assert (world.closed, old in deployment.running) == ([], True)
+    deployment.tend()
+    assert world.closed == [("a", 0)]
+    assert deployment.running == (new.running,)
+
+
+def test_a_request_for_a_model_that_was_left_out_is_refused() -> None:
+    world = World()
+    world.loaded("a", "b")
+    gone = world.of["a"]
+    with gone.answerer().using():
+        world.deployment.change([world.of["b"]])
+        with pytest.raises(Rejected, match="not served any more"):
+            world.deployment.want(gone).result(0)
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_a_change_that_fails_leaves_all_as_it_was(is_closing: bool) -> None:
+    world = World()
+    world.loaded("a")
+    served, deployment = world.deployment.served, world.deployment
+    first, second = successor(world, "a", "A"), successor(world, "b", "B")
+    if is_closing:
+        deployment.drain()
+    else:
+        world.errors["B"] = ModelError("broken")
+    with pytest.raises(Rejected if is_closing else ModelError):
+        deployment.change([first, second])
+    assert deployment.served == served
+    assert deployment.find("a") is served[0]
+    assert ("A", 0) in world.closed, "what was loaded for it is closed"
+
+
+def test_a_change_to_two_models_of_one_name_is_refused() -> None:
+    world = World()
+    with pytest.raises(ConfigError, match="Two models are served as 'a'"):
+        world.deployment.change([world.of["a"], successor(world, "a", "A")])
+
+
 class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
+from support.cluster import cluster
 from support.page.servers import speaking
 from support.server.harness import make_runtime, wait_until
 
@@ -180,3 +181,11 @@ def test_under_a_key_it_asks_once_and_goes_on(browser):
         figure(browser, "Running", "0")
         assert browser.text("#live-status") == ""
         assert [message for message in browser.complaints() if "401" not in message] == []
+
+
+def test_a_cluster_shows_its_replicas_in_place_of_one_cache(browser):
+    with cluster() as made:
+        browser.open(f"{made.server.url}/#live")
+        browser.wait_text("#replicas", "r0")
+        browser.wait_text("#replicas", "r1")
+        assert browser.run("return getComputedStyle(document.querySelector('#kv-panel')).display") == "none"

@@ -456,7 +456,7 @@ async def test_an_admin_loads_and_unloads_models():
         for _ in range(2):  # what is done already is done
             assert (await world.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
         assert await states_of(world) == {"a": "unloaded", "b": "unloaded", "texts": "loaded"}
-        assert world.of["a"].num_unloads == {"idle": 0, "room": 0, "asked": 1, "failed": 0}
+        assert world.of["a"].num_unloads == {"idle": 0, "room": 0, "asked": 1, "failed": 0, "replaced": 0}
         assert (await world.client.post("/v1/completions", json=ASK)).status_code == 200, "a request loads it again"
 
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import secrets
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock import fast_json
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
     config_options,
+    given_words,
     models_argument,
     warn_of_unknown_variables,
 )
 from penstock.cli.serve import check_access, set_up_logging
-from penstock.config import Config, ServerConfig
+from penstock.config import Config
 from penstock.config.several import configs_of
 from penstock.types.errors import ConfigError, PenstockError, counted
 
@@ -32,13 +31,9 @@ _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from penstock.deploy.deployment import Deployment
-    from penstock.deploy.resources import Machine
-    from penstock.deploy.running import ServedModel
 
 _COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
-
-TELL_AFTER_S = 30.0
-JOIN_TIMEOUT_S = 30.0
+UPDATE_TIMEOUT_S = 1200.0
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 
 
@@ -63,10 +58,38 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     from penstock.serve.server import run_server
 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
-        code = run_server(_deployment(configs, address, stack), config.server, listener=listener)
+        read_again = partial(_read.main, given_words(), standalone_mode=False)
+        code = run_server(_deployment(configs, read_again, address, stack), config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()
     os._exit(code)
+
+
+@click.command(cls=GroupedCommand)
+@models_argument
+@config_options(*_COMPONENTS)
+@address_option
+def _read(
+    words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any
+) -> Sequence[Config]:
+    """Read the configuration of `up` again."""
+    del address
+    return configs_of(values, words=words, tables=tables)
+
+
+@cluster.command()
+@click.argument("url", default="http://127.0.0.1:8000")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key of an admin, if the server has one.")
+def update(url: str, api_key: str | None) -> None:
+    """Let the cluster at URL read its configuration again, and replace the models whose settings have changed."""
+    from penstock.lab.target import Questions, Target
+
+    with Questions(Target(url=url.rstrip("/"), api_key=api_key), timeout_s=UPDATE_TIMEOUT_S) as questions:
+        code, body = questions.ask("POST", "/cluster/update")
+    answer = fast_json.loads(body)
+    if code != 200:
+        raise PenstockError(f"{url} answered {code}: {answer['error']['message']}")
+    print("\n".join(answer["changes"]) or "Nothing has changed.")
 
 
 @cluster.command()
@@ -127,114 +150,30 @@ def _check_ray() -> None:
         raise ConfigError("Ray is not installed.", remedy="Install Penstock with the extra ray: pip install '.[ray]'.")
 
 
-def _deployment(configs: Sequence[Config], address: str | None, stack: ExitStack) -> Deployment:
+def _deployment(
+    configs: Sequence[Config], read_again: Callable[[], Sequence[Config]], address: str | None, stack: ExitStack
+) -> Deployment:
     """Start the replicas of each model, and return the front's deployment once the first of each have come.
 
-    The stack ends them all.
+    `read_again`: reads the configuration for an update. The stack ends them all.
     """
-    from penstock.cluster.front import check
-    from penstock.deploy.deployment import Deployment
-    from penstock.deploy.resources import MemoryBudget, Resources
+    from penstock.cluster.models import ClusterModels
+    from penstock.serve.http.listener import bind_socket
 
-    num_replicas = sum(config.cluster.most for config in configs)
-    machine = Resources(num_models=num_replicas).machine("")
-    for config in configs:
-        if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
-            remedy = "Name an address of this machine at which they reach it."
-            raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
-    if address is not None:  # each replica checks the memory of its own machine
-        machine = replace(machine, available_bytes=1 << 60, total_bytes=1 << 60)
-    if address is not None and configs[0].backend.threads is None:
-        raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
-    num_threads = configs[0].backend.threads or max(1, machine.cores.num_threads // num_replicas)
-    for config in configs:
-        check(config)
-    fronts = [_Front(config, number, machine, num_threads, stack) for number, config in enumerate(configs)]
+    models = ClusterModels(configs, bind_socket, is_elsewhere=address is not None)
+    stack.callback(models.close)
     from penstock.cluster import on_ray
 
-    stack.enter_context(on_ray.connected(address, num_threads * num_replicas))
+    stack.enter_context(on_ray.connected(address, models.num_cpus))
     on_ray.start_serve()
     stack.callback(_stop_quietly, on_ray.stop)
-    if on_ray.num_machines() > 1 and any(is_loopback(config.cluster.replica_host) for config in configs):
+    stack.callback(models.close)  # while Ray is there
+    if on_ray.num_machines() > 1 and any(is_loopback(host) for host in models.hosts):
         remedy = "Set --replica-host to an address of this machine that the others reach."
         raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
-    num_beside = -(-num_replicas // on_ray.num_machines())
-    for front in fronts:
-        front.start(num_beside)
-    served = [front.served() for front in fronts]
-    deployment = Deployment(served, MemoryBudget())
-    stack.callback(deployment.close)
-    deployment.start(served)
+    deployment = models.start(on_ray.Crew, on_ray.num_machines())
+    deployment.update = lambda: models.update(read_again())
     return deployment
-
-
-class _Front:
-    """The end of one model's cluster at this process."""
-
-    def __init__(self, config: Config, number: int, machine: Machine, num_threads: int, stack: ExitStack) -> None:
-        """Find the model and check its settings: Ray is started only for what can run. `number`: of the model."""
-        from penstock.clock import WallClock
-        from penstock.cluster.fleet import Fleet
-        from penstock.deploy.factory import locate
-        from penstock.deploy.resolve import nanoseconds, resolve
-        from penstock.engine.bridge import Bridge
-        from penstock.sched.routing.routers import find_router
-        from penstock.serve.http.listener import bind_socket
-
-        self._config, self._number, self._machine, self._num_threads = config, number, machine, num_threads
-        self._stack = stack
-        self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
-        resolve(config, self._source, machine)
-        router = find_router(config.cluster.router)()
-        listener = bind_socket(config.cluster.replica_host, 0)
-        self._address = (config.cluster.replica_host, listener.getsockname()[1])
-        self._fleet = Fleet(
-            listener,
-            secret=self._secret,
-            router=router,
-            clock=WallClock(),
-            sink=self._bridge.deliver,
-            has_prefix_caching=config.kv.prefix_caching,
-            resumes=config.cluster.resume,
-            slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
-        )
-        self._fleet.start()
-        stack.callback(self._fleet.close, 0.0)
-
-    def start(self, num_beside: int) -> None:
-        """Begin to start the first replicas. `num_beside`: replicas that share a machine's memory."""
-        from penstock.cluster.on_ray import Crew
-
-        config, of_server = self._config, self._config.server
-        of_replica = replace(
-            config,
-            backend=replace(config.backend, threads=self._num_threads),
-            # The keys of clients stay here.
-            server=ServerConfig(
-                explained_requests=of_server.explained_requests, shutdown_timeout_s=of_server.shutdown_timeout_s
-            ),
-        )
-        self._crew = Crew(of_replica, number=self._number, front=self._address, secret=self._secret, num_beside=num_beside)
-        self._starting = _Background(self._crew.start)
-        self._stack.callback(self._starting.join)  # Ray would be started anew for what is left of it
-
-    def served(self) -> ServedModel:
-        """Wait for the first replica, and return the model. Raises PenstockError if Ray can't start it."""
-        from penstock.cluster.front import serve_replicas
-        from penstock.cluster.on_ray import num_free_cpus
-        from penstock.sched.scaling import Scaler
-
-        since_s = time.monotonic()
-        while self._fleet.wait_for_model(0.1) is None:
-            self._starting.check()
-            if time.monotonic() - since_s > TELL_AFTER_S:
-                since_s = time.monotonic()
-                name, cpus, free = self._config.model.model, self._num_threads, num_free_cpus()
-                _log.warning("no replica of %s has come yet: each takes %d CPUs, and Ray has %g free", name, cpus, free)
-        least, most = self._config.cluster.replicas, self._config.cluster.most
-        if least < most:
-            self._fleet.scale(Scaler(least, most, self._crew.first), self._crew.first, self._crew.want)
-        return serve_replicas(self._config, self._source, self._fleet, self._bridge, self._machine)
 
 
 def _stop_quietly(stop: Callable[[], int]) -> None:
@@ -247,27 +186,3 @@ def _stop_quietly(stop: Callable[[], int]) -> None:
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
-
-
-class _Background:
-    """A job in a thread, whose error `check` raises."""
-
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job = job
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="penstock-ray", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._job()
-        except Exception as error:
-            _log.error("Ray could not start the replicas: %s", error)
-            self._error = error
-
-    def join(self) -> None:
-        self._thread.join(JOIN_TIMEOUT_S)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise PenstockError(f"Ray could not start the replicas: {self._error}") from self._error

@@ -26,6 +26,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _TABLES_KEY = "penstock.cli.tables"
 """Key in the `meta` of click's context for the [[models]] tables of the --config file."""
+_WORDS_KEY = "penstock.cli.words"
+"""Key of the words that a command was given."""
 EPILOG = (
     "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
     "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
@@ -44,6 +46,10 @@ def printable(text: str) -> str:
 
 
 class GroupedCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS_KEY] = tuple(args)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {item.env: component.title for _, component in COMPONENTS for item in settings_of(component)}
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -147,6 +153,11 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("model_words", nargs=-1, metavar="[MODEL]...", shell_complete=complete_model)(
         model_option(with_models)
     )
+
+
+def given_words() -> list[str]:
+    """Return the words after the command's name, as they were given."""
+    return list(click.get_current_context().meta[_WORDS_KEY])
 
 
 def tables_of_file() -> tuple[dict[str, object], ...]:

@@ -76,6 +76,8 @@ START_PATIENCE_NS = 600_000_000_000
 MAX_LOSSES, PROGRESS = 3, 16
 """A request ends when so many replicas failed with it, one after another, and it got fewer tokens than this between: it may be
 what breaks them."""
+LOST, ANSWER = "lost", "answer"
+"""Why requests move: their replica was lost or refused them, or answers are computed apart from prompts."""
 NO_REPLICA = "no replica is there to compute it"
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
@@ -94,6 +96,7 @@ class _Replica:
     load: EngineLoad = field(default_factory=EngineLoad)
     blocks_port: int = 0
     """Where it gives KV blocks to others. 0: nowhere."""
+    num_copied_tokens: int = 0
     is_ready: bool = False
     """Its engine takes requests: it neither drains nor restarts."""
     flights: dict[str, _Flight] = field(default_factory=dict)
@@ -166,6 +169,8 @@ class Fleet:
         """Facts of the replicas' model. None until the first one has come."""
         self._has_come = threading.Event()
         self._has_ended = threading.Event()
+        self.num_moved = dict.fromkeys((LOST, ANSWER), 0)
+        """Requests that went on at another replica, by why."""
 
         # Of the fleet's thread:
         self._loop = asyncio.new_event_loop()
@@ -244,6 +249,7 @@ class Fleet:
                 len(replica.flights),
                 dispatcher.work_of(replica.number),
                 now_ns - replica.heard_ns,
+                replica.num_copied_tokens,
                 replica.is_ready,
             )
             for replica in list(self._by_number.values())
@@ -597,6 +603,7 @@ class Fleet:
         work = {number: dispatcher.work_of(number) for number in dispatcher.numbers}
         if (number := dispatcher.hand_over(request.request_id, self._unready_for({request.request_id}))) is None:
             return
+        self.num_moved[ANSWER] += 1
         giver.leaving.add(request.request_id)
         giver.link.send(Abort(request.request_id, "it goes on at another replica"))
         del giver.flights[request.request_id]
@@ -664,6 +671,7 @@ class Fleet:
                 self._end(flight, FinishReason.ERROR, NOT_RESUMED, RejectReason.UNAVAILABLE)
             else:
                 moving.append(flight)
+        self.num_moved[LOST] += len(moving)
         self._dispatch(moving)
 
     def _abort(self, request_id: str, detail: str) -> None:
@@ -706,7 +714,7 @@ class Fleet:
         assert self._dispatcher is not None, "it has joined"
         now_ns = self.clock.now_ns()
         shift_ns = now_ns - report.sent_ns
-        replica.load, replica.heard_ns = report.load, now_ns
+        replica.load, replica.heard_ns, replica.num_copied_tokens = report.load, now_ns, report.num_copied_tokens
         self._sum_up()
         self._dispatcher.hear(replica.number, report.changes)
         if replica.is_ready is not report.is_ready:

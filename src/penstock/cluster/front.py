@@ -26,9 +26,15 @@ from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
 
 
-def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> ServedModel:
-    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`."""
+def serve_replicas(
+    config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine, metrics: Metrics | None = None
+) -> ServedModel:
+    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`.
+
+    `metrics`: those of a model that this one replaces, to go on with.
+    """
     lasting = make_lasting(config, source)
+    lasting.metrics = metrics or lasting.metrics
     return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),
@@ -41,12 +47,18 @@ def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Br
     )
 
 
+def without_splits(config: Config) -> Config:
+    """Return the settings with which the model would answer all of its requests."""
+    return replace(config, sharing=replace(config.sharing, split_of=None, split_share=None, split_tenants=()))
+
+
 def check(config: Config) -> None:
     """Raise ConfigError for settings that a cluster can't have yet."""
+    sharing = without_splits(config).sharing
     for flag, is_set in (
         ("--lora-modules and --lora-dir", config.lora.is_on),
         ("--record", config.server.record is not None),
-        ("load_on, idle_unload, machine_share and split_of", replace(config.sharing, aliases=()) != SharingConfig()),
+        ("load_on, idle_unload and machine_share", replace(sharing, aliases=()) != SharingConfig()),
     ):
         if is_set:
             raise ConfigError(f"A cluster does not know {flag} yet.", remedy="Leave it out, or serve the model by one server.")
@@ -121,5 +133,5 @@ def connect(fleet: Fleet, bridge: Bridge, admission: Admission, metrics: Metrics
         lambda request: lengths.new_tokens(request.sampling.min_tokens, request.sampling.max_tokens),
     )
     bridge.attach(fleet)
-    metrics.read_replicas, metrics.read_decisions = fleet.replicas, fleet.decisions
+    metrics.read_replicas, metrics.read_decisions, metrics.read_moves = fleet.replicas, fleet.decisions, lambda: fleet.num_moved
     metrics.connect(load=fleet.load, signals=lambda: signals.read(fleet.load(), fleet.clock.now_ns()))

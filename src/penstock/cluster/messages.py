@@ -21,7 +21,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-FORMAT = 2
+FORMAT = 3
 """Version of these messages."""
 NONCE_BYTES = 32
 FRONT, REPLICA = b"front", b"replica"
@@ -124,6 +124,8 @@ class Report(msgspec.Struct, tag=True, array_like=True, frozen=True):
     chunks: list[OutputChunk]
     scores: dict[str, list[TokenLogprobs]]
     """Request id -> the log-probabilities of its prompt, with the first chunk of requests that ask for them."""
+    num_copied_tokens: int
+    """Tokens whose KV it has copied from others so far."""
 
 
 class Explained(msgspec.Struct, tag=True, array_like=True, frozen=True):

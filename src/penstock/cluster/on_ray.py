@@ -5,6 +5,7 @@ Requests do not go through Serve: replicas dial the front, so a token takes one 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -99,12 +100,14 @@ class AsWanted:
         return self._num, {}
 
 
+_numbers = itertools.count()
+
+
 class Crew:
     """The replicas of one model as Serve runs them, as many as its `ClusterConfig` allows."""
 
-    def __init__(self, config: Config, *, number: int, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
-        """`config`: that of the replicas, with their threads. `number`: the model's number in the cluster."""
-        self._app, least = f"{PREFIX}{number}", config.cluster.replicas
+    def __init__(self, config: Config, *, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
+        self._app, least = f"{PREFIX}{next(_numbers)}", config.cluster.replicas
         self.first = max(1, least)
         self._target = ray.remote(Target).options(name=self._app, namespace=PREFIX, num_cpus=0).remote(self.first)
         policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app, "first": self.first})
@@ -132,6 +135,14 @@ class Crew:
         """Change the number of replicas. Returns at once."""
         self._target.set.remote(num_replicas)
 
+    def stop(self) -> None:
+        """Stop the replicas, once their requests have ended. Idempotent."""
+        if self._app in apps():
+            serve.delete(self._app)
+
+    def room(self) -> str:
+        return f"Ray has {ray.available_resources().get('CPU', 0.0):g} free"
+
 
 def start_serve() -> None:
     """Start Ray Serve, unless it runs. Call this before replicas are started. Raises PenstockError if it has a cluster."""
@@ -143,10 +154,6 @@ def start_serve() -> None:
 def apps() -> list[str]:
     """Return the applications of clusters that Serve runs, one for each model."""
     return [app for app in serve.status().applications if app.startswith(PREFIX)]
-
-
-def num_free_cpus() -> float:
-    return float(ray.available_resources().get("CPU", 0.0))
 
 
 def num_machines() -> int:

@@ -87,6 +87,7 @@ class Replica:
         self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="penstock-fetch")
         self._fetches: Recent[str, Fetch] = Recent(MAX_FETCHES)
         """Id of a request -> the transfer that it waited for."""
+        self._num_copied_tokens = 0
 
     async def serve(self, host: str, port: int) -> None:
         """Serve the front at this address until `leave` is called. Redials when the connection is lost."""
@@ -213,7 +214,8 @@ class Replica:
         self._tap.take()  # the front gets what is held now, and nothing of before
         self._chunks.clear()
         held = Changes(list(self._tap.held), [])
-        link.send(Report(self._running.clock.now_ns(), self._is_ready, self._load(), held, [], [], [], {}))
+        now_ns = self._running.clock.now_ns()
+        link.send(Report(now_ns, self._is_ready, self._load(), held, [], [], [], {}, self._num_copied_tokens))
         self._link = link
         _log.info("replica %s serves the front at %s", self._name, link.peer)
 
@@ -259,6 +261,7 @@ class Replica:
         end_s = time.monotonic() + FETCH_S  # the wait for a thread counts
         num_tokens = await loop.run_in_executor(self._fetching, self._fetcher.fetch, blocks, request, source, end_s)
         if num_tokens:
+            self._num_copied_tokens += num_tokens
             self._fetches.put(request.request_id, Fetch(num_tokens, round((loop.time() - began_s) * 1e9)))
 
     async def _matcher(self, recipe: Recipe, request: Request) -> Matcher:
@@ -324,7 +327,8 @@ class Replica:
         }
         if self._link is not None:
             now_ns = running.clock.now_ns()
-            self._link.send(Report(now_ns, self._is_ready, self._load(), changes, steps, ended, chunks, scores))
+            news = Report(now_ns, self._is_ready, self._load(), changes, steps, ended, chunks, scores, self._num_copied_tokens)
+            self._link.send(news)
         for chunk in chunks:
             if chunk.finish_reason is not None and requests.pop(chunk.request_id, None) is not None:
                 running.bridge.forget(chunk.request_id)

@@ -54,35 +54,23 @@ class Deployment:
 
         Raises ConfigError if two models or adapters have a name in common, or for a split of an unknown model.
         """
-        assert served, "a deployment has at least one model"
         self.served = tuple(served)
+        self._gone: tuple[ServedModel, ...] = ()
+        """Models that another configuration left out, until they are closed."""
         self._find_new = find_new
         self._looking = threading.Lock()
         self.memory = memory
         self.clock = clock or WallClock()
-        self._by_name: dict[str, ServedModel] = {}
-        for one in served:
-            for name in dict.fromkeys(one.names + one.aliases):
-                if name in self._by_name:
-                    raise ConfigError(
-                        f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name."
-                    )
-                self._by_name[name] = one
-        taken = set(self._by_name)
-        for owner in served:
-            for adapter in owner.adapters.registered() if owner.adapters is not None else ():
-                if adapter in taken:
-                    raise ConfigError(
-                        f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter or a model.",
-                        remedy="Give it another name in --lora-modules.",
-                    )
-                taken.add(adapter)
+        self._by_name = _names_of(self.served)
         self.splits = tuple(splits)
         check_splits(self.splits, self.names)
+        self.update: Callable[[], Sequence[str]] | None = None
+        """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
+        and raises PenstockError."""
         self._news = threading.Condition()
         """Guards the next four fields, and wakes the keeper."""
         self._has_news = False
-        self._is_closing = False
+        self.is_closing = False
         self._wanted: dict[ServedModel, Future[RunningModel]] = {}
         """Models to load, in the order of the requests."""
         self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
@@ -170,12 +158,35 @@ class Deployment:
     @property
     def running(self) -> tuple[RunningModel, ...]:
         """The loaded models, including those about to be unloaded."""
-        return tuple(running for one in self.served if (running := one.running) is not None)
+        return tuple(running for one in (*self.served, *self._gone) if (running := one.running) is not None)
 
     @property
     def staying(self) -> tuple[RunningModel, ...]:
         """The loaded models that take new requests."""
         return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
+
+    def change(self, served: Sequence[ServedModel], splits: Sequence[Split] = ()) -> None:
+        """Serve these models from now on, the first one by default. Blocks until those that are new are loaded.
+
+        Models that are not among them take no new requests, and are closed after their last one. Raises the errors of a load,
+        and ConfigError as the constructor. Then all stays as it was.
+        """
+        by_name = _names_of(served)
+        check_splits(splits, [name for one in served for name in one.names])
+        with contextlib.ExitStack() as started:
+            for one in served:
+                if one not in self.served:
+                    one.metrics.tenants = self.default.metrics.tenants  # all models have the same keys
+                    self._load(one)
+                    assert one.running is not None, "it was loaded"
+                    started.callback(one.running.close)
+            with self._news:
+                if self.is_closing:
+                    raise _shutting_down()
+                self._gone += tuple([one for one in self.served if one not in served])
+                self.served, self._by_name, self.splits = tuple(served), by_name, tuple(splits)
+                self._notify()
+            started.pop_all()
 
     def find(self, name: str | None) -> ServedModel | None:
         """Return the model with this name or alias, or None. The name None stands for the default model."""
@@ -189,6 +200,10 @@ class Deployment:
     def want(self, served: ServedModel) -> Future[RunningModel]:
         """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`."""
         with self._news:
+            if served in self._gone:
+                served = self._by_name.get(served.name, served)
+            if served in self._gone:
+                return _failed(Rejected(RejectReason.UNAVAILABLE, f"The model {served.name} is not served any more."))
             failure = self._refusal(served)
             if failure is not None:
                 return _failed(failure)
@@ -223,7 +238,7 @@ class Deployment:
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
         with self._news:
-            if self._is_closing:
+            if self.is_closing:
                 return _failed(_shutting_down())
             future, _ = self._unwanted.get(served, (Future(), None))
             self._unwanted[served] = future, until_ns
@@ -242,7 +257,7 @@ class Deployment:
     def drain(self) -> None:
         """Refuse new requests, and let running ones end."""
         with self._news:
-            self._is_closing = True
+            self.is_closing = True
             wanted, self._wanted = self._wanted, {}
             unwanted, self._unwanted = self._unwanted, {}
             self._notify()
@@ -272,7 +287,7 @@ class Deployment:
     # --- the keeper ---
 
     def _keep(self) -> None:
-        while not self._is_closing:
+        while not self.is_closing:
             try:
                 due_ns = self.tend()
             except Exception:  # all models need this thread
@@ -300,6 +315,9 @@ class Deployment:
             if served.state is ModelState.LOADED and served.is_broken:
                 _log.error("%s leaves: its engine failed, and could not be made anew", served.name)
                 self._leave(served, UnloadReason.FAILED)
+        for served in self._gone:
+            if served.state is ModelState.LOADED:
+                self._leave(served, UnloadReason.REPLACED)
         with self._news:
             unwanted = {served: until_ns for served, (_, until_ns) in self._unwanted.items()}
         for served, until_ns in unwanted.items():
@@ -400,7 +418,7 @@ class Deployment:
             self._notify()  # the next pass sees when it will be idle
         if future is not None:
             future.set_result(running)
-        if self._is_closing:
+        if self.is_closing:
             running.engine.drain()  # `close` may have missed it
             running.close()
 
@@ -434,9 +452,11 @@ class Deployment:
         served.running.leave()
 
     def _close_unused(self) -> None:
-        for served in self.served:
+        for served in (*self.served, *self._gone):
             if served.state is ModelState.LEAVING and served.running is not None and not served.running.num_users:
                 self._close(served)
+        with self._news:
+            self._gone = tuple([one for one in self._gone if one.running is not None])
 
     def _close(self, served: ServedModel) -> None:
         assert served.running is not None
@@ -445,7 +465,8 @@ class Deployment:
             running.close(0.0 if running.num_users else 10.0)  # without requests, it may still write to its disk tier
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)
-        served.metrics.disconnect()
+        if served not in self._gone:  # its metrics may be another one's by now
+            served.metrics.disconnect()
         served.running, served.state = None, ModelState.UNLOADED
         give_back_free_memory()
         self._tell_unloaded()  # before a load that may follow
@@ -466,7 +487,7 @@ class Deployment:
 
     def _refusal(self, served: ServedModel) -> Rejected | None:
         """Return why the model can't be loaded for a request: its last load failed, or the server shuts down; else None."""
-        if self._is_closing:
+        if self.is_closing:
             return _shutting_down()
         retry_ns = served.failed_ns + RETRY_NS - self.clock.now_ns()
         if served.state is not ModelState.FAILED or retry_ns <= 0:
@@ -476,6 +497,27 @@ class Deployment:
             f"The model {served.name} could not be loaded: {served.failure}",
             retry_after_s=retry_ns / 1e9,
         )
+
+
+def _names_of(served: Sequence[ServedModel]) -> dict[str, ServedModel]:
+    """Return the models by their names and aliases. Raises ConfigError if two models or adapters have a name in common."""
+    assert served, "a deployment has at least one model"
+    found: dict[str, ServedModel] = {}
+    for one in served:
+        for name in dict.fromkeys(one.names + one.aliases):
+            if name in found:
+                raise ConfigError(f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name.")
+            found[name] = one
+    taken = set(found)
+    for owner in served:
+        for adapter in owner.adapters.registered() if owner.adapters is not None else ():
+            if adapter in taken:
+                raise ConfigError(
+                    f"An adapter of {owner.name} is called {adapter!r}, and so is another adapter or a model.",
+                    remedy="Give it another name in --lora-modules.",
+                )
+            taken.add(adapter)
+    return found
 
 
 def _load_s(served: ServedModel) -> float:

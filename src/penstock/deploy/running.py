@@ -214,6 +214,8 @@ class UnloadReason(StrEnum):
     """An admin unloaded the model."""
     FAILED = "failed"
     """The engine failed and could not be rebuilt."""
+    REPLACED = "replaced"
+    """Another configuration has another model in its place, or none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)

@@ -146,6 +146,8 @@ class Metrics:
         """None for a model served without adapters."""
         self.read_replicas: Callable[[], Sequence[ReplicaLoad]] | None = None
         """None for a model that this process computes."""
+        self.read_moves: Callable[[], Mapping[str, int]] = dict
+        """Requests that went on at another replica, by why."""
         self.read_decisions: Callable[[], Sequence[ScalingDecision]] = tuple
         """The wanted number of replicas and why: now, then at its last changes, the latest first."""
         self.read_residence: Callable[[], Residence] | None = None

@@ -65,7 +65,7 @@ class _Snapshot:
                 self._gauge("settings_info", "1, with a hash of the settings.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
-                *self._replicas(replicas),
+                *self._replicas(replicas, metrics.read_moves()),
                 *self._residence(residence, metrics.model_wait_ns),
                 *self._adapters(load.adapters, adapters),
                 *self._sizes(metrics),
@@ -90,7 +90,7 @@ class _Snapshot:
         yield self._gauge("kv_waste_ratio", "Share of the KV positions held by requests that have no token.", waste)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks held by requests.", usage)
 
-    def _replicas(self, replicas: Sequence[ReplicaLoad] | None) -> Iterator[Metric]:
+    def _replicas(self, replicas: Sequence[ReplicaLoad] | None, moves: Mapping[str, int]) -> Iterator[Metric]:
         if replicas is None:
             return
         running = {one.name: one.load.num_running for one in replicas}
@@ -100,6 +100,9 @@ class _Snapshot:
         yield self._gauge("replica_requests_running", "Requests in a replica's batch.", running, "replica")
         yield self._gauge("replica_kv_usage_ratio", "Share of a replica's KV blocks held by requests.", used, "replica")
         yield self._gauge("replica_tokens_left", "Tokens that a replica has yet to compute.", left, "replica")
+        copied = {one.name: one.num_copied_tokens for one in replicas}
+        yield self._counter("replica_copied_tokens", "Tokens whose KV a replica copied from another.", copied, "replica")
+        yield self._counter("requests_moved", "Requests that went on at another replica.", moves, "reason")
 
     def _signals(self, load: SustainedLoad) -> Iterator[Metric]:
         for name, text, value in (

@@ -228,6 +228,7 @@ class ReplicaLoad(NamedTuple):
     num_in_flight: int  # requests that were sent to it and have not ended
     num_tokens_left: int  # of prompts and expected answers, which it has yet to compute
     silent_ns: int  # time since its last report
+    num_copied_tokens: int  # whose KV it has copied from others so far
     is_ready: bool = True  # it takes requests
 
 

@@ -7,7 +7,7 @@ import logging
 
 from penstock.clock import WallClock
 from penstock.cluster import fleet as fleet_module
-from penstock.cluster.fleet import Fleet
+from penstock.cluster.fleet import ANSWER, LOST, Fleet
 from penstock.config import ServerConfig
 from penstock.engine.bridge import Bridge
 from penstock.sched.routing import dispatcher
@@ -20,25 +20,17 @@ from support.deployments import deployment_of
 
 
 class CountingFleet(Fleet):
-    """Counts the requests that go to another replica."""
+    """Counts what happens to requests."""
 
-    num_moved = 0
     num_resumed = 0
     """Requests moved that had tokens already."""
-    num_handed_over = 0
     num_sources = 0
     """Requests whose replica could copy KV from another one."""
 
     def _move(self, flights) -> None:
         flights = list(flights)
-        self.num_moved += len(flights)
         self.num_resumed += sum(bool(flight.request.output_token_ids) for flight in flights)
         super()._move(flights)
-
-    def _hand_over(self, flight) -> None:
-        before = flight.replica
-        super()._hand_over(flight)
-        self.num_handed_over += flight.replica is not before
 
     def _source(self, choice):
         source = super()._source(choice)
@@ -86,9 +78,9 @@ def main() -> None:
         return {
             "busy": fleet.status() | {"readers": bridge.num_open_requests},
             "replicas": fleet.num_replicas,
-            "moved": fleet.num_moved,
+            "moved": fleet.num_moved[LOST],
             "resumed": fleet.num_resumed,
-            "handed_over": fleet.num_handed_over,
+            "handed_over": fleet.num_moved[ANSWER],
             "sources": fleet.num_sources,
         }
 

@@ -1,14 +1,16 @@
-"""`POST /models/load` and `/models/unload`, for admins."""
+"""`POST /models/load`, `/models/unload` and `/cluster/update`, for admins."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import Future
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.deploy.running import ServedModel
@@ -17,7 +19,9 @@ from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin, unless_gone
 from penstock.serve.shapes import Success
+from penstock.types.errors import PenstockError, Rejected
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -31,6 +35,11 @@ class UnloadModelBody(Body):
     model: str
     timeout_s: Annotated[float, Field(ge=0, le=24 * 3600)] = 30.0
     """Requests that still use the model after this time are aborted."""
+
+
+class Updated(TypedDict):
+    changes: list[str]
+    """A line for each model that was replaced, added or removed."""
 
 
 class LifeEndpoint:
@@ -57,6 +66,20 @@ class LifeEndpoint:
             raise invalid(f"The model {served.name} can't be unloaded: models on a GPU stay loaded.", "model")
         await unless_gone(http, _result(self._deployment.unload(served, body.timeout_s)))
         return _success()
+
+    async def update(self, http: HttpRequest) -> Updated:
+        """Read a cluster's configuration again, and replace the models whose settings have changed before answering."""
+        require_admin(http.scope)
+        if (update := self._deployment.update) is None:
+            raise invalid("This server is no cluster: stop it and start it with other settings.")
+        try:
+            changes = await asyncio.to_thread(update)
+        except Rejected:
+            raise
+        except PenstockError as error:
+            _log.error("the cluster could not be updated: %s", error)
+            raise invalid(f"The cluster could not be updated: {error.without_folders()}") from None
+        return {"changes": list(changes)}
 
     def _find(self, name: str) -> ServedModel:
         served = self._deployment.find(name)

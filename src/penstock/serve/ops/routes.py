@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, PlainText, Route
-from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBody
+from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBody, Updated
 from penstock.serve.ops.pool import Pool, PoolEndpoint
 from penstock.serve.ops.requests import Request, RequestCancelled, RequestList, RequestsEndpoint
 from penstock.serve.ops.status import Load, StatusEndpoint
@@ -19,6 +19,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
     return [
         Route("POST /models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),
         Route("POST /models/unload", "Unload a model", life.unload, UnloadModelBody, Success),
+        Route("POST /cluster/update", "Apply a changed configuration", life.update, returns=Updated),
         Route("GET /v1/requests", "List your requests", requests.list, returns=RequestList, query="ended"),
         Route(f"GET {by_id}", "Why does it take so long?", requests.explain, returns=Request),
         Route(f"DELETE {by_id}", "Cancel a request", requests.cancel, returns=RequestCancelled),

@@ -45,11 +45,11 @@ async function look() {
   const all = await askJson("load");
   model ||= all.models[0].name;
   const ofModel = `?model=${encodeURIComponent(model)}`;
-  const [load, text, requests, pool] = await Promise.all([
-    all.models.length > 1 ? askJson(`load${ofModel}`) : all,
+  const load = all.models.length > 1 ? await askJson(`load${ofModel}`) : all;
+  const [text, requests, pool] = await Promise.all([
     ask("metrics").then((response) => response.text()),
     askJson(`v1/requests?ended=${MAX_LANES}`),
-    askJson(`kv${ofModel}`).catch((error) => {
+    load.replicas ? null : askJson(`kv${ofModel}`).catch((error) => {
       if (error.status === 503) return null; // The model is not loaded, or its engine is busy for long.
       throw error;
     }),
@@ -60,6 +60,7 @@ async function look() {
   showModels(all, metrics);
   showFigures(load);
   showCharts();
+  showReplicas(load.replicas);
   showPool(pool);
   showLanes(requests.data, pool);
   showRefusals();
@@ -223,6 +224,17 @@ function roundUp(number) {
 function tell(name, text) {
   byId(`${name}-words`).textContent = text;
   (byId(`${name}-chart`) ?? byId(`${name}-map`)).setAttribute("aria-label", text);
+}
+
+/** The replicas of a cluster, in place of one map: each has a KV cache of its own. */
+function showReplicas(replicas) {
+  byId("replicas-panel").hidden = !replicas;
+  byId("kv-panel").hidden = Boolean(replicas);
+  const rows = (replicas ?? []).map((one) => [
+    one.name, count(one.requests_running), count(one.requests_waiting), count(one.tokens_left),
+    one.kv_blocks ? share(one.kv_blocks - one.kv_blocks_free, one.kv_blocks) : "–", one.address,
+  ]);
+  fillTable(byId("replicas"), ["Replica", "Running", "Waiting", "Tokens left", "KV held", "Address"], rows);
 }
 
 function showPool(pool) {

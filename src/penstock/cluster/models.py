@@ -1,0 +1,342 @@
+"""The models of a cluster: each has a fleet at the front, and a crew that runs its replicas.
+
+`update` changes them while clients are served. A model whose settings have changed is started beside the old one, takes the new
+requests once its replicas are there, and the old one leaves with its last request.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from penstock.clock import WallClock
+from penstock.cluster.fleet import Fleet
+from penstock.cluster.front import check, serve_replicas, without_splits
+from penstock.config import Config, ServerConfig
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.factory import locate
+from penstock.deploy.resolve import nanoseconds, resolve, served_names
+from penstock.deploy.resources import Machine, MemoryBudget, Resources
+from penstock.deploy.running import RunningModel, ServedModel
+from penstock.deploy.splits import Split, read_split
+from penstock.engine.bridge import Bridge
+from penstock.sched.routing.routers import find_router
+from penstock.sched.scaling import Scaler
+from penstock.types.errors import ConfigError, PenstockError, counted
+
+_log = logging.getLogger(__name__)
+
+Bind = Callable[[str, int], socket.socket]
+TELL_AFTER_S = 30.0
+UPDATE_S = 600.0
+"""Time in which the replicas of an update must come."""
+STOP_S = 30.0
+"""Time in which replicas are asked to stop that are still being started."""
+LOOK_S = 0.1
+
+
+class Crew(Protocol):
+    """The replicas of one model, somewhere."""
+
+    first: int
+    """How many there are at first."""
+
+    def start(self) -> None:
+        """Start the first replicas. Blocks, and raises RuntimeError if they can't start."""
+        ...
+
+    def want(self, num_replicas: int) -> None:
+        """Change the number of replicas. Returns at once."""
+        ...
+
+    def stop(self) -> None:
+        """Stop the replicas, once their requests have ended. Idempotent."""
+        ...
+
+    def room(self) -> str:
+        """Return what room there is for replicas, in words."""
+        ...
+
+
+class MakeCrew(Protocol):
+    def __call__(self, config: Config, *, front: tuple[str, int], secret: bytes, num_beside: int) -> Crew:
+        """`config`: that of the replicas, with their threads. `front`: where they dial. `num_beside`: replicas that share a
+        machine's memory."""
+        ...
+
+
+class ClusterModels:
+    def __init__(self, configs: Sequence[Config], bind: Bind, *, is_elsewhere: bool) -> None:
+        """Find the models and check their settings. Replicas are started by `start`, so that only what can run costs any.
+
+        `bind`: returns a socket that listens at a host and port. `is_elsewhere`: replicas run on machines that are not known
+        here. Raises PenstockError.
+        """
+        self._bind, self._is_elsewhere = bind, is_elsewhere
+        self._updating = threading.Lock()
+        self._deployment: Deployment | None = None
+        self._ended: list[Member] = []
+        """Members whose replicas may not have stopped yet."""
+        self._configs, self._members = configs, self._members_of(configs)
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs of all replicas, twice: those of an update run beside the others."""
+        return 2 * sum(member.num_threads * member.config.cluster.most for member in self._members)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses of this machine that replicas dial."""
+        return [member.config.cluster.replica_host for member in self._members]
+
+    def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
+        """Start the replicas of each model. Return the deployment once the first of each have come."""
+        self._make_crew, self._num_machines = make_crew, num_machines
+        self._begin(self._members)
+        for member in self._members:
+            member.wait_for(1)
+        served = [member.serve() for member in self._members]
+        self._deployment = Deployment(served, MemoryBudget(), splits=_splits(self._members, self._configs))
+        self._deployment.start(served)
+        return self._deployment
+
+    def update(self, configs: Sequence[Config]) -> list[str]:
+        """Serve the models of another configuration. Return what changed, a line for each model.
+
+        Blocks until the replicas of what is new have come. Raises PenstockError, and nothing changes.
+        """
+        if not self._updating.acquire(blocking=False):
+            raise PenstockError("Another update is under way.", remedy="Wait for its end.")
+        try:
+            return self._update(configs)
+        finally:
+            self._updating.release()
+
+    def close(self) -> None:
+        """End all models, and wait for their replicas to stop."""
+        with self._updating:
+            if self._deployment is not None:
+                self._deployment.close()
+            ended = [*self._members, *self._ended]
+            for member in ended:
+                member.end()
+            for member in ended:
+                member.join()
+
+    def _update(self, configs: Sequence[Config]) -> list[str]:
+        if configs[0].server != self._configs[0].server:
+            raise ConfigError(
+                "Settings of the server, such as --port, can't change in an update.", remedy="Stop the cluster and start it."
+            )
+        assert self._deployment is not None, "it has started"
+        before = {member.name: member for member in self._members}
+        members = self._members_of(configs, kept=self._members)
+        new = [member for member in members if member not in self._members]
+        gone = [member for member in self._members if member not in members]
+        try:
+            splits = _splits(members, configs)
+            self._begin(new)
+            for member in new:
+                member.wait_for(member.crew.first, UPDATE_S, self._deployment)
+            for member in new:
+                member.serve(before.get(member.name))
+            shares = [split for split in splits if split not in self._deployment.splits]
+            self._deployment.change([member.served for member in members], splits)
+        except BaseException:
+            for member in new:
+                member.end()
+            self._ended += new
+            raise
+        self._configs, self._members = configs, members
+        self._ended = [member for member in [*self._ended, *gone] if not member.has_stopped]
+        names = {member.name for member in members}
+        return [
+            *(f"{member.name}: {'replaced' if member.name in before else 'added'}" for member in new),
+            *(f"{member.name}: removed" for member in gone if member.name not in names),
+            *(f"{split.to}: answers {split.share:.0%} of the requests for {split.of}" for split in shares),
+        ]
+
+    def _members_of(self, configs: Sequence[Config], kept: Sequence[Member] = ()) -> list[Member]:
+        num_replicas = sum(config.cluster.most for config in configs)
+        machine = Resources(num_models=num_replicas).machine("")
+        if self._is_elsewhere:  # each replica checks the memory of its own machine
+            machine = replace(machine, available_bytes=1 << 60, total_bytes=1 << 60)
+            if configs[0].backend.threads is None:
+                raise ConfigError("The replicas' machines are not known here.", remedy="Give the --threads of each replica.")
+        num_threads = configs[0].backend.threads or max(1, machine.cores.num_threads // num_replicas)
+        for config in configs:
+            check(config)
+        made: list[Member] = []
+        with ExitStack() as failed:
+            for config in configs:
+                alike = [one for one in kept if without_splits(one.config) == without_splits(config)]
+                if alike:
+                    member = alike[0]
+                else:
+                    member = Member(config, machine, num_threads, self._bind)
+                    failed.callback(member.end)
+                made.append(member)
+            failed.pop_all()
+        return made
+
+    def _begin(self, members: Sequence[Member]) -> None:
+        num_beside = -(-sum(member.config.cluster.most for member in members) // self._num_machines)
+        for member in members:
+            member.begin(self._make_crew, num_beside)
+
+
+def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]:
+    found = [read_split(config.sharing, member.name) for member, config in zip(members, configs, strict=True)]
+    return [split for split in found if split is not None]
+
+
+class Member:
+    """One model of a cluster."""
+
+    served: ServedModel
+    crew: Crew
+
+    def __init__(self, config: Config, machine: Machine, num_threads: int, bind: Bind) -> None:
+        """Raises PenstockError for settings with which it could not run."""
+        self.config, self.num_threads, self._machine = config, num_threads, machine
+        if config.cluster.replica_host in ("0.0.0.0", "::"):  # noqa: S104
+            remedy = "Name an address of this machine at which they reach it."
+            raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
+        self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
+        self.name = served_names(config, self._source)[0]
+        resolve(config, self._source, machine)
+        router = find_router(config.cluster.router)()
+        listener = bind(config.cluster.replica_host, 0)
+        self._address = (config.cluster.replica_host, listener.getsockname()[1])
+        self._ending = threading.Lock()
+        self._starting: _Background | None = None
+        self._stopping: _Background | None = None
+        self._fleet = Fleet(
+            listener,
+            secret=self._secret,
+            router=router,
+            clock=WallClock(),
+            sink=self._bridge.deliver,
+            has_prefix_caching=config.kv.prefix_caching,
+            resumes=config.cluster.resume,
+            slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
+        )
+        self._fleet.start()
+
+    def begin(self, make_crew: MakeCrew, num_beside: int) -> None:
+        """Begin to start the first replicas."""
+        of_server = self.config.server
+        of_replica = replace(
+            self.config,
+            backend=replace(self.config.backend, threads=self.num_threads),
+            # The keys of clients stay here.
+            server=ServerConfig(
+                explained_requests=of_server.explained_requests, shutdown_timeout_s=of_server.shutdown_timeout_s
+            ),
+        )
+        self.crew = make_crew(of_replica, front=self._address, secret=self._secret, num_beside=num_beside)
+        self._starting = _Background(self.crew.start)
+
+    def wait_for(self, num_replicas: int, timeout_s: float = math.inf, deployment: Deployment | None = None) -> None:
+        """Wait for the first replicas. Raises PenstockError if they can't start or do not come in time, or the server ends."""
+        assert self._starting is not None, "they have begun to start"
+        began_s = told_s = time.monotonic()
+        while self._fleet.num_replicas < num_replicas:
+            self._starting.check()
+            if deployment is not None and deployment.is_closing:
+                raise PenstockError("The server is shutting down.")
+            now_s = time.monotonic()
+            if now_s - told_s > TELL_AFTER_S:
+                told_s, there = now_s, self._fleet.num_replicas
+                wanted, room = counted(num_replicas, "replica"), self.crew.room()
+                _log.warning(
+                    "%d of %s of %s have come: each takes %d CPUs, and %s", there, wanted, self.name, self.num_threads, room
+                )
+            if now_s - began_s > timeout_s:
+                raise PenstockError(
+                    f"The replicas of {self.name} have not come within {timeout_s:g} s.",
+                    remedy="Those of an update run beside the others: see that there are CPUs and memory for both.",
+                )
+            time.sleep(LOOK_S)
+
+    def serve(self, before: Member | None = None) -> ServedModel:
+        """Return the model, whose first replica has come. `before`: the one that it replaces, whose counts go on."""
+        least, most = self.config.cluster.replicas, self.config.cluster.most
+        if least < most:
+            self._fleet.scale(Scaler(least, most, self.crew.first), self.crew.first, self.crew.want)
+        metrics = None if before is None else before.served.metrics
+        self.served = serve_replicas(self.config, self._source, self._fleet, self._bridge, self._machine, metrics)
+        load = self.served.load
+        self.served.load = partial(self._load, load)
+        return self.served
+
+    def _load(self, load: Callable[[], RunningModel]) -> RunningModel:
+        running = load()
+        release = running.release
+
+        def end() -> None:
+            release()
+            self.end()
+
+        running.release = end
+        return running
+
+    def end(self) -> None:
+        """End the fleet, and begin to stop the replicas. Idempotent."""
+        self._fleet.close(0.0)
+        with self._ending:
+            if self._starting is not None and self._stopping is None:
+                self._stopping = _Background(partial(self._stop, self._starting))
+
+    def join(self) -> None:
+        """Wait for the replicas to stop, after `end`."""
+        if self._stopping is not None:
+            self._stopping.join(STOP_S)
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._stopping is not None and self._stopping.join(0.0)
+
+    def _stop(self, starting: _Background) -> None:
+        end_s = time.monotonic() + STOP_S
+        while True:  # what is still being started has to be stopped again
+            has_started = starting.join(0.0)
+            self.crew.stop()
+            if has_started or time.monotonic() > end_s:
+                return
+            starting.join(1.0)
+
+
+class _Background:
+    """A job in a thread, whose error `check` raises."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-crew", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except Exception as error:
+            _log.error("replicas could not be started or stopped: %s", error)
+            self._error = error
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the job. Return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise PenstockError(f"The replicas could not be started: {self._error}") from self._error

@@ -1,0 +1,131 @@
+"""A cluster whose configuration changes while it serves: replicas are threads with real kernels, and no Ray is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.main import cli
+from penstock.config import Config
+from penstock.config.components import config_from
+from penstock.types.errors import ConfigError, PenstockError
+from support.server.completions import URL
+from support.server.harness import wait_until
+from support.site import ThreadCrew, site
+from support.tiny_models import TinyLlama, write_gguf
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    folder = tmp_path_factory.mktemp("models")
+    paths = [write_gguf(folder / f"{seed}.gguf", TinyLlama(seed=seed)) for seed in (1, 2)]
+
+    def config(seed: int, **values: object) -> Config:
+        common = {"model": str(paths[seed - 1]), "served_model_name": ("toy",), "threads": 1, "kv_cache_memory": 4 << 20}
+        return config_from({**common, "shutdown_timeout": 0.0, "port": 0, "replicas": 1, **values})
+
+    return config
+
+
+def test_a_changed_model_is_replaced_once_its_replicas_are_there(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        before = cluster.ask()
+        [old] = cluster.deployment.running
+        old.begin_use()  # an answer that takes long
+        assert cluster.update(make(2, replicas=2)) == ["toy: replaced"]
+        after = cluster.ask()
+        assert after != before
+        assert cluster.num_answers() == 2, "counts go on"
+        assert len(httpx.get(f"{cluster.url}/load").json()["replicas"]) == 2
+        first, second = cluster.crews
+        assert (first.num_stops, second.num_stops) == (0, 0), "the old one still has a request"
+        old.end_use()
+        wait_until(lambda: first.num_stops)
+        assert second.num_stops == 0
+        assert cluster.ask() == after
+
+
+def test_what_has_not_changed_stays(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        assert cluster.update(make(1)) == []
+        assert len(cluster.crews) == 1
+
+
+def test_a_canary_comes_gets_its_share_and_goes(make: Callable[..., Config]) -> None:
+    main, canary = make(1), make(2, served_model_name=("new",), split_of="toy", split_share=0.5)
+    with site(main) as cluster:
+        usual = cluster.ask()
+        assert cluster.update(main, canary) == ["new: added", "new: answers 50% of the requests for toy"]
+        assert cluster.names() == ["toy", "new"]
+        other = cluster.ask("new")
+        answers = [cluster.ask(user=f"user {number}") for number in range(24)]
+        assert set(answers) == {usual, other}
+        more = make(2, served_model_name=("new",), split_of="toy", split_share=1.0)
+        assert cluster.update(main, more) == ["new: answers 100% of the requests for toy"]
+        assert {cluster.ask(user=f"user {number}") for number in range(24)} == {other}
+        assert len(cluster.crews) == 2, "a changed share restarts nothing"
+        assert cluster.update(main) == ["new: removed"]
+        assert {cluster.ask(user=f"user {number}") for number in range(24)} == {usual}
+        assert httpx.post(cluster.url + URL, json={"model": "new", "prompt": "a"}).status_code == 404
+        wait_until(lambda: cluster.crews[1].num_stops)
+
+
+def test_replicas_that_do_not_start_leave_all_as_it_was(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        before, cluster.error, cluster.next = cluster.ask(), RuntimeError("no room"), [make(2)]
+        answer = httpx.post(f"{cluster.url}/cluster/update", timeout=60)
+        assert (answer.status_code, "no room" in answer.text) == (400, True)
+        assert cluster.ask() == before
+        wait_until(lambda: cluster.crews[1].num_stops)
+        cluster.error = None
+        assert cluster.update(make(2)) == ["toy: replaced"]
+
+
+def test_replicas_that_never_come_end_the_update(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    with site(make(1)) as cluster:
+        monkeypatch.setattr("penstock.cluster.models.UPDATE_S", 0.3)
+        monkeypatch.setattr(ThreadCrew, "start", lambda self: None)
+        before = cluster.ask()
+        with pytest.raises(PenstockError, match=r"The replicas of toy have not come within 0\.3 s"):
+            cluster.models.update([make(2)])
+        assert cluster.ask() == before
+
+
+def test_settings_of_the_server_do_not_change(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster, pytest.raises(ConfigError, match="can't change in an update"):
+        cluster.models.update([make(1, max_body_size=1 << 20)])
+
+
+def test_one_update_at_a_time(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        cluster.models._updating.acquire()
+        try:
+            with pytest.raises(PenstockError, match="under way"):
+                cluster.models.update([make(2)])
+        finally:
+            cluster.models._updating.release()
+
+
+def test_a_command_asks_for_it(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        cluster.next = [make(2)]
+        told = [CliRunner().invoke(cli, ["cluster", "update", cluster.url]) for _ in range(2)]
+        assert [one.output for one in told] == ["toy: replaced\n", "Nothing has changed.\n"]
+        cluster.next = [make(1, max_body_size=1 << 20)]
+        refused = CliRunner().invoke(cli, ["cluster", "update", cluster.url])
+        assert "can't change in an update" in str(refused.exception)
+
+
+def test_the_configuration_is_read_again_with_the_words_of_the_start(tmp_path: Path) -> None:
+    from penstock.cli.cluster import _read
+
+    path = tmp_path / "cluster.toml"
+    words = ["--config", str(path), "--replicas", "3"]
+    for rows in (8, 16):
+        path.write_text(f'model = "smollm2:135m"\nmax_num_seqs = {rows}\n')
+        [config] = _read.main(list(words), standalone_mode=False)
+        assert (config.scheduler.max_num_seqs, config.cluster.replicas) == (rows, 3)
