@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from penstock.deploy.deployment import Deployment
 
-_COMPONENTS = ("model", "kv", "scheduler", "admission", "backend", "server", "cluster", "log")
+_COMPONENTS = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "cluster", "log")
 UPDATE_TIMEOUT_S = 1200.0
 address_option = click.option("--address", metavar="ADDRESS", help="A running Ray, such as auto. Default: one started here.")
 

@@ -36,11 +36,13 @@ from penstock.cluster.messages import (
     Source,
     Submit,
     Welcome,
+    Work,
     decode_to_front,
     prove,
     work_of,
 )
 from penstock.cluster.questions import TIMEOUT_S, Questions
+from penstock.deploy.adapters import Adapters
 from penstock.deploy.running import ModelInfo
 from penstock.engine.bridge import make_waker
 from penstock.engine.core import LATE_DETAILS, next_limit, request_stats
@@ -49,9 +51,11 @@ from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Ou
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
 from penstock.sched import progress
+from penstock.sched.adapters import ADAPTER_NOT_LOADED, LOAD_TIMEOUT_NS
 from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Router
 from penstock.sched.scaling import Scaler, Wanted
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PenstockError, RejectReason, counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, ScalingDecision, StepStats, WaitReason
@@ -151,6 +155,7 @@ class Fleet:
         self._observer: Observer = NullObserver()
         self._token_observer: TokenObserver = NullObserver()
         self._outbox = Outbox(sink, self._observer)
+        self._adapters: Adapters | None = None
         self._predict: Callable[[Request], int] = lambda request: request.sampling.max_tokens
         self.on_size: Callable[[int], None] = lambda _: None
         """Called with the number of replicas whenever it changes."""
@@ -202,6 +207,11 @@ class Fleet:
     def wait_for_model(self, timeout_s: float) -> ModelInfo | None:
         """Wait for the first replica that takes requests. Return the facts of its model, or None if none came in time."""
         return self.model if self._has_come.wait(timeout_s) else None
+
+    def use_adapters(self, adapters: Adapters) -> None:
+        """Set the registry in which requests find their adapters, before the first request."""
+        self._adapters = adapters
+        adapters.listen(lambda: self._post(lambda: self._dispatch(self._waiting())))
 
     def observe(self, observer: Observer, token_observer: TokenObserver, predict: Callable[[Request], int]) -> None:
         """Set the observers of steps, tokens and ends, before the first request. `predict` returns the expected length of an
@@ -384,9 +394,11 @@ class Fleet:
                 elif replica.name:
                     replica.link.send(Beat())
             for flight in self._waiting():
-                limit = next_limit(flight.request)
+                limit, has_adapter = next_limit(flight.request), _has_read(flight.request.adapter)
                 if limit is not None and now_ns > limit[0]:
                     self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
+                elif not has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
+                    self._end(flight, FinishReason.REJECTED, ADAPTER_NOT_LOADED, RejectReason.UNAVAILABLE)
                 elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
 
@@ -550,10 +562,12 @@ class Fleet:
     def _send(self, group: Sequence[_Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
+        for flight in group:
+            flight.since_ns = flight.since_ns or now_ns
+        if not self._has_adapter(group):
+            return
         unready = self._unready_for({flight.request.request_id for flight in group})
         if dispatcher is None or len(unready) == len(self._by_number):
-            for flight in group:
-                flight.since_ns = flight.since_ns or now_ns
             self._scale()
             return
         self._num_sent += 1
@@ -565,6 +579,7 @@ class Fleet:
                 index=self._num_sent,
                 now_ns=now_ns,
                 num_new_tokens=self._num_new_tokens(first),
+                num_adapter_blocks=self._num_adapter_blocks(first),
                 but_not=unready,
             )
         except PenstockError as error:
@@ -587,7 +602,7 @@ class Fleet:
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
-        works = [work_of(flight.request) for flight in group]
+        works = [self._work_of(flight.request) for flight in group]
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 
     def _hand_over(self, flight: _Flight) -> None:
@@ -613,7 +628,29 @@ class Fleet:
         self._questions.note(request.request_id, route, self.num_explained + len(self._flights))
         flight.num_moves += 1
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
-        replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [work_of(request)], source))
+        replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
+
+    def _has_adapter(self, group: Sequence[_Flight]) -> bool:
+        """Return whether the adapter of these requests, if any, has been read here. Ends them if it can't be."""
+        ref = group[0].request.adapter
+        if ref is None or _has_read(ref):
+            return True
+        assert self._adapters is not None, "the adapter is of this registry"
+        state = self._adapters.state(ref.number)
+        if not state.failure:
+            self._adapters.want(ref, is_urgent=True)
+        for flight in group if state.failure else ():
+            self._end(flight, FinishReason.REJECTED, state.failure, state.reason)
+        return False
+
+    def _num_adapter_blocks(self, request: Request) -> int:
+        """Return how many KV blocks the adapter of a request takes at a replica."""
+        ref, adapters = request.adapter, self._adapters
+        return 0 if ref is None or adapters is None else adapters.outlook(ref.number).num_pages
+
+    def _work_of(self, request: Request) -> Work:
+        ref, adapters = request.adapter, self._adapters
+        return work_of(request, "" if ref is None or adapters is None else str(adapters.path(ref)))
 
     def _unready_for(self, request_ids: set[str]) -> set[int]:
         """Return the replicas that can't take these requests now: they are not ready, or have not told the requests' end."""
@@ -832,6 +869,10 @@ def _move_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
         at_ns = getattr(target, name)
         if at_ns is not None:
             setattr(target, name, at_ns + shift_ns)
+
+
+def _has_read(ref: AdapterRef | None) -> bool:
+    return ref is None or bool(ref.fingerprint)
 
 
 def _stats_of(flight: _Flight, chunk: OutputChunk) -> RequestStats:

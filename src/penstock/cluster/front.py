@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.admission.door import Admission
+from penstock.cluster.adapters import connect_adapters
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
 from penstock.config import Config, SharingConfig
+from penstock.deploy.adapters import Adapters
 from penstock.deploy.build import Lasting, load_text
 from penstock.deploy.factory import make_lasting
 from penstock.deploy.resolve import aliases, resolve, served_names
@@ -38,6 +40,7 @@ def serve_replicas(
     return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),
+        adapters=lasting.adapters,
         metrics=lasting.metrics,
         load=partial(_front, config, source, fleet, bridge, machine, lasting),
         plan=MemoryShare,
@@ -56,7 +59,6 @@ def check(config: Config) -> None:
     """Raise ConfigError for settings that a cluster can't have yet."""
     sharing = without_splits(config).sharing
     for flag, is_set in (
-        ("--lora-modules and --lora-dir", config.lora.is_on),
         ("--record", config.server.record is not None),
         ("load_on, idle_unload and machine_share", replace(sharing, aliases=()) != SharingConfig()),
     ):
@@ -77,6 +79,9 @@ def _front(
         lasting.limits, info.capacity, reads_priority=blueprint.policies.reads_priority, tenants=lasting.tenants
     )
     connect(fleet, bridge, admission, metrics, max_running=blueprint.policies.max_running(info.capacity))
+    if (adapters := lasting.adapters) is not None:
+        connect_adapters(adapters, blueprint, model)
+        fleet.use_adapters(adapters)
     return RunningModel(
         engine=fleet,
         bridge=bridge,
@@ -96,9 +101,16 @@ def _front(
         prefix_sharing=blueprint.cache.prefix_sharing,
         defaults=model.sampling,
         sources=lasting.sources,
+        adapters=lasting.adapters,
         journal=None if lasting.journal is None else Histories(fleet, lasting.journal.max_ended),
-        release=bridge.detach,
+        release=partial(_release, bridge, lasting.adapters),
     )
+
+
+def _release(bridge: Bridge, adapters: Adapters | None) -> None:
+    bridge.detach()
+    if adapters is not None:
+        adapters.close()
 
 
 class Histories:

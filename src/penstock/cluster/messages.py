@@ -41,6 +41,9 @@ class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     generated: tuple[int, ...]
     recipe: Recipe | None
     """How to make its matcher, if its answer follows a grammar."""
+    adapter: bytes
+    """The hash of its adapter's files; empty: it has none."""
+    adapter_path: str
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
@@ -158,9 +161,8 @@ def prove(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, sender + nonce, "sha256")
 
 
-def work_of(request: Request) -> Work:
-    """Return a request as it goes to a replica, with the tokens that it has so far."""
-    assert request.adapter is None, "a cluster serves no adapters"
+def work_of(request: Request, adapter_path: str) -> Work:
+    """Return a request as it goes to a replica, with the tokens that it has so far. `adapter_path`: of its adapter, if any."""
     return Work(
         request_id=request.request_id,
         sampling=request.sampling,
@@ -170,6 +172,8 @@ def work_of(request: Request) -> Work:
         conversation=request.conversation,
         generated=tuple(request.output_token_ids),
         recipe=request.matcher if isinstance(request.matcher, Recipe) else None,
+        adapter=b"" if request.adapter is None else request.adapter.fingerprint,
+        adapter_path=adapter_path,
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
@@ -27,6 +28,7 @@ from penstock.cluster.messages import (
     Source,
     Submit,
     Welcome,
+    Work,
     decode_to_replica,
     prove,
     request_of,
@@ -39,7 +41,8 @@ from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.kv.changes import Changes
 from penstock.kv.prefix_cache import Recent
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.adapter import AdapterRef
+from penstock.types.errors import PenstockError, Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import Matcher
 from penstock.types.stats import AdapterCounts, EngineLoad
@@ -222,6 +225,13 @@ class Replica:
     def _take(self, submit: Submit) -> None:
         shift_ns = self._running.clock.now_ns() - submit.sent_ns
         requests = [request_of(work, submit.prompt_token_ids, shift_ns) for work in submit.works]
+        try:
+            for request, work in zip(requests, submit.works, strict=True):
+                request.adapter = self._adapter(work)
+        except PenstockError as error:
+            for request in requests:
+                self._refuse(request, FinishReason.REJECTED, str(error), str(RejectReason.UNAVAILABLE))
+            return
         if submit.source is None and all(work.recipe is None for work in submit.works):
             self._begin(requests)
             return
@@ -229,6 +239,13 @@ class Replica:
         task = asyncio.get_running_loop().create_task(self._prepare(requests, submit))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _adapter(self, work: Work) -> AdapterRef | None:
+        if not work.adapter:
+            return None
+        adapters = self._running.adapters
+        assert adapters is not None, "the front has the same settings"
+        return adapters.with_content(work.adapter, Path(work.adapter_path))
 
     async def _prepare(self, requests: Sequence[Request], submit: Submit) -> None:
         """Begin requests once the KV of their prompt has come and their grammars are compiled."""
@@ -311,7 +328,7 @@ class Replica:
         return self._running.engine.state is EngineState.READY
 
     def _load(self) -> EngineLoad:
-        return self._running.engine.load()._replace(adapters=AdapterCounts())  # a cluster has none
+        return self._running.engine.load()._replace(adapters=AdapterCounts())  # with numbers of this process
 
     def _report(self) -> None:
         """Tell the front what happened since the last time."""

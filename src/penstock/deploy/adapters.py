@@ -234,6 +234,25 @@ class Adapters:
                 adapter = entry.adapter = self._add(entry.path, is_free=entry.is_free)
             return adapter.refer()
 
+    def with_content(self, fingerprint: bytes, path: Path) -> AdapterRef:
+        """Return the adapter whose files have this hash, as another process of the same cluster read them at `path`.
+
+        Reads nothing yet. Raises ConfigError for too many adapters.
+        """
+        name = fingerprint.hex()
+        with self._changed:
+            entry = self._names.get(name)
+            adapter = entry.adapter if entry else None
+            if adapter is not None and adapter.failure and self._clock.now_ns() - adapter.failed_at_ns >= _FAILURE_NS:
+                self.unload(name)
+                adapter = None
+            if adapter is None:
+                self._make_place(name)
+                adapter = self._add(path, is_free=True)  # the other process has checked it
+                adapter.fingerprint = fingerprint
+                self._names[name] = _Name(path, is_found=True, adapter=adapter)
+            return adapter.refer()
+
     def has(self, name: str) -> bool:
         """Return whether the name is registered, or was found in the folder before."""
         return name in self._names

@@ -29,7 +29,7 @@ from penstock.types.errors import counted
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.admission.tenants import Tenants
-    from penstock.deploy.adapters import Adapters
+    from penstock.deploy.adapters import AdapterReader, Adapters
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
     from penstock.engine.blocks import Blocks
     from penstock.engine.ports import BlockMover, BlockStore, Executor, RequestJournal
@@ -340,15 +340,17 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
 
 def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
     """Connect the registry of adapters to this model, without keeping a reference to the model's weights."""
+    packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
+    adapters.connect(adapter_reader(max_rank, model), packer, max_bytes=max_bytes)
+
+
+def adapter_reader(max_rank: int, model: LoadedModel) -> AdapterReader:
+    """Return a function that reads an adapter, and raises ModelError for one that the model can't have."""
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 
-    packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
     spec, program = model.spec, describe(model.spec)
-
-    adapters.connect(
-        lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files), packer, max_bytes=max_bytes
-    )
+    return lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files)
 
 
 def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, resources: Resources) -> BlockStore | None:

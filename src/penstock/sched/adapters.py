@@ -19,6 +19,7 @@ LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
 """How long a row and blocks are kept for a request that waits for its adapter."""
 DEFAULT_MAX_ADAPTERS = 32
+ADAPTER_NOT_LOADED = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The server's log may say why."
 NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
 
 
@@ -123,8 +124,7 @@ class Adapters:
             elif state.failure:
                 yield request, Rejected(state.reason, state.failure, param="model")
             elif now_ns >= awaited.until_ns:
-                detail = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The server's log may say why."
-                yield request, Rejected(RejectReason.UNAVAILABLE, detail)
+                yield request, Rejected(RejectReason.UNAVAILABLE, ADAPTER_NOT_LOADED)
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         is_in_vain = any(self._in_vain(now_ns))

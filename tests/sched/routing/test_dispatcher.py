@@ -11,6 +11,7 @@ from penstock.kv.changes import Changes
 from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Arrival, LeastWork, PrefixAware, RoundRobin
 from penstock.testing import make_request
+from penstock.types.adapter import AdapterRef
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad, StepCounts, StepStats
 
@@ -180,6 +181,27 @@ def test_replicas_come_and_go() -> None:
     assert router.held[-1] == (20, 0)
     assert choose(make_request("four", 21)) == 1
     assert router.work[-1] == (0, 0, 21 + 10, 21 + 10)
+
+
+def test_an_adapter_counts_as_the_tokens_whose_room_it_takes_where_it_was_sent() -> None:
+    router = Told(chosen=1)
+    dispatcher = Dispatcher(router, 2, block_size=4)
+
+    def choose(request_id: str, fingerprint: bytes) -> Choice:
+        request = replace(make_request(request_id, 9), adapter=AdapterRef(1, fingerprint))
+        names = dispatcher.names_of(request)
+        return dispatcher.choose(request, names, IDLE, index=0, now_ns=0, num_new_tokens=10, num_adapter_blocks=50)
+
+    assert choose("one", b"red").num_held_tokens == 0
+    assert choose("two", b"red").num_held_tokens == 8, "of the prompt; the adapter is not in it"
+    assert choose("three", b"green").num_held_tokens == 0
+    assert router.held == [(0, 0), (0, 8 + 200), (0, 0)]
+    for request_id in ("one", "two", "three"):
+        dispatcher.on_end(request_id)
+    dispatcher.leave(1)
+    dispatcher.join()
+    choose("four", b"red")
+    assert router.held[-1] == (0, 0), "a new replica has none"
 
 
 def test_the_load_of_a_group_counts_what_was_sent_computed_and_waits() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.kv.block_table import extend_chain, root_hash
 from penstock.kv.changes import Changes, names_of
+from penstock.kv.prefix_cache import Recent
 from penstock.sched.routing.holdings import Holdings
 from penstock.sched.routing.ledger import Ledger
 from penstock.sched.routing.routers import Arrival, Router
@@ -19,6 +20,8 @@ from penstock.types.stats import EngineLoad, StepStats
 MIN_FETCHED_TOKENS = 64
 """Fewer are computed sooner than another replica is asked for them."""
 
+MAX_ADAPTERS = 4096
+"""Adapters of which it is remembered where requests with them were sent."""
 MAX_SOURCES = 4
 """Replicas that are asked how much of a prompt they hold by now."""
 
@@ -51,6 +54,9 @@ class Dispatcher:
         self._has_prefix_caching = has_prefix_caching
         self._ledger, self._holdings = Ledger(), Holdings()
         self._givers: set[int] = set()
+        self._adapters: Recent[bytes, int] = Recent(MAX_ADAPTERS)
+        """Fingerprint of an adapter -> bit set of the replicas that were sent a request with it. They may have evicted it: a
+        wrong guess costs a load."""
         self.numbers: list[int] = []
         """The replicas that are there, ascending."""
         for _ in range(num_replicas):
@@ -73,6 +79,8 @@ class Dispatcher:
         self.numbers.remove(replica)
         self._givers.discard(replica)
         self._holdings.forget(replica)
+        for fingerprint, holders in self._adapters.items():
+            self._adapters[fingerprint] = holders & ~(1 << replica)
 
     def names_of(self, request: Request) -> list[int]:
         """Return the names of the whole blocks that a request may find in a cache. Its last token is always computed."""
@@ -91,6 +99,7 @@ class Dispatcher:
         index: int,
         now_ns: int,
         num_new_tokens: int,
+        num_adapter_blocks: int = 0,
         but_not: Collection[int] = (),
     ) -> Choice:
         """Choose a replica for a request, and count the request as sent to it.
@@ -98,6 +107,7 @@ class Dispatcher:
         `names`: what `names_of(request)` returned.
         `loads`: how busy each replica is, by its number.
         `num_new_tokens`: the expected length of its answer.
+        `num_adapter_blocks`: KV blocks that its adapter takes.
         `but_not`: replicas that must not get it. At least one other must be there.
 
         Raises PenstockError if the router fails, or chooses no replica.
@@ -111,6 +121,13 @@ class Dispatcher:
             loads, work = [loads[number] for number in numbers], [work[number] for number in numbers]
         all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
         depths = [all_depths[number] for number in numbers]
+        held = [depth * self._block_size for depth in depths]
+        prefix = names[deepest - 1] if (deepest := max(depths)) else 0
+        if request.adapter is not None:
+            holders = self._adapters.get(request.adapter.fingerprint) or 0
+            num_tokens = num_adapter_blocks * self._block_size
+            held = [tokens + num_tokens * (holders >> number & 1) for tokens, number in zip(held, numbers, strict=True)]
+            prefix = prefix or int.from_bytes(request.adapter.fingerprint)
         arrival = Arrival(
             index=index,
             now_ns=now_ns,
@@ -118,18 +135,21 @@ class Dispatcher:
             tenant=request.tenant,
             priority=request.priority,
             work=tuple(work),
-            held=tuple([depth * self._block_size for depth in depths]),
-            prefix=names[deepest - 1] if (deepest := max(depths)) else 0,
+            held=tuple(held),
+            prefix=prefix,
             names=names,
         )
         chosen = self._ask(arrival, loads)
         number, ahead = numbers[chosen], arrival.work
         source, num_source_blocks = self._source_of(request, names, all_depths, number)
         num_source_tokens = num_source_blocks * self._block_size
-        choice = Choice(number, arrival.held[chosen], ahead[chosen], min(ahead), source, num_source_tokens)
-        num_to_compute = request.num_prompt_tokens - max(arrival.held[chosen], num_source_tokens)
+        num_held_tokens = depths[chosen] * self._block_size
+        choice = Choice(number, num_held_tokens, ahead[chosen], min(ahead), source, num_source_tokens)
+        num_to_compute = request.num_prompt_tokens - max(num_held_tokens, num_source_tokens)
         self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens)
         self._holdings.expect(request.request_id, number, names[depths[chosen] :])
+        if request.adapter is not None:
+            self._adapters.put(request.adapter.fingerprint, holders | 1 << number)
         return choice
 
     def _source_of(self, request: Request, names: Sequence[int], depths: Sequence[int], chosen: int) -> tuple[int | None, int]:

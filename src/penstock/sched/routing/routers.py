@@ -27,9 +27,10 @@ class Arrival:
     work: Sequence[int]
     """Tokens, of prompts and answers, that each replica still has to compute for the requests it was sent."""
     held: Sequence[int]
-    """Tokens at the beginning of the prompt that each replica holds, or will hold once it has computed what it was sent."""
+    """Tokens at the beginning of the prompt that each replica holds, or will hold once it has computed what it was sent. An
+    adapter that it was sent before counts as the tokens whose room it takes."""
     prefix: int
-    """Name of the longest beginning of the prompt that a replica holds; 0: none does."""
+    """Name of the longest beginning of the prompt that a replica holds, or else of the adapter; 0: there is none."""
     names: Sequence[int] = ()
     """Names of the prompt's whole blocks, each of the tokens up to its end: equal beginnings have equal names."""
 
