@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from penstock.clock import Clock
+from penstock.cluster.flights import Flight, ReplicaEnd, move_times
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
@@ -50,15 +50,13 @@ from penstock.engine.ports import NullObserver, Observer, OutputChunk, OutputSin
 from penstock.engine.thread import ABORT_GRACE_S, SHUTTING_DOWN, EngineState, Outbox
 from penstock.kv.pool_map import PoolMap
 from penstock.obs.explain.explanation import Explanation, Route
-from penstock.sched import progress
 from penstock.sched.adapters import ADAPTER_NOT_LOADED, LOAD_TIMEOUT_NS
 from penstock.sched.routing.dispatcher import Choice, Dispatcher
 from penstock.sched.routing.routers import Router
 from penstock.sched.scaling import Scaler, Wanted
-from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PenstockError, RejectReason, counted
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, ReplicaLoad, RequestStats, ScalingDecision, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, ReplicaLoad, ScalingDecision, StepStats, WaitReason
 
 _log = logging.getLogger(__name__)
 
@@ -77,58 +75,14 @@ PATIENCE_NS = 60_000_000_000
 """Time that a request without any replica waits for one."""
 START_PATIENCE_NS = 600_000_000_000
 """The same where replicas are started for requests."""
-MAX_LOSSES, PROGRESS = 3, 16
-"""A request ends when so many replicas failed with it, one after another, and it got fewer tokens than this between: it may be
-what breaks them."""
+MAX_LOSSES = 3
+"""A request ends when so many replicas failed with it, one after another: it may be what breaks them."""
 LOST, ANSWER = "lost", "answer"
 """Why requests move: their replica was lost or refused them, or answers are computed apart from prompts."""
 NO_REPLICA = "no replica is there to compute it"
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
 """Reasons of a replica to end a request that another one can still compute."""
-
-
-@dataclass(slots=True, eq=False)
-class _Replica:
-    link: Link
-    since_ns: int
-    nonce: bytes
-    heard_ns: int = 0
-    name: str = ""
-    """Empty until it has said who it is."""
-    number: int = -1
-    load: EngineLoad = field(default_factory=EngineLoad)
-    blocks_port: int = 0
-    """Where it gives KV blocks to others. 0: nowhere."""
-    num_copied_tokens: int = 0
-    is_ready: bool = False
-    """Its engine takes requests: it neither drains nor restarts."""
-    flights: dict[str, _Flight] = field(default_factory=dict)
-    leaving: set[str] = field(default_factory=set)
-    """Ids of requests that were handed over from it, and whose end it has not told yet."""
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request that has not ended."""
-
-    request: Request
-    replica: _Replica | None = None
-    """None: no replica is there."""
-    since_ns: int = 0
-    """Since when no replica is there."""
-    abort_detail: str | None = None
-    """Why its replica was asked to abort it, or None."""
-    num_losses: int = 0
-    """Replicas that failed while they had it, without much progress between."""
-    num_tokens_then: int = 0
-    """Tokens that it had at the last such loss."""
-    last_token_ns: int = 0
-    num_moves: int = 0
-    stats: RequestStats | None = None
-    """The stats that its replica reported at its end."""
-    num_gaps: int = 0
-    num_late: int = 0
 
 
 class Fleet:
@@ -181,9 +135,9 @@ class Fleet:
         self._loop = asyncio.new_event_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = make_waker(self._loop, self._poll)
-        self._replicas: dict[Link, _Replica] = {}
-        self._by_number: dict[int, _Replica] = {}
-        self._flights: dict[str, _Flight] = {}
+        self._replicas: dict[Link, ReplicaEnd] = {}
+        self._by_number: dict[int, ReplicaEnd] = {}
+        self._flights: dict[str, Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
         self._questions = Questions(self._loop)
@@ -394,7 +348,7 @@ class Fleet:
                 elif replica.name:
                     replica.link.send(Beat())
             for flight in self._waiting():
-                limit, has_adapter = next_limit(flight.request), _has_read(flight.request.adapter)
+                limit, has_adapter = next_limit(flight.request), flight.has_adapter
                 if limit is not None and now_ns > limit[0]:
                     self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
                 elif not has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
@@ -441,7 +395,7 @@ class Fleet:
         strangers = [one for one in self._replicas.values() if not (one.name or one.link.is_closing)]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].link.close("too many others have dialled")
-        self._replicas[link] = _Replica(link, self.clock.now_ns(), link.nonce)
+        self._replicas[link] = ReplicaEnd(link, self.clock.now_ns(), link.nonce)
         return link
 
     def _on_message(self, link: Link, data: bytes) -> None:
@@ -456,7 +410,7 @@ class Fleet:
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
 
-    def _welcome(self, replica: _Replica, hello: Hello) -> None:
+    def _welcome(self, replica: ReplicaEnd, hello: Hello) -> None:
         link = replica.link
         if not secrets.compare_digest(hello.proof, prove(self._secret, REPLICA, replica.nonce)):
             link.close("it does not know the cluster's secret")
@@ -484,7 +438,7 @@ class Fleet:
         self.model = self.model or hello.model
         self._resize()
 
-    def _set_ready(self, replica: _Replica, is_ready: bool) -> None:
+    def _set_ready(self, replica: ReplicaEnd, is_ready: bool) -> None:
         replica.is_ready = is_ready
         self._is_at_zero &= not is_ready
         takes = "takes requests" if is_ready else "takes no more requests"
@@ -506,7 +460,7 @@ class Fleet:
         assert self._dispatcher is not None, "it has joined"
         flights = list(replica.flights.values())
         for flight in flights:
-            self._count_loss(flight)
+            flight.count_loss()
             self._part(flight)
         self._dispatcher.leave(replica.number)
         del self._by_number[replica.number]
@@ -546,20 +500,20 @@ class Fleet:
         if self._state is EngineState.STOPPED or (self._state is EngineState.DRAINING and not self._num_holds):
             self._outbox.refuse(requests, RejectReason.DRAINING, self.clock.now_ns())
             return
-        flights = [_Flight(request) for request in requests]
+        flights = [Flight(request) for request in requests]
         self._flights |= {flight.request.request_id: flight for flight in flights}
         self._dispatch(flights)
 
-    def _dispatch(self, flights: Iterable[_Flight]) -> None:
+    def _dispatch(self, flights: Iterable[Flight]) -> None:
         """Send requests without a replica to one: the choices of one prompt together."""
-        groups: dict[tuple[str, int], list[_Flight]] = {}
+        groups: dict[tuple[str, int], list[Flight]] = {}
         for flight in flights:
             request = flight.request
             groups.setdefault((request.parent_id or request.request_id, id(request.prompt_token_ids)), []).append(flight)
         for group in groups.values():
             self._send(group)
 
-    def _send(self, group: Sequence[_Flight]) -> None:
+    def _send(self, group: Sequence[Flight]) -> None:
         now_ns, first = self.clock.now_ns(), group[0].request
         dispatcher = self._dispatcher
         for flight in group:
@@ -605,7 +559,7 @@ class Fleet:
         works = [self._work_of(flight.request) for flight in group]
         replica.link.send(Submit(now_ns, first.prompt_token_ids, works, source))
 
-    def _hand_over(self, flight: _Flight) -> None:
+    def _hand_over(self, flight: Flight) -> None:
         """Move an answer that has its first token to where answers are computed, if prompts and answers are apart."""
         request, giver, dispatcher = flight.request, flight.replica, self._dispatcher
         assert dispatcher is not None, "it was sent"
@@ -630,10 +584,10 @@ class Fleet:
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
-    def _has_adapter(self, group: Sequence[_Flight]) -> bool:
+    def _has_adapter(self, group: Sequence[Flight]) -> bool:
         """Return whether the adapter of these requests, if any, has been read here. Ends them if it can't be."""
         ref = group[0].request.adapter
-        if ref is None or _has_read(ref):
+        if ref is None or group[0].has_adapter:
             return True
         assert self._adapters is not None, "the adapter is of this registry"
         state = self._adapters.state(ref.number)
@@ -664,7 +618,7 @@ class Fleet:
         giver = self._by_number[choice.source]
         return Source(giver.link.host, giver.blocks_port, choice.num_source_tokens)
 
-    def _waiting(self) -> list[_Flight]:
+    def _waiting(self) -> list[Flight]:
         """Return the requests that have no replica."""
         return [flight for flight in self._flights.values() if flight.replica is None]
 
@@ -680,7 +634,7 @@ class Fleet:
     def _num_new_tokens(self, request: Request) -> int:
         return max(1, self._predict(request) - len(request.output_token_ids))
 
-    def _part(self, flight: _Flight) -> None:
+    def _part(self, flight: Flight) -> None:
         """Take a request away from its replica."""
         replica, request_id = flight.replica, flight.request.request_id
         if replica is not None:
@@ -689,16 +643,9 @@ class Fleet:
             assert self._dispatcher is not None, "it was sent"
             self._dispatcher.on_end(request_id)
 
-    def _count_loss(self, flight: _Flight) -> None:
-        num_tokens = len(flight.request.output_token_ids)
-        if num_tokens - flight.num_tokens_then >= PROGRESS:
-            flight.num_losses = 0
-        flight.num_losses += 1
-        flight.num_tokens_then = num_tokens
-
-    def _move(self, flights: Iterable[_Flight]) -> None:
+    def _move(self, flights: Iterable[Flight]) -> None:
         """Send requests that have lost their replica to another one, or end them if they must not be resumed."""
-        moving: list[_Flight] = []
+        moving: list[Flight] = []
         for flight in flights:
             if flight.abort_detail is not None:
                 self._end(flight, FinishReason.ABORT, flight.abort_detail)
@@ -721,17 +668,13 @@ class Fleet:
             flight.abort_detail = detail
             flight.replica.link.send(Abort(request_id, detail))
 
-    def _end(self, flight: _Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
+    def _end(self, flight: Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
         """End a request here, since no replica does."""
-        request, now_ns = flight.request, self.clock.now_ns()
         self._part(flight)
-        del self._flights[request.request_id]
-        progress.end(request, reason)
-        chunk = OutputChunk(request.request_id, "", (), (), now_ns, request.num_cached_tokens, len(request.output_token_ids))
-        chunk.finish_reason, chunk.detail = reason, detail
-        chunk.reject_reason = "" if because is None else because.value
-        chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
-        self._observer.on_finish(request_stats(request, now_ns, chunk.reject_reason))
+        del self._flights[flight.request.request_id]
+        now_ns = self.clock.now_ns()
+        chunk = flight.end_at(now_ns, reason, detail, because)
+        self._observer.on_finish(request_stats(flight.request, now_ns, chunk.reject_reason))
         self._outbox.deliver([chunk])
         self._end_if_drained()
 
@@ -747,7 +690,7 @@ class Fleet:
 
     # Reports of replicas.
 
-    def _take_report(self, replica: _Replica, report: Report) -> None:
+    def _take_report(self, replica: ReplicaEnd, report: Report) -> None:
         assert self._dispatcher is not None, "it has joined"
         now_ns = self.clock.now_ns()
         shift_ns = now_ns - report.sent_ns
@@ -757,10 +700,9 @@ class Fleet:
         if replica.is_ready is not report.is_ready:
             self._set_ready(replica, report.is_ready)
         chunks: list[OutputChunk] = []
-        moving: list[_Flight] = []
-        ended: list[tuple[OutputChunk, _Flight]] = []
-        begun: list[_Flight] = []
-        first: list[Request] = []
+        moving: list[Flight] = []
+        ended: list[tuple[OutputChunk, Flight]] = []
+        first: list[Flight] = []
         gaps_ns: list[int] = []
         has_left = {chunk.request_id for chunk in report.chunks if chunk.finish_reason is not None} & replica.leaving
         for stats in report.ended:
@@ -772,33 +714,37 @@ class Fleet:
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
                 if chunk.reject_reason == RejectReason.UNAVAILABLE:
-                    self._count_loss(flight)
+                    flight.count_loss()
                 self._part(flight)
                 moving.append(flight)
                 continue
-            _move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
-            had_tokens = bool(flight.last_token_ns)
-            self._note(flight, chunk, report.scores.get(chunk.request_id), first, gaps_ns)
+            move_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
+            if (scores := report.scores.get(chunk.request_id)) is not None:
+                flight.request.prompt_logprobs[:] = scores
+            if (gap_ns := flight.note(chunk)) is not None:
+                gaps_ns.append(gap_ns)
+            elif chunk.token_ids or chunk.states:
+                first.append(flight)
+            if chunk.token_ids or chunk.states:
+                self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
             chunks.append(chunk)
             if chunk.finish_reason is not None:
                 ended.append((chunk, flight))
-            elif chunk.token_ids and not had_tokens:
-                begun.append(flight)
         for step in report.steps:
             pooled = self._pooled(step, shift_ns)
             self._dispatcher.on_step(pooled)
             self._observer.on_step(pooled)
         if first or gaps_ns:
-            self._token_observer.on_tokens(first, gaps_ns)
+            self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
         for chunk, flight in ended:
             del self._flights[chunk.request_id]
             self._part(flight)
             if flight.num_gaps:
                 self._token_observer.on_itl(flight.num_gaps, flight.num_late)
-            self._observer.on_finish(_stats_of(flight, chunk))
+            self._observer.on_finish(flight.stats_at(chunk))
         self._outbox.deliver(chunks)
         self._move(moving)
-        for flight in begun:
+        for flight in first:
             if flight.replica is replica:
                 self._hand_over(flight)
         if has_left:
@@ -806,34 +752,6 @@ class Fleet:
             self._dispatch(self._waiting())
         if ended:
             self._end_if_drained()
-
-    def _note(
-        self,
-        flight: _Flight,
-        chunk: OutputChunk,
-        scores: Sequence[Any] | None,
-        first: list[Request],
-        gaps_ns: list[int],
-    ) -> None:
-        """Note a chunk's progress in its request."""
-        request = flight.request
-        if scores is not None:
-            request.prompt_logprobs[:] = scores
-        progress.follow(request, chunk.token_ids, chunk.first_scheduled_ns, chunk.first_token_ns, chunk.num_cached_tokens)
-        if chunk.token_ids or chunk.states:
-            if flight.last_token_ns:
-                gap_ns = chunk.at_ns - flight.last_token_ns
-                gaps_ns.append(gap_ns)
-                if request.slo_itl_ns is not None:
-                    flight.num_gaps += 1
-                    flight.num_late += gap_ns > request.slo_itl_ns
-            else:
-                first.append(request)
-            flight.last_token_ns = chunk.at_ns
-            assert self._dispatcher is not None, "it was sent"
-            self._dispatcher.on_tokens(request.request_id, len(chunk.token_ids))
-        if chunk.finish_reason is not None:
-            progress.end(request, chunk.finish_reason, chunk.stop_reason)
 
     def _pooled(self, stats: StepStats, shift_ns: int) -> StepStats:
         """Return a replica's step as one of the pool: with the requests and blocks of all."""
@@ -862,22 +780,3 @@ class _GreetingLink(Link):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.send(Greeting(FORMAT, self.nonce))
-
-
-def _move_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
-    for name in names:
-        at_ns = getattr(target, name)
-        if at_ns is not None:
-            setattr(target, name, at_ns + shift_ns)
-
-
-def _has_read(ref: AdapterRef | None) -> bool:
-    return ref is None or bool(ref.fingerprint)
-
-
-def _stats_of(flight: _Flight, chunk: OutputChunk) -> RequestStats:
-    """Return the stats of a request that has ended with this chunk, by this clock."""
-    stats, own = flight.stats, request_stats(flight.request, chunk.at_ns, chunk.reject_reason)
-    if stats is None:  # it ended before it was in the replica's engine
-        return own
-    return replace(own, num_generated_tokens=stats.num_generated_tokens, num_preemptions=stats.num_preemptions)
