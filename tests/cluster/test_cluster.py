@@ -161,6 +161,12 @@ def test_answers_move_to_the_replica_that_takes_them(pool, apart: None) -> None:
         route = choice["route"]
         assert (num_ended[route["replica"]] > 0, route["moves"], route["tokens_ahead"]) == (True, 1, 0)
         assert route["fetched_tokens"] == choice["prompt_tokens"], "whole blocks, and what fills a part of one"
+        assert choice["prefill"] == {"steps": 1, "tokens": choice["prompt_tokens"]}, "at the first replica"
+        num_steps = choice["resume"]["steps"] + choice["decode"]["steps"]
+        assert num_steps == choice["completion_tokens"] - 1, "at the second"
+        assert choice["time_ms"]["prefill"] >= 10
+        assert route["move_ms"] > 0
+        assert "after 1 replica that had it before and" in choice["summary"]
 
 
 def test_choices_grammars_scores_and_beams_are_right_where_answers_move(apart: None) -> None:
@@ -244,7 +250,7 @@ def test_an_explanation_names_the_replica(pool) -> None:
 
 def route_of(name: str, *, moves: int) -> dict:
     zeros = dict.fromkeys(("cached_tokens", "tokens_ahead", "fewest_tokens_ahead", "fetched_tokens"), 0)
-    return {"replica": name, "moves": moves, "fetch_ms": 0.0, **zeros}
+    return {"replica": name, "moves": moves, "move_ms": 0.0, "fetch_ms": 0.0, **zeros}
 
 
 @pytest.mark.parametrize("lose", [ThreadedReplica.kill, ThreadedReplica.hang_up])

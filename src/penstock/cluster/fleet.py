@@ -406,7 +406,7 @@ class Fleet:
             case Report() as report if replica.name:
                 self._take_report(replica, report)
             case Explained() as explained if replica.name:
-                self._questions.take_answer(explained, self.clock.now_ns() - explained.sent_ns)
+                self._questions.take_answer(replica.name, explained, self.clock.now_ns() - explained.sent_ns)
             case message:
                 link.close(f"an unexpected {type(message).__name__}")
 
@@ -549,10 +549,10 @@ class Fleet:
                 choice.num_held_tokens,
                 choice.num_tokens_ahead,
                 choice.fewest_tokens_ahead,
-                num_moves=flight.num_moves,
+                before=flight.before,
             )
             self._questions.note(flight.request.request_id, route, self.num_explained + len(self._flights))
-            flight.num_moves += 1
+            flight.before += (replica.name,)
             replica.flights[flight.request.request_id] = flight
             if flight is not group[0]:
                 dispatcher.also(flight.request.request_id, replica.number, self._num_new_tokens(flight.request))
@@ -578,9 +578,9 @@ class Fleet:
         del giver.flights[request.request_id]
         replica = flight.replica = self._by_number[number]
         replica.flights[request.request_id] = flight
-        route = Route(replica.name, 0, work[number], min(work.values()), flight.num_moves)
+        route = Route(replica.name, 0, work[number], min(work.values()), flight.before)
         self._questions.note(request.request_id, route, self.num_explained + len(self._flights))
-        flight.num_moves += 1
+        flight.before += (replica.name,)
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 

@@ -56,7 +56,8 @@ class Flight:
     num_tokens_then: int = 0
     """Tokens that it had at the last such loss."""
     last_token_ns: int = 0
-    num_moves: int = 0
+    before: tuple[str, ...] = ()
+    """Names of the replicas that it was sent to, one after another."""
     stats: RequestStats | None = None
     """The stats that its replica reported at its end."""
     num_gaps: int = 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from penstock.cluster.link import Link
 from penstock.cluster.messages import Explain, Explained
-from penstock.obs.explain.explanation import Explanation, Route
+from penstock.obs.explain.explanation import Explanation, Route, continued
 
 TIMEOUT_S = 1.0
 
@@ -20,7 +20,8 @@ class _Question:
     answer: Future[list[Explanation]]
     num_left: int
     """Replicas that have not answered yet."""
-    explanations: list[Explanation] = field(default_factory=list)
+    told: dict[tuple[str, str], Explanation] = field(default_factory=dict)
+    """Id of a request and name of a replica -> what it says."""
 
 
 class Questions:
@@ -44,9 +45,10 @@ class Questions:
         """Ask the replicas that had these requests. `links`: name of a replica -> its link."""
         asked: dict[str, list[str]] = {}
         for request_id in request_ids:
-            route = self._routes.get(request_id)
-            if route is not None and route.replica in links:
-                asked.setdefault(route.replica, []).append(request_id)
+            if (route := self._routes.get(request_id)) is None:
+                continue
+            for name in {route.replica, *route.before} & links.keys():
+                asked.setdefault(name, []).append(request_id)
         if not asked:
             answer.set_result([])
         question = _Question(answer, len(asked))
@@ -56,7 +58,7 @@ class Questions:
             links[name].send(Explain(self._num_asked, ids))
             self._loop.call_later(TIMEOUT_S, self._open.pop, self._num_asked, None)
 
-    def take_answer(self, explained: Explained, shift_ns: int) -> None:
+    def take_answer(self, replica: str, explained: Explained, shift_ns: int) -> None:
         """Take a replica's answer. `shift_ns`: this clock, less the replica's."""
         question = self._open.pop(explained.number, None)
         if question is None:  # it came too late
@@ -65,8 +67,17 @@ class Questions:
             route, fetch = self._routes.get(one.request_id), explained.fetches.get(one.request_id)
             if route is not None and fetch is not None:
                 route = replace(route, num_fetched_tokens=fetch.num_tokens, fetch_ns=fetch.duration_ns)
-            moved = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
-            question.explanations.append(moved)
+            question.told[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
         question.num_left -= 1
         if not question.num_left:
-            question.answer.set_result(question.explanations)
+            question.answer.set_result(list(self._whole(question.told)))
+
+    def _whole(self, told: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
+        """Yield what the last replica of each request says, after what the one says that gave it its first token."""
+        for (request_id, replica), last in told.items():
+            route = self._routes.get(request_id)
+            if route is None or route.replica != replica:
+                continue
+            earlier = [told[request_id, name] for name in route.before if name != replica and (request_id, name) in told]
+            first = next((one for one in earlier if one.num_generated_tokens), None)
+            yield last if first is None else continued(first, last)

@@ -56,8 +56,10 @@ class Route:
     """Tokens that the replica had yet to compute for others."""
     fewest_tokens_ahead: int
     """The same of the replica with the least work."""
-    num_moves: int = 0
-    """Replicas before that were lost with it, or refused it."""
+    before: tuple[str, ...] = ()
+    """Replicas that had it before: they were lost with it, refused it, or computed its prompt alone."""
+    move_ns: int = 0
+    """Time from the last one's part of the answer until the first step here. 0 if that one is not there to tell."""
     num_fetched_tokens: int = 0
     """Tokens of the prompt whose KV came from another replica's cache."""
     fetch_ns: int = 0
@@ -174,6 +176,32 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     )
 
 
+def continued(first: Explanation, last: Explanation) -> Explanation:
+    """Explain a request that got its first token at one replica, and ended or runs at another. Both know its arrival."""
+    assert last.route is not None, "a cluster computed it"
+    ran_ns = first.queue_ns + first.prefill_ns
+    return replace(
+        last,
+        queue_ns=first.queue_ns,
+        prefill_ns=first.prefill_ns,
+        decode_ns=max(0, last.total_ns - ran_ns),
+        waited_for_ns=first.waited_for_ns,
+        num_before=first.num_before,
+        num_passed_by=first.num_passed_by,
+        num_hit_tokens=first.num_hit_tokens,
+        stop=first.stop,
+        evicted_ago_ns=first.evicted_ago_ns,
+        num_prefill_steps=first.num_prefill_steps,
+        num_prefill_tokens=first.num_prefill_tokens,
+        num_resume_steps=last.num_prefill_steps,
+        num_resume_tokens=last.num_prefill_tokens,
+        num_decode_steps=first.num_decode_steps + last.num_decode_steps,
+        decode_with_prompts_ns=first.decode_with_prompts_ns + last.decode_with_prompts_ns,
+        pauses=[*first.pauses, *last.pauses],
+        route=replace(last.route, move_ns=max(0, last.queue_ns - ran_ns)),
+    )
+
+
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """Explain a request that is still in the engine's inbox."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
@@ -286,7 +314,9 @@ def _sentences(told: Explanation) -> Iterator[str]:
 
 
 def _route(route: Route, num_prompt_tokens: int) -> str:
-    moved = "" if not route.num_moves else f", after {_count(route.num_moves, 'replica')} that had it before"
+    moved = "" if not route.before else f", after {_count(len(route.before), 'replica')} that had it before"
+    if route.move_ns:
+        moved += f" and {duration(route.move_ns)} for the move"
     fetched = ""
     if route.num_fetched_tokens:
         fetched = f" Another replica's cache gave it {route.num_fetched_tokens} more, in {route.fetch_ns / 1e6:.1f} ms."

@@ -61,6 +61,7 @@ class Routed(TypedDict):
     tokens_ahead: Count
     fewest_tokens_ahead: Count
     moves: Count
+    move_ms: float
     fetched_tokens: Count
     fetch_ms: float
 
@@ -217,7 +218,8 @@ def _choice(told: Explanation, index: int) -> RequestChoice:
             "cached_tokens": route.num_held_tokens,
             "tokens_ahead": route.num_tokens_ahead,
             "fewest_tokens_ahead": route.fewest_tokens_ahead,
-            "moves": route.num_moves,
+            "moves": len(route.before),
+            "move_ms": _ms(route.move_ns),
             "fetched_tokens": route.num_fetched_tokens,
             "fetch_ms": _ms(route.fetch_ns),
         }
