@@ -1,0 +1,90 @@
+"""Reads questions with how well a weak and a strong model answered them, a JSON object per line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types.errors import ConfigError
+
+F64 = NDArray[np.float64]
+Rows = NDArray[np.intp]
+"""Numbers of questions."""
+MAX_LINE_CHARS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """Questions, and the quality of two answers to each, from 0 (wrong) to 1 (right)."""
+
+    prompts: Sequence[str]
+    groups: Sequence[str]
+    """Of each question, such as its benchmark. Empty: it has none."""
+    weak: F64
+    strong: F64
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def part(self, rows: Rows) -> Answers:
+        prompts, groups = [[values[row] for row in rows] for values in (self.prompts, self.groups)]
+        return Answers(prompts, groups, self.weak[rows], self.strong[rows])
+
+
+def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None) -> Answers:
+    """Read a .jsonl file, or one in .gz. `weak`, `strong`: keys of true or false, or of a number from 0 to 1.
+
+    `group`: key of a text; what stands before its first `/` is the group. Raises ConfigError, which names the line.
+    """
+    prompts: list[str] = []
+    groups: list[str] = []
+    scores: list[tuple[float, float]] = []
+    with _opened(path) as file:
+        for number, value in _objects(file, path):
+            prompt = value.get("prompt")
+            if not isinstance(prompt, str) or not prompt:
+                raise ConfigError(f"{path}, line {number}: it has no text `prompt`.")
+            prompts.append(prompt)
+            scores.append((_score(value, weak, path, number), _score(value, strong, path, number)))
+            groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
+    if not prompts:
+        raise ConfigError(f"{path} has no questions.")
+    found = np.array(scores)
+    return Answers(prompts, groups, found[:, 0], found[:, 1])
+
+
+def _opened(path: Path) -> IO[str]:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def _objects(file: IO[str], path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    number = 0
+    try:
+        while line := file.readline(MAX_LINE_CHARS):
+            number += 1
+            if len(line) == MAX_LINE_CHARS:
+                raise ConfigError(f"{path}, line {number}: it has more than {MAX_LINE_CHARS} characters.")
+            if line.strip():
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{path}, line {number}: it is not a JSON object.")
+                yield number, value
+    except (OSError, EOFError, ValueError) as error:  # gzip's, and those of encodings and JSON
+        raise ConfigError(f"{path}, line {number}: {error}.") from error
+
+
+def _score(value: dict[str, object], key: str, path: Path, number: int) -> float:
+    score = value.get(key)
+    if not isinstance(score, bool | int | float) or not 0 <= score <= 1:
+        raise ConfigError(
+            f"{path}, line {number}: {key!r} is not true, false or a number from 0 to 1.",
+            remedy="Name the keys of the two models' results with --weak and --strong.",
+        )
+    return float(score)
