@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.deploy.splits import Split
 
 
-def deployment_of(*models: RunningModel, splits: Sequence[Split] = ()) -> Deployment:
+def deployment_of(*models: RunningModel, splits: Sequence[Split] = (), routes: Sequence[Route] = ()) -> Deployment:
     """Return a deployment of running models, which it never unloads. Closing the deployment closes the models."""
     served = [
         ServedModel(
@@ -24,7 +25,7 @@ def deployment_of(*models: RunningModel, splits: Sequence[Split] = ()) -> Deploy
         )
         for running in models
     ]
-    deployment = Deployment(served, MemoryBudget(), splits=splits)
+    deployment = Deployment(served, MemoryBudget(), splits=splits, routes=routes)
     deployment.sources = models[0].sources
     for one in served:
         deployment.want(one)

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     config_options,
     given_words,
     models_argument,
+    routes_of_file,
     warn_of_unknown_variables,
 )
 from penstock.cli.serve import check_access, set_up_logging
@@ -51,6 +52,10 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     _check_ray()
     configs = configs_of(values, words=words, tables=tables)
     config = configs[0]
+    if routes_of_file():
+        raise ConfigError(
+            "A cluster does not know [[routes]] yet.", remedy="Leave them out, or serve the models by one server."
+        )
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     warn_of_unknown_variables()

@@ -16,7 +16,15 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, printable, warn_of_unknown_variables
+from penstock.cli.options import (
+    EPILOG,
+    GroupedCommand,
+    config_options,
+    models_argument,
+    printable,
+    routes_of_file,
+    warn_of_unknown_variables,
+)
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.several import config_of_found, configs_of
 from penstock.machine import address_space, has_gil, is_free_threaded, return_large_blocks_when_freed, share_one_arena
@@ -52,7 +60,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
-        deployment = start_deployment(configs, partial(config_of_found, values))
+        deployment = start_deployment(configs, partial(config_of_found, values), routes_of_file())
         warn_of_gil()
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)

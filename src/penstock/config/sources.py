@@ -19,6 +19,7 @@ from penstock.config.components import (
     SchedulerConfig,
     SharingConfig,
 )
+from penstock.config.routes import ROUTES, RouteConfig, parse_routes
 from penstock.config.setting import Setting, settings_of
 from penstock.types.errors import ConfigError
 
@@ -58,6 +59,8 @@ class ConfigFile:
     values: dict[str, object]
     models: tuple[dict[str, object], ...] = ()
     """The file's `[[models]]` tables."""
+    routes: tuple[RouteConfig, ...] = ()
+    """Its `[[routes]]` tables."""
 
 
 def read_config_file(path: Path) -> ConfigFile:
@@ -71,16 +74,18 @@ def read_config_file(path: Path) -> ConfigFile:
     models = table.pop(MODELS, [])
     if not isinstance(models, list) or not all(isinstance(entry, dict) for entry in models):
         raise ConfigError(f"{path}: {MODELS} are tables.", remedy=f"Begin each with a line [[{MODELS}]].")
+    routes = parse_routes(table.pop(ROUTES, []), f"{path}: ")
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):
             raise ConfigError(
                 f"{path}: there are no tables such as [{key}].",
-                remedy="Put all keys at the top level: only models and arguments of policies are tables, as in [policy_args].",
+                remedy="Put all keys at the top level: only models, routes and [policy_args] are tables.",
             )
     return ConfigFile(
         parse_settings(table, all_settings(), place=f"{path}: "),
         tuple(_parse_model(entry, f"{path}: [[{MODELS}]] {number}: ") for number, entry in enumerate(models, 1)),
+        routes,
     )
 
 

@@ -22,6 +22,7 @@ from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import leavers, room_at_ns
+from penstock.deploy.routes import Route, check_routes
 from penstock.deploy.running import ModelState, RunningModel, ServedModel, Sources, UnloadReason
 from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
@@ -49,6 +50,7 @@ class Deployment:
         clock: Clock | None = None,
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
+        routes: Sequence[Route] = (),
     ) -> None:
         """The first model is the default one. `find_new` returns models that were added to a folder since its last call.
 
@@ -63,7 +65,9 @@ class Deployment:
         self.clock = clock or WallClock()
         self._by_name = _names_of(self.served)
         self.splits = tuple(splits)
-        check_splits(self.splits, self.names)
+        check_splits(self.splits, [name for one in served for name in one.names])
+        check_routes(routes, self._by_name)
+        self.routes = {route.name: route for route in routes}
         self.update: Callable[[], Sequence[str]] | None = None
         """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
         and raises PenstockError."""
@@ -129,8 +133,8 @@ class Deployment:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models that can be served, without aliases."""
-        return tuple(name for one in self.served if one.is_there for name in one.names)
+        """The names of all models that can be served, and of routes, without aliases."""
+        return (*[name for one in self.served if one.is_there for name in one.names], *self.routes)
 
     @property
     def may_grow(self) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, Load, LoraConfig
+from penstock.config.routes import RouteConfig
 from penstock.config.units import format_size
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
 from penstock.deploy.executor import first_executor
@@ -24,6 +25,7 @@ from penstock.deploy.experts import disk_words
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
+from penstock.deploy.routes import open_routes
 from penstock.deploy.splits import read_split
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory
@@ -53,7 +55,11 @@ def locate(config: Config) -> ModelSource:
     return source
 
 
-def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, str], Config] | None = None) -> Deployment:
+def start_deployment(
+    configs: Sequence[Config],
+    config_of_found: Callable[[str, str], Config] | None = None,
+    routes: Sequence[RouteConfig] = (),
+) -> Deployment:
     """Return a deployment of one model per config, with those loaded that load at the start. The first model is the default.
 
     The caller closes it. `config_of_found`: (name, path) -> config, for a model that is added to `models_dir` later. Raises the
@@ -80,6 +86,7 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
         memory,
         find_new=find_new,
         splits=[split for split in splits if split is not None],
+        routes=open_routes(routes),
     )
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment

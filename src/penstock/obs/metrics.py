@@ -135,6 +135,8 @@ class Metrics:
         """Names the scheduling settings (`config.saved`)."""
         self.tenants: frozenset[str] = frozenset()
         """Names of API keys with series of their own."""
+        self.routed: Counter[str] = Counter()
+        """Requests for which a route chose this model, by the route."""
         self.tenant_requests: Counter[tuple[str, str]] = Counter()
         """By tenant and outcome: ended, rejected."""
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()
@@ -178,6 +180,11 @@ class Metrics:
         """Count the time a request waited for its model to be loaded. Thread-safe."""
         with self.lock:
             self.model_wait_ns.observe(wait_ns)
+
+    def count_routed(self, route: str) -> None:
+        """Count a request for which a route chose this model. Thread-safe."""
+        with self.lock:
+            self.routed[route] += 1
 
     def count_grammar_wait(self, wait_ns: int) -> None:
         """Count the time a call waited for its grammar to be compiled, successfully or not. Thread-safe."""

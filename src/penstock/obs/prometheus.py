@@ -123,6 +123,10 @@ class _Snapshot:
     def _counters(self, metrics: Metrics) -> Iterator[Metric]:
         prompt = {"computed": metrics.num_computed_prompt_tokens, "cached": metrics.num_cached_prompt_tokens}
         yield from self._ends(metrics)
+        if metrics.routed:
+            yield self._counter(
+                "routed_requests", "Requests for which a route chose this model.", dict(metrics.routed), "route"
+            )
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions - metrics.num_swaps, "swap": metrics.num_swaps}

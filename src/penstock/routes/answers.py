@@ -26,7 +26,7 @@ class Answers:
 
     prompts: Sequence[str]
     groups: Sequence[str]
-    """Of each question, such as its benchmark. Empty: it has none."""
+    """Such as the benchmark of each question. Empty: it has none."""
     weak: F64
     strong: F64
 

@@ -1,4 +1,4 @@
-"""What a route saves: the quality of its answers at each share of questions that the strong model gets.
+"""Figures of a route: the quality of its answers at each share of questions that the strong model gets.
 
 The gain at a share is that part of the difference between the two models' quality which the route gets. Its mean over all
 shares is APGR (RouteLLM, arXiv 2406.18665): 0.5 for a route that draws lots.

@@ -47,6 +47,7 @@ from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.routes import API as OPS
 from penstock.serve.responses.routes import API as RESPONSES
+from penstock.serve.routes import RouteChooser
 from penstock.serve.tei.routes import API as TEI
 from penstock.serve.texts.endpoint import TextsEndpoint
 from penstock.serve.tgi.routes import API as TGI
@@ -131,7 +132,8 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 
 
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
-    waits = Waits(parts.deployment, parts.folder, parts.in_flight)
+    chooser = RouteChooser(parts.reader, parts.texts.desk)
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight, chooser.choose)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]

@@ -15,9 +15,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
@@ -61,6 +62,8 @@ LOOKED_UP_KEY = "penstock.looked_up"
 """Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
+ROUTED_KEY = "penstock.routed"
+"""Key of a scope: name of a route -> the model that it chose for the request."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -77,6 +80,17 @@ MAX_LOOKS = 1024
 
 
 # Models and adapters by name
+
+
+class RouteOpen(ApiError):
+    """A request names a route, which has not chosen a model yet. As an answer: it is asked for no text."""
+
+    def __init__(self, route: Route) -> None:
+        message = (
+            f"{route.name} is a route: it chooses between {route.weak} and {route.strong} by a question. Name one of them."
+        )
+        super().__init__(400, message, code="invalid_value", param="model")
+        self.route = route
 
 
 def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
@@ -110,7 +124,10 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     key = key_of(scope)
     if key is None or key.models is None:
         return find_asked(name, deployment, scope)
+    route = deployment.routes.get(name or "")
     try:
+        if route is not None and not {route.name, route.weak, route.strong} & set(key.models):
+            raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
@@ -129,6 +146,11 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     Models come first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, or
     `NameUnknown` if the name must be looked up on the disk.
     """
+    if name in deployment.routes:
+        chosen: Mapping[str, str] = scope.get(ROUTED_KEY, {})
+        if name not in chosen:
+            raise RouteOpen(deployment.routes[name])
+        name = chosen[name]
     served = deployment.find(name)
     if served is not None:
         return served, None
@@ -346,17 +368,23 @@ class FolderWatch:
                     self._ended_s = time.monotonic()
 
 
+ChooseModel = Callable[[Route, bytes, HttpRequest], Awaitable[None]]
+"""Chooses the model of a route for a request by its body, and notes it in the scope. Raises `ModelAway` and `Rejected`."""
+
+
 class Waits:
     """Makes requests wait for models to be loaded and for adapters to be found. For the event loop."""
 
-    def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight) -> None:
+    def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight, choose: ChooseModel) -> None:
         self._deployment = deployment
         self._folder = folder
         self._in_flight = in_flight
+        self._choose = choose
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
-        """Wrap `answer`: if it misses a model or an adapter, search for that on disk, and call `answer` again.
+        """Wrap `answer`: if it misses a model or an adapter, search for that on disk, and call `answer` again. Also if it names
+        a route, once that has chosen a model.
 
         The second call answers 404 if the search found nothing. `loads`: also load models, and wait for that.
         """
@@ -364,7 +392,7 @@ class Waits:
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
             while True:
-                away = unknown = None
+                away = unknown = route = None
                 try:
                     return await answer(data, http)
                 except ModelAway as error:
@@ -373,11 +401,23 @@ class Waits:
                     away = error.name
                 except NameUnknown as error:
                     unknown = error.name
+                except RouteOpen as error:
+                    if not loads:
+                        raise
+                    route = error.route
                 except ApiError as error:
                     if error.code != MODEL_NOT_FOUND or has_looked:
                         raise
+                if route is not None:
+                    http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
+                    try:
+                        await self._choose(route, data, http)
+                    except ModelAway as error:
+                        away = error.name
                 if away is not None:
                     await self._load(away, data, http)
+                elif route is not None:
+                    continue
                 elif unknown is not None:
                     http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
                     http.scope[LOOKED_UP_KEY] = unknown, await unless_gone(http, self._looks.find(unknown, len(data)))
@@ -538,6 +578,8 @@ class Asked:
         """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
         served, adapter = self.find(request.model, request.user)
         running = served.answerer()
+        if (chosen := self.scope.get(ROUTED_KEY, {}).get(request.model)) is not None:
+            request = replace(request, model=chosen)  # the answer says which model it is of
         if adapter is not None and running.adapters is not None and request.model is not None:
             if (rejected := running.adapters.failure(request.model)) is not None:
                 raise rejected

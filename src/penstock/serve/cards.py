@@ -113,6 +113,10 @@ class ModelsEndpoint:
                     found.append(Listed(name, served, path, is_adapter=True))
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
+        for route in self._deployment.routes.values():
+            weak = self._deployment.find(route.weak)
+            if weak is not None and may_ask(scope, weak, route.name, self._deployment):
+                found.append(Listed(route.name, weak))
         return found
 
     async def get(self, http: HttpRequest) -> ModelCard:

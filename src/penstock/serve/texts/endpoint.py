@@ -50,7 +50,7 @@ class TextsEndpoint:
         """Desks of loaded encoders. Weak keys let an encoder be unloaded."""
         for running in reader.deployment.running:
             if running.model.encoder is not None:
-                self._desk(running)
+                self.desk(running)
 
     def answers(self, body_type: type[_Body], read: _Read[_Body], check: _Check[_Body] = check_body) -> JsonEndpoint:
         """Return the endpoint of a route. `read` makes a call from its body."""
@@ -66,7 +66,7 @@ class TextsEndpoint:
 
         return answer
 
-    def _desk(self, running: RunningModel) -> Desk:
+    def desk(self, running: RunningModel) -> Desk:
         if running not in self._desks:
             self._desks[running] = Desk(
                 running.bridge,
@@ -81,7 +81,7 @@ class TextsEndpoint:
         entry = entry_of(http.scope)
         if entry is not None:
             entry.model = call.running.name
-        results = await unless_gone(http, run(call, self._desk(call.running), self._in_flight))
+        results = await unless_gone(http, run(call, self.desk(call.running), self._in_flight))
         if entry is not None:
             num_tokens = results.num_tokens
             entry.count_tokens = lambda: (num_tokens, 0)

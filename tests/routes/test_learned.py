@@ -1,0 +1,136 @@
+"""A learned route: it finds what can be learned, its figures are right, and a broken file is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.routes.answers import Answers, read_answers
+from penstock.routes.curve import figures_of
+from penstock.routes.learned import SHARES, LearnedRoute, fit, read_route, thresholds_of
+from penstock.types.errors import ConfigError
+
+WIDTH = 4
+
+
+def made_up(count: int, seed: int) -> tuple[np.ndarray, Answers]:
+    """Questions whose vector says which of them only the strong model answers rightly."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(count, WIDTH))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    is_hard = vectors[:, 0] > 0
+    weak = np.where(is_hard, rng.random(count) < 0.2, rng.random(count) < 0.9).astype(float)
+    strong = (rng.random(count) < 0.9).astype(float)
+    return vectors, Answers([f"question {number}" for number in range(count)], [""] * count, weak, strong)
+
+
+def test_it_learns_which_questions_need_the_strong_model() -> None:
+    route = fit(*made_up(2000, seed=1), "toy")
+    vectors, answers = made_up(1000, seed=2)
+    gains = route.gains(vectors, answers.prompts)
+    assert gains[vectors[:, 0] > 0.3].min() > gains[vectors[:, 0] < -0.3].max()
+    told = figures_of(answers, gains)
+    assert told.apgr > 0.7
+    assert told.apgr_interval[0] < told.apgr < told.apgr_interval[1]
+    assert told.share_for_80 < 0.5
+    assert told.half > (told.weak + told.strong) / 2 + 0.1
+
+
+def test_lots_gain_half_and_an_oracle_gains_all_with_the_share_that_differs() -> None:
+    count = 4000
+    weak, strong = np.zeros(count), (np.arange(count) % 4 == 0).astype(float)
+    answers = Answers(["q"] * count, [""] * count, weak, strong)
+    by_lot = figures_of(answers, np.random.default_rng(0).random(count))
+    assert by_lot.apgr == pytest.approx(0.5, abs=0.02)
+    assert by_lot.half == pytest.approx(0.125, abs=0.01)
+    oracle = figures_of(answers, strong)
+    assert (oracle.apgr, oracle.share_for_80) == (pytest.approx(1 - 0.25 / 2, abs=1e-3), pytest.approx(0.2, abs=1e-3))
+    assert oracle.half == 0.25
+
+
+def test_a_share_of_the_questions_reaches_its_threshold() -> None:
+    gains = np.random.default_rng(3).normal(size=2000)
+    route = LearnedRoute("toy", *[np.zeros(2)] * 2, *[np.zeros(7)] * 2, thresholds_of(gains))
+    for share in (*SHARES, 0.33):
+        assert (gains >= route.threshold(share)).mean() == pytest.approx(share, abs=0.01)
+
+
+def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+    vectors, answers = made_up(300, seed=4)
+    route = fit(vectors, answers, "toy", tuple(SHARES))
+    route.write(tmp_path / "route.json")
+    again = read_route(tmp_path / "route.json")
+    assert (again.embedder, again.thresholds) == ("toy", SHARES)
+    assert (again.gains(vectors, answers.prompts) == route.gains(vectors, answers.prompts)).all()
+    with pytest.raises(ConfigError, match="The vectors have 3 numbers, and the route was fitted to 4"):
+        again.gains(vectors[:, :3], answers.prompts)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"format": 2}, "is no route of format 1"),
+        ({"weak": [1.0]}, "is no route"),
+        ({"weak": None}, "is no route"),
+        ({"strong": "x"}, "is no route"),
+        ({"strong": [float("nan")] * 7}, "is no route"),
+        ({"count_scale": [0.0, 1.0]}, "can't have been fitted"),
+        ({"thresholds": []}, "thresholds is not a list of 21 numbers"),
+    ],
+)
+def test_a_broken_file_is_refused(change: dict, cause: str, tmp_path: Path) -> None:
+    path = tmp_path / "route.json"
+    fit(*made_up(100, seed=5), "toy", tuple(SHARES)).write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=cause):
+        read_route(path)
+
+
+def test_answers_are_read_with_their_groups(tmp_path: Path) -> None:
+    lines = [{"prompt": "a", "small": True, "large": 0.5, "kind": "math/easy"}, {"prompt": "b", "small": 0, "large": 1}]
+    text = "\n".join(map(json.dumps, lines)) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(text)
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        found = read_answers(tmp_path / name, weak="small", strong="large", group="kind")
+        assert (found.prompts, found.groups) == (["a", "b"], ["math", ""])
+        assert (found.weak.tolist(), found.strong.tolist()) == ([1.0, 0.0], [0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "line 2: Expecting"),
+        ("[1]", "line 2: it is not a JSON object"),
+        ('{"weak": 1, "strong": 1}', "line 2: it has no text"),
+        ('{"prompt": "x", "weak": 2, "strong": 1}', "line 2: 'weak' is not true, false or a number from 0 to 1"),
+        ('{"prompt": "x", "weak": NaN, "strong": 1}', "line 2: 'weak'"),
+        ('{"prompt": "x", "weak": 1}', "line 2: 'strong'"),
+        ("\x00" * (1 << 20), "line 2: it has more than 1048576 characters"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, cause: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "weak": 1, "strong": 1}\n' + line)
+    with pytest.raises(ConfigError, match=cause):
+        read_answers(path, weak="weak", strong="strong")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_a_file_without_questions_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match="has no questions"):
+        read_answers(tmp_path / "a.jsonl", weak="weak", strong="strong")
+
+
+def test_a_cut_archive_and_other_bytes_are_errors_that_name_the_file(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"prompt": "x", "weak": 1, "strong": 1}\n' * 1000)
+    for name, content in (("a.jsonl.gz", whole[:-20]), ("b.jsonl.gz", b"not gzip"), ("c.jsonl", b"\xff\xfe{}")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            read_answers(tmp_path / name, weak="weak", strong="strong")
