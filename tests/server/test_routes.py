@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.config.components import config_from
-from penstock.config.routes import RouteConfig
+from penstock.config.routes import LearnedConfig, RouteConfig
 from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
-from penstock.deploy.routes import Route, open_routes
+from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.routes.learned import SHARES, LearnedRoute
 from penstock.serve.routes import question_of
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
-from support.server.harness import CAPACITY, make_client, make_runtime, make_text_runtime
+from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from support.tiny_models import TinyLlama, write_gguf
 
 EASY, HARD = "What is red?", "What is 12345 * 6789?"
@@ -49,7 +51,8 @@ def learned() -> LearnedRoute:
     return LearnedRoute("vectors", np.zeros(2), np.ones(2), weak, weights, tuple(1 - share for share in SHARES))
 
 
-ROUTE = Route(name="auto", weak="small", strong="large", learned=learned(), threshold=0.25)
+ROUTE = Route(name="auto", models=("small", "large"), learned=Learned(route=learned(), threshold=0.25))
+FALLBACK = Route(name="auto", models=("large", "small"))
 
 
 @pytest.fixture
@@ -148,11 +151,52 @@ async def test_an_encoder_that_is_away_is_waited_for(models) -> None:
 
 
 async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
-    other = Route(name="auto", weak="small", strong="large", learned=learned(), threshold=0.25)
-    object.__setattr__(other.learned, "embedder", "small")
+    by_small = Learned(route=replace(learned(), embedder="small"), threshold=0.25)
+    other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
     assert (answer.status_code, "small, which is no embedding model" in answer.text) == (400, True)
+
+
+@pytest.fixture
+def busy_models():
+    """The large one computes nothing, and its queue has room for one request."""
+    made = [
+        make_runtime(GatedExecutor(replace(CAPACITY, max_rows=1)), served_names=("large",), aliases=(), max_queue=1),
+        make_runtime(HashExecutor(CAPACITY), served_names=("small",), aliases=()),
+    ]
+    yield made
+    made[0].engine._executor.open()
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_one_model_refuses_goes_to_the_next(busy_models, stream: bool) -> None:
+    large, _ = busy_models
+    body = {"model": "auto", "prompt": "a", "max_tokens": 2, "stream": stream}
+    async with make_client(*busy_models, routes=[FALLBACK]) as client:
+        of_large = {**body, "model": "large"}
+        held = [asyncio.create_task(client.post("/v1/completions", json=of_large)) for _ in range(4)]
+        await until(lambda: any(one.done() for one in held))
+        assert next(one.result().status_code for one in held if one.done()) == 429, "its queue is full"
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; after=large")
+        assert '"small"' in answer.text
+        wrong = await client.post("/v1/completions", json={**body, "temperature": 9})
+        assert (wrong.status_code, "x-route" in wrong.headers) == (400, False), "what no model would answer is refused at once"
+        large.engine._executor.open()
+        assert {one.status_code for one in await asyncio.gather(*held)} == {200, 429}
+        again = await client.post("/v1/completions", json=body)
+        assert (again.status_code, "x-route" in again.headers) == (200, False)
+
+
+async def test_when_all_refuse_the_last_refusal_is_the_answer(models) -> None:
+    async with make_client(*models, routes=[FALLBACK], load_timeout_s=0.05) as client:
+        models[0].leave()
+        models[1].leave()
+        answer = await client.post("/v1/completions", json={"model": "auto", "prompt": "a"})
+    assert (answer.status_code, "small" in answer.json()["error"]["message"]) == (503, True), answer.text
 
 
 def test_questions_are_found_in_each_shape() -> None:
@@ -175,14 +219,13 @@ def test_questions_are_found_in_each_shape() -> None:
     ("change", "cause"),
     [
         ({"name": "small"}, "A route is called 'small', and so is a model"),
-        ({"weak": "tiny"}, "The weak model of the route auto, 'tiny', is not served"),
-        ({"strong": "huge"}, "The strong model of the route auto, 'huge', is not served"),
+        ({"models": ("tiny", "large")}, "The route auto needs 'tiny', which is not served"),
+        ({"models": ("small", "huge"), "learned": None}, "The route auto needs 'huge', which is not served"),
     ],
 )
 def test_a_route_of_models_that_are_not_served_is_refused(models, change: dict, cause: str) -> None:
-    fields = {"name": "auto", "weak": "small", "strong": "large", "learned": learned(), "threshold": 0.0}
     with pytest.raises(ConfigError, match=cause):
-        deployment_of(*models, routes=[Route(**fields | change)])
+        deployment_of(*models, routes=[replace(ROUTE, **change)])
 
 
 TABLE = '[[routes]]\nname = "auto"\nweak = "a"\nstrong = "b"\nfile = "r.json"\nshare = 0.3\n'
@@ -192,10 +235,14 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text('model = "x"\n' + TABLE)
     [route] = read_config_file(path).routes
-    assert route == RouteConfig(name="auto", weak="a", strong="b", file="r.json", share=0.3)
+    assert route == RouteConfig(name="auto", by=LearnedConfig(weak="a", strong="b", file="r.json", share=0.3))
     learned().write(tmp_path / "r.json")
-    [made] = open_routes([RouteConfig(name="auto", weak="a", strong="b", file=str(tmp_path / "r.json"), share=0.3)])
-    assert made.threshold == pytest.approx(0.7)
+    [made] = open_routes([replace(route, by=replace(route.by, file=str(tmp_path / "r.json")))])
+    assert (made.models, made.learned.threshold) == (("a", "b"), pytest.approx(0.7))
+    path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a", "c"]\n')
+    [made] = open_routes(read_config_file(path).routes)
+    assert made == Route(name="auto", models=("b", "a", "c"))
+    assert [made.after(name) for name in made.models] == ["a", "c", None]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +254,8 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         ('weak = "a"', 'week = "a"', "unknown key 'week'"),
         (TABLE, TABLE + TABLE, "two routes are called 'auto'"),
         ("[[routes]]", "[routes]", "routes are tables"),
+        ('weak = "a"', 'fallback = ["a", "b"]', "unknown key 'file'"),
+        (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a"]\n', "fallback is not a list of two models or more"),
     ],
 )
 def test_a_wrong_table_is_named(old: str, new: str, cause: str, tmp_path: Path) -> None:
@@ -222,6 +271,7 @@ def test_a_server_starts_with_its_routes(tmp_path: Path) -> None:
     common = {"threads": 1, "kv_cache_memory": 4 << 20}
     configs = [config_from({"model": str(path), "served_model_name": (path.stem,), **common}) for path in paths]
     learned().write(tmp_path / "r.json")
-    route = RouteConfig(name="auto", weak="small", strong="large", file=str(tmp_path / "r.json"), share=0.5)
+    by = LearnedConfig(weak="small", strong="large", file=str(tmp_path / "r.json"), share=0.5)
+    route = RouteConfig(name="auto", by=by)
     with pytest.raises(ConfigError, match="penstock serve small large vectors"):
         start_deployment(configs, routes=[route])

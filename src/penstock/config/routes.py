@@ -1,4 +1,4 @@
-"""The `[[routes]]` tables of a config file: names under which one of two models answers."""
+"""The `[[routes]]` tables of a config file: names under which one of several models answers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ from dataclasses import dataclass
 from penstock.types.errors import ConfigError
 
 ROUTES = "routes"
-_TEXTS = ("name", "weak", "strong", "file")
+_TEXTS = ("weak", "strong", "file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteConfig:
-    name: str
-    """The name that clients ask for."""
+class LearnedConfig:
+    """One of two models, by the question."""
+
     weak: str
     strong: str
     file: str
     """Written by `penstock route fit`."""
     share: float
     """Share of the questions that the strong model should answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackConfig:
+    """The first of these models that does not refuse."""
+
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteConfig:
+    name: str
+    """The name that clients ask for."""
+    by: LearnedConfig | FallbackConfig
 
 
 def parse_routes(tables: object, place: str) -> tuple[RouteConfig, ...]:
@@ -33,18 +47,28 @@ def parse_routes(tables: object, place: str) -> tuple[RouteConfig, ...]:
 
 
 def _parse(table: Mapping[str, object], place: str) -> RouteConfig:
-    if unknown := table.keys() - {*_TEXTS, "share"}:
-        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(_TEXTS)} and share.")
-    texts: dict[str, str] = {}
-    for key in _TEXTS:
-        value = table.get(key)
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{place}there is no text {key!r}.", remedy="docs/routes.md shows a route.")
-        texts[key] = value
+    is_fallback = "fallback" in table
+    known = ("name", "fallback") if is_fallback else ("name", *_TEXTS, "share")
+    if unknown := table.keys() - {*known}:
+        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(known)}.")
+    name = _text(table, "name", place)
+    if is_fallback:
+        models = table["fallback"]
+        if not isinstance(models, list) or len(models) < 2 or not all(isinstance(one, str) for one in models):
+            raise ConfigError(f"{place}fallback is not a list of two models or more.", remedy="docs/routes.md shows one.")
+        return RouteConfig(name=name, by=FallbackConfig(models=tuple(models)))
+    texts = {key: _text(table, key, place) for key in _TEXTS}
     share = table.get("share")
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
         raise ConfigError(f"{place}share is not a number from 0 to 1.", remedy="Say which part the strong model answers: 0.5.")
-    return RouteConfig(**texts, share=float(share))
+    return RouteConfig(name=name, by=LearnedConfig(**texts, share=float(share)))
+
+
+def _text(table: Mapping[str, object], key: str, place: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{place}there is no text {key!r}.", remedy="docs/routes.md shows a route.")
+    return value
 
 
 def _check_names(routes: Sequence[RouteConfig], place: str) -> None:

@@ -1,4 +1,4 @@
-"""Routes of a deployment: names for which a learned route chooses one of two models by the question."""
+"""Routes of a deployment: names under which one of several models answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.routes import RouteConfig
+from penstock.config.routes import FallbackConfig, RouteConfig
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy, which a server starts without
@@ -15,40 +15,48 @@ if TYPE_CHECKING:  # with NumPy, which a server starts without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    name: str
-    weak: str
-    strong: str
-    learned: LearnedRoute
+class Learned:
+    """Chooses the weak or the strong model by the question."""
+
+    route: LearnedRoute
     threshold: float
     """Least gain with which the strong model answers."""
 
-    @property
-    def embedder(self) -> str:
-        return self.learned.embedder
-
-    def choose(self, states: bytes, question: str) -> tuple[str, float]:
-        """Return the model that should answer, and what the strong one is expected to gain. `states`: float32, [width]"""
+    def gain(self, states: bytes, question: str) -> float:
+        """Return what the strong model is expected to gain. `states`: float32, [width]"""
         import numpy as np
 
         vector = np.frombuffer(states, np.float32).astype(np.float64)
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
-        gain = float(self.learned.gains(vector[None], [question])[0])
-        return self.strong if gain >= self.threshold else self.weak, gain
+        return float(self.route.gains(vector[None], [question])[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    name: str
+    models: tuple[str, ...]
+    """The weak and the strong model, or those to try one after another."""
+    learned: Learned | None = None
+
+    def after(self, model: str) -> str | None:
+        """Return the model to try when this one refuses, or None."""
+        rest = self.models[self.models.index(model) + 1 :] if self.learned is None else ()
+        return rest[0] if rest else None
 
 
 def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
     """Read the routes' files. Raises ConfigError."""
-    if not configs:
-        return []
+    return [_open(config) for config in configs]
+
+
+def _open(config: RouteConfig) -> Route:
+    if isinstance(config.by, FallbackConfig):
+        return Route(name=config.name, models=config.by.models)
     from penstock.routes.learned import read_route
 
-    routes = []
-    for config in configs:
-        learned = read_route(Path(config.file))
-        threshold = learned.threshold(config.share)
-        routes.append(Route(name=config.name, weak=config.weak, strong=config.strong, learned=learned, threshold=threshold))
-    return routes
+    route = read_route(Path(config.by.file))
+    learned = Learned(route=route, threshold=route.threshold(config.by.share))
+    return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned)
 
 
 def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None:
@@ -56,9 +64,10 @@ def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None
     for route in routes:
         if route.name in by_name:
             raise ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
-        for role, name in (("weak", route.weak), ("strong", route.strong), ("embedding", route.embedder)):
+        needed = route.models if route.learned is None else (*route.models, route.learned.route.embedder)
+        for name in needed:
             if name not in by_name:
                 raise ConfigError(
-                    f"The {role} model of the route {route.name}, {name!r}, is not served.",
-                    remedy=f"Name it beside the others, as in `penstock serve {route.weak} {route.strong} {route.embedder}`.",
+                    f"The route {route.name} needs {name!r}, which is not served.",
+                    remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",
                 )

@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -37,8 +37,18 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
-from penstock.serve.http.checks import JsonEndpoint, entry_of, headers_of, identity_of, key_name, key_of, unless_gone, values_of
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, invalid, model_not_found, shorten, unavailable
+from penstock.serve.http.checks import (
+    JsonEndpoint,
+    add_header,
+    entry_of,
+    headers_of,
+    identity_of,
+    key_name,
+    key_of,
+    unless_gone,
+    values_of,
+)
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
@@ -63,12 +73,14 @@ LOOKED_UP_KEY = "penstock.looked_up"
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
 ROUTED_KEY = "penstock.routed"
-"""Key of a scope: name of a route -> the model that it chose for the request."""
+"""Key of a scope: (name of a route, the model that it chose for the request)."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
+BUSY_STATUSES = (429, 503)
+"""With these, a model refuses a request that another one may answer."""
 MAX_LOOK_S = 5.0
 """Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
 MAX_WAITING_BYTES = 64 << 20
@@ -86,9 +98,8 @@ class RouteOpen(ApiError):
     """A request names a route, which has not chosen a model yet. As an answer: it is asked for no text."""
 
     def __init__(self, route: Route) -> None:
-        message = (
-            f"{route.name} is a route: it chooses between {route.weak} and {route.strong} by a question. Name one of them."
-        )
+        models = ", ".join(route.models)
+        message = f"{route.name} is a route, and chooses one of {models} for a question. Name one of them."
         super().__init__(400, message, code="invalid_value", param="model")
         self.route = route
 
@@ -126,7 +137,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
         return find_asked(name, deployment, scope)
     route = deployment.routes.get(name or "")
     try:
-        if route is not None and not {route.name, route.weak, route.strong} & set(key.models):
+        if route is not None and not {route.name, *route.models} & set(key.models):
             raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
@@ -147,10 +158,10 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     `NameUnknown` if the name must be looked up on the disk.
     """
     if name in deployment.routes:
-        chosen: Mapping[str, str] = scope.get(ROUTED_KEY, {})
-        if name not in chosen:
+        routed: tuple[str, str] = scope.get(ROUTED_KEY, ("", ""))
+        if routed[0] != name:
             raise RouteOpen(deployment.routes[name])
-        name = chosen[name]
+        name = routed[1]
     served = deployment.find(name)
     if served is not None:
         return served, None
@@ -405,8 +416,10 @@ class Waits:
                     if not loads:
                         raise
                     route = error.route
-                except ApiError as error:
-                    if error.code != MODEL_NOT_FOUND or has_looked:
+                except (ApiError, Rejected) as error:
+                    if self._falls_back(error, http):
+                        continue
+                    if isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
                         raise
                 if route is not None:
                     http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
@@ -415,7 +428,11 @@ class Waits:
                     except ModelAway as error:
                         away = error.name
                 if away is not None:
-                    await self._load(away, data, http)
+                    try:
+                        await self._load(away, data, http)
+                    except (ApiError, Rejected) as error:
+                        if not self._falls_back(error, http):
+                            raise
                 elif route is not None:
                     continue
                 elif unknown is not None:
@@ -426,6 +443,19 @@ class Waits:
                     await self._folder.look()
 
         return answer_when_there
+
+    def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
+        """Return whether a route has another model for a request that one of its models has refused, and choose that."""
+        name, refused = http.scope.get(ROUTED_KEY, ("", ""))
+        status = from_rejected(error).status_code if isinstance(error, Rejected) else error.status_code
+        if not name or status not in BUSY_STATUSES:
+            return False
+        model = self._deployment.routes[name].after(refused)
+        if model is None:
+            return False
+        http.scope[ROUTED_KEY] = name, model
+        add_header(http.scope, b"x-route", f"{name}; model={model}; after={refused}".encode("ascii", "backslashreplace"))
+        return True
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
         """Wait until the model is loaded. Raises `Rejected`, or 404 if the model was removed from the folder."""
@@ -578,8 +608,9 @@ class Asked:
         """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
         served, adapter = self.find(request.model, request.user)
         running = served.answerer()
-        if (chosen := self.scope.get(ROUTED_KEY, {}).get(request.model)) is not None:
-            request = replace(request, model=chosen)  # the answer says which model it is of
+        if request.model in self.reader.deployment.routes:
+            running.metrics.count_routed(request.model)
+            request = replace(request, model=running.name)  # the answer says which model it is of
         if adapter is not None and running.adapters is not None and request.model is not None:
             if (rejected := running.adapters.failure(request.model)) is not None:
                 raise rejected

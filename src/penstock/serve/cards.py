@@ -114,7 +114,7 @@ class ModelsEndpoint:
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
         for route in self._deployment.routes.values():
-            weak = self._deployment.find(route.weak)
+            weak = self._deployment.find(route.models[0])
             if weak is not None and may_ask(scope, weak, route.name, self._deployment):
                 found.append(Listed(route.name, weak))
         return found

@@ -1,4 +1,7 @@
-"""Chooses the model of a route. The question's vector is computed by an encoder of this server, with everybody else's."""
+"""Chooses the model of a route: the first one, or the one that suits the question.
+
+A question's vector is computed by an encoder of this server, with everybody else's texts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
-from penstock.deploy.routes import Route
+from penstock.deploy.routes import Learned, Route
 from penstock.deploy.running import RunningModel
 from penstock.serve.asking import ROUTED_KEY, Reader, claim_of, read_terms
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
@@ -27,16 +30,29 @@ class RouteChooser:
 
     async def choose(self, route: Route, data: bytes, http: HttpRequest) -> None:
         """Note the model for the question in this body. Raises `ModelAway` if the encoder is not loaded, and `ApiError`."""
+        if route.learned is None:
+            http.scope[ROUTED_KEY] = route.name, route.models[0]
+            return
+        gain = await self._gain(route.name, route.learned, data, http)
+        weak, strong = route.models
+        model = strong if gain >= route.learned.threshold else weak
+        http.scope[ROUTED_KEY] = route.name, model
+        told = f"{route.name}; model={model}; gain={gain:.3f}; threshold={route.learned.threshold:.3f}"
+        add_header(http.scope, b"x-route", told.encode("ascii", "backslashreplace"))
+
+    async def _gain(self, name: str, learned: Learned, data: bytes, http: HttpRequest) -> float:
+        """Return what the strong model is expected to gain on the question in a body."""
         deployment, config, scope = self._reader.deployment, self._reader.config, http.scope
         question = await deployment.off_loop.run(len(data), partial(question_of, data), limit=INLINE_MAX_BYTES)
         if not question:
-            raise invalid(f"The route {route.name} chooses a model by the text of a question, and this has none.", "model")
-        served = deployment.find(route.embedder)
+            raise invalid(f"The route {name} chooses a model by the text of a question, and this has none.", "model")
+        embedder = learned.route.embedder
+        served = deployment.find(embedder)
         assert served is not None, "routes are checked at the start"
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None:
-            raise invalid(f"The route {route.name} needs {route.embedder}, which is no embedding model.", "model")
+            raise invalid(f"The route {name} needs {embedder}, which is no embedding model.", "model")
         now_ns, by_priority = running.clock.now_ns(), running.model.is_priority_scheduled
         terms = read_terms(scope, now_ns, config, is_priority_scheduled=by_priority)
         call = TextsCall(
@@ -48,12 +64,7 @@ class RouteChooser:
             claim=claim_of(terms.owner.tenant, b"route" + data),
         )
         results = await unless_gone(http, run(call, self._desk_of(running)))
-        model, gain = route.choose(results.results[0].states, question)
-        scope[ROUTED_KEY] = {**scope.get(ROUTED_KEY, {}), route.name: model}
-        add_header(scope, b"x-route", f"{route.name}; model={model}; gain={gain:.3f}; threshold={route.threshold:.3f}".encode())
-        chosen = deployment.find(model)
-        assert chosen is not None, "routes are checked at the start"
-        chosen.metrics.count_routed(route.name)
+        return learned.gain(results.results[0].states, question)
 
 
 def question_of(data: bytes) -> str:
