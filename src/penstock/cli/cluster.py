@@ -50,12 +50,9 @@ def cluster() -> None:
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of each MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
-    configs = configs_of(values, words=words, tables=tables)
+    del words, tables, values
+    configs = _read_again(given_words())
     config = configs[0]
-    if routes_of_file():
-        raise ConfigError(
-            "A cluster does not know [[routes]] yet.", remedy="Leave them out, or serve the models by one server."
-        )
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     warn_of_unknown_variables()
@@ -63,7 +60,7 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     from penstock.serve.server import run_server
 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
-        read_again = partial(_read.main, given_words(), standalone_mode=False)
+        read_again = partial(_read_again, given_words())
         code = run_server(_deployment(configs, read_again, address, stack), config.server, listener=listener)
     # Exit at once, as `serve` does.
     sys.stdout.flush()
@@ -77,9 +74,20 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
 def _read(
     words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any
 ) -> Sequence[Config]:
-    """Read the configuration of `up` again."""
+    """Read the configuration of `up`."""
     del address
+    if routes_of_file():
+        raise ConfigError("A cluster does not know [[routes]] yet.", remedy="Serve such models by one server.")
     return configs_of(values, words=words, tables=tables)
+
+
+def _read_again(words: Sequence[str]) -> Sequence[Config]:
+    """Read it again as `up` was called. Raises ConfigError."""
+    try:
+        configs: Sequence[Config] = _read.main(list(words), standalone_mode=False)
+    except click.ClickException as error:
+        raise ConfigError(error.format_message()) from None
+    return configs
 
 
 @cluster.command()
@@ -91,10 +99,14 @@ def update(url: str, api_key: str | None) -> None:
 
     with Questions(Target(url=url.rstrip("/"), api_key=api_key), timeout_s=UPDATE_TIMEOUT_S) as questions:
         code, body = questions.ask("POST", "/cluster/update")
-    answer = fast_json.loads(body)
+    try:
+        answer = fast_json.loads(body)
+        told = "\n".join(answer["changes"]) if code == 200 else answer["error"]["message"]
+    except (LookupError, TypeError, ValueError):
+        raise PenstockError(f"{url} answered {code}.", remedy="Is it a cluster of Penstock, and of this version?") from None
     if code != 200:
-        raise PenstockError(f"{url} answered {code}: {answer['error']['message']}")
-    print("\n".join(answer["changes"]) or "Nothing has changed.")
+        raise PenstockError(f"{url} answered {code}: {told}")
+    print(told or "Nothing has changed.")
 
 
 @cluster.command()
@@ -173,9 +185,6 @@ def _deployment(
     on_ray.start_serve()
     stack.callback(_stop_quietly, on_ray.stop)
     stack.callback(models.close)  # while Ray is there
-    if on_ray.num_machines() > 1 and any(is_loopback(host) for host in models.hosts):
-        remedy = "Set --replica-host to an address of this machine that the others reach."
-        raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
     deployment = models.start(on_ray.Crew, on_ray.num_machines())
     deployment.update = lambda: models.update(read_again())
     return deployment
@@ -187,7 +196,3 @@ def _stop_quietly(stop: Callable[[], int]) -> None:
         stop()
     except Exception as error:
         _log.debug("the replicas were not stopped: %s", error)
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.") or host == "::1"

@@ -229,7 +229,10 @@ class Fleet:
     def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """Ask replicas for the explanations of requests. Waits up to a second, so not for an event loop."""
         answer: Future[list[Explanation]] = Future()
-        self._post(lambda: self._questions.ask(list(request_ids), self._links(), answer))
+        with self._lock:
+            if self._is_over:  # its replicas and their histories have gone
+                return []
+            self._post(lambda: self._questions.ask(list(request_ids), self._links(), answer))
         try:
             return answer.result(TIMEOUT_S)
         except TimeoutError:

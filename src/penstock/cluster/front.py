@@ -28,15 +28,9 @@ from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
 
 
-def serve_replicas(
-    config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine, metrics: Metrics | None = None
-) -> ServedModel:
-    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`.
-
-    `metrics`: those of a model that this one replaces, to go on with.
-    """
+def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> ServedModel:
+    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`."""
     lasting = make_lasting(config, source)
-    lasting.metrics = metrics or lasting.metrics
     return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),

@@ -24,14 +24,14 @@ from penstock.cluster.front import check, serve_replicas, without_splits
 from penstock.config import Config, ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import locate
-from penstock.deploy.resolve import nanoseconds, resolve, served_names
+from penstock.deploy.resolve import aliases, nanoseconds, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
 from penstock.deploy.running import RunningModel, ServedModel
-from penstock.deploy.splits import Split, read_split
+from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
 from penstock.sched.routing.routers import find_router
 from penstock.sched.scaling import Scaler
-from penstock.types.errors import ConfigError, PenstockError, counted
+from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason, counted
 
 _log = logging.getLogger(__name__)
 
@@ -93,19 +93,16 @@ class ClusterModels:
         """CPUs of all replicas, twice: those of an update run beside the others."""
         return 2 * sum(member.num_threads * member.config.cluster.most for member in self._members)
 
-    @property
-    def hosts(self) -> list[str]:
-        """Addresses of this machine that replicas dial."""
-        return [member.config.cluster.replica_host for member in self._members]
-
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
         """Start the replicas of each model. Return the deployment once the first of each have come."""
         self._make_crew, self._num_machines = make_crew, num_machines
+        splits = _splits(self._members, self._configs)
+        self._check(self._members, splits)
         self._begin(self._members)
         for member in self._members:
             member.wait_for(1)
         served = [member.serve() for member in self._members]
-        self._deployment = Deployment(served, MemoryBudget(), splits=_splits(self._members, self._configs))
+        self._deployment = Deployment(served, MemoryBudget(), splits=splits)
         self._deployment.start(served)
         return self._deployment
 
@@ -133,37 +130,56 @@ class ClusterModels:
                 member.join()
 
     def _update(self, configs: Sequence[Config]) -> list[str]:
-        if configs[0].server != self._configs[0].server:
-            raise ConfigError(
-                "Settings of the server, such as --port, can't change in an update.", remedy="Stop the cluster and start it."
-            )
+        if (configs[0].server, configs[0].log) != (self._configs[0].server, self._configs[0].log):
+            remedy = "Stop the cluster and start it."
+            raise ConfigError("Settings of the server and its log, such as --port, can't change in an update.", remedy=remedy)
         assert self._deployment is not None, "it has started"
-        before = {member.name: member for member in self._members}
+        before = {member.name for member in self._members}
         members = self._members_of(configs, kept=self._members)
         new = [member for member in members if member not in self._members]
         gone = [member for member in self._members if member not in members]
+        end_s = time.monotonic() + UPDATE_S
         try:
             splits = _splits(members, configs)
+            self._check(members, splits)
             self._begin(new)
             for member in new:
-                member.wait_for(member.crew.first, UPDATE_S, self._deployment)
+                member.wait_for(member.crew.first, end_s, self._deployment)
             for member in new:
-                member.serve(before.get(member.name))
-            shares = [split for split in splits if split not in self._deployment.splits]
+                member.serve()
+            before_splits = self._deployment.splits
             self._deployment.change([member.served for member in members], splits)
         except BaseException:
             for member in new:
                 member.end()
-            self._ended += new
+            self._remember(new)
             raise
+        is_other_default = members[0].name != self._members[0].name
         self._configs, self._members = configs, members
-        self._ended = [member for member in [*self._ended, *gone] if not member.has_stopped]
+        self._remember(gone)  # they end with their last requests
         names = {member.name for member in members}
         return [
             *(f"{member.name}: {'replaced' if member.name in before else 'added'}" for member in new),
             *(f"{member.name}: removed" for member in gone if member.name not in names),
-            *(f"{split.to}: answers {split.share:.0%} of the requests for {split.of}" for split in shares),
+            *(f"{one.to}: answers {one.share:.0%} of the requests for {one.of}" for one in splits if one not in before_splits),
+            *(f"{one.to}: answers its own requests alone" for one in before_splits if one.to in names - {x.to for x in splits}),
+            *([f"{members[0].name}: the default model"] if is_other_default else []),
         ]
+
+    def _check(self, members: Sequence[Member], splits: Sequence[Split]) -> None:
+        """Raise ConfigError for what can't be served together, before replicas are started for it."""
+        names = [name for member in members for name in member.names]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"Two models are served as {twice!r}.", remedy="Give one of them another --served-model-name.")
+        check_splits(splits, [member.name for member in members])
+        if self._num_machines > 1 and any(is_loopback(member.config.cluster.replica_host) for member in members):
+            remedy = "Set --replica-host to an address of this machine that the others reach."
+            raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
+
+    def _remember(self, members: Sequence[Member]) -> None:
+        """Remember members that have left until their replicas have stopped."""
+        self._ended = [member for member in [*self._ended, *members] if not member.has_stopped]
 
     def _members_of(self, configs: Sequence[Config], kept: Sequence[Member] = ()) -> list[Member]:
         num_replicas = sum(config.cluster.most for config in configs)
@@ -194,6 +210,10 @@ class ClusterModels:
             member.begin(self._make_crew, num_beside)
 
 
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]:
     found = [read_split(config.sharing, member.name) for member, config in zip(members, configs, strict=True)]
     return [split for split in found if split is not None]
@@ -205,6 +225,10 @@ class Member:
     served: ServedModel
     crew: Crew
 
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
     def __init__(self, config: Config, machine: Machine, num_threads: int, bind: Bind) -> None:
         """Raises PenstockError for settings with which it could not run."""
         self.config, self.num_threads, self._machine = config, num_threads, machine
@@ -212,7 +236,7 @@ class Member:
             remedy = "Name an address of this machine at which they reach it."
             raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
         self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
-        self.name = served_names(config, self._source)[0]
+        self.names = (*served_names(config, self._source), *aliases(config, self._source))
         resolve(config, self._source, machine)
         router = find_router(config.cluster.router)()
         listener = bind(config.cluster.replica_host, 0)
@@ -246,14 +270,14 @@ class Member:
         self.crew = make_crew(of_replica, front=self._address, secret=self._secret, num_beside=num_beside)
         self._starting = _Background(self.crew.start)
 
-    def wait_for(self, num_replicas: int, timeout_s: float = math.inf, deployment: Deployment | None = None) -> None:
+    def wait_for(self, num_replicas: int, end_s: float = math.inf, deployment: Deployment | None = None) -> None:
         """Wait for the first replicas. Raises PenstockError if they can't start or do not come in time, or the server ends."""
         assert self._starting is not None, "they have begun to start"
-        began_s = told_s = time.monotonic()
+        told_s = time.monotonic()
         while self._fleet.num_replicas < num_replicas:
             self._starting.check()
             if deployment is not None and deployment.is_closing:
-                raise PenstockError("The server is shutting down.")
+                raise Rejected(RejectReason.DRAINING, "The server is shutting down.")
             now_s = time.monotonic()
             if now_s - told_s > TELL_AFTER_S:
                 told_s, there = now_s, self._fleet.num_replicas
@@ -261,20 +285,19 @@ class Member:
                 _log.warning(
                     "%d of %s of %s have come: each takes %d CPUs, and %s", there, wanted, self.name, self.num_threads, room
                 )
-            if now_s - began_s > timeout_s:
+            if now_s > end_s:
                 raise PenstockError(
-                    f"The replicas of {self.name} have not come within {timeout_s:g} s.",
+                    f"The replicas of {self.name} have not come within {UPDATE_S:g} s.",
                     remedy="Those of an update run beside the others: see that there are CPUs and memory for both.",
                 )
             time.sleep(LOOK_S)
 
-    def serve(self, before: Member | None = None) -> ServedModel:
-        """Return the model, whose first replica has come. `before`: the one that it replaces, whose counts go on."""
+    def serve(self) -> ServedModel:
+        """Return the model, whose first replica has come."""
         least, most = self.config.cluster.replicas, self.config.cluster.most
         if least < most:
             self._fleet.scale(Scaler(least, most, self.crew.first), self.crew.first, self.crew.want)
-        metrics = None if before is None else before.served.metrics
-        self.served = serve_replicas(self.config, self._source, self._fleet, self._bridge, self._machine, metrics)
+        self.served = serve_replicas(self.config, self._source, self._fleet, self._bridge, self._machine)
         load = self.served.load
         self.served.load = partial(self._load, load)
         return self.served
@@ -304,15 +327,17 @@ class Member:
 
     @property
     def has_stopped(self) -> bool:
-        return self._stopping is not None and self._stopping.join(0.0)
+        return self._starting is None or (self._stopping is not None and self._stopping.join(0.0))
 
     def _stop(self, starting: _Background) -> None:
         end_s = time.monotonic() + STOP_S
-        while True:  # what is still being started has to be stopped again
-            has_started = starting.join(0.0)
-            self.crew.stop()
-            if has_started or time.monotonic() > end_s:
-                return
+        is_over = False
+        while not is_over:
+            is_over = starting.join(0.0) or time.monotonic() > end_s  # what is still being started has to be stopped again
+            try:
+                self.crew.stop()
+            except Exception as error:
+                _log.warning("the replicas of %s could not be stopped: %s", self.name, error)
             starting.join(1.0)
 
 

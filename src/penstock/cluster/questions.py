@@ -13,6 +13,9 @@ from penstock.cluster.messages import Explain, Explained
 from penstock.obs.explain.explanation import Explanation, Route, continued
 
 TIMEOUT_S = 1.0
+"""Longest wait for an answer."""
+ANSWER_S = 0.8
+"""Time in which replicas must answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +55,13 @@ class Questions:
         if not asked:
             answer.set_result([])
         question = _Question(answer, len(asked))
+        numbers: list[int] = []
         for name, ids in asked.items():
             self._num_asked += 1
+            numbers.append(self._num_asked)
             self._open[self._num_asked] = question
             links[name].send(Explain(self._num_asked, ids))
-            self._loop.call_later(TIMEOUT_S, self._open.pop, self._num_asked, None)
+        self._loop.call_later(ANSWER_S, self._give_up, numbers, question)
 
     def take_answer(self, replica: str, explained: Explained, shift_ns: int) -> None:
         """Take a replica's answer. `shift_ns`: this clock, less the replica's."""
@@ -70,6 +75,13 @@ class Questions:
             question.told[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
         question.num_left -= 1
         if not question.num_left:
+            question.answer.set_result(list(self._whole(question.told)))
+
+    def _give_up(self, numbers: Sequence[int], question: _Question) -> None:
+        """Answer with what has come, if a replica has not answered."""
+        for number in numbers:
+            self._open.pop(number, None)
+        if not question.answer.done():
             question.answer.set_result(list(self._whole(question.told)))
 
     def _whole(self, told: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:

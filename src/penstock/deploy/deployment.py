@@ -1,4 +1,4 @@
-"""A deployment: the models of one process by name, and the keeper, the only thread that loads and unloads them.
+"""A deployment: the models of one process by name, and the keeper, the thread that loads and unloads them.
 
     request --> find --> LOADED: its running model, at once
                          else:   want --> keeper: room, load --> the running model
@@ -204,9 +204,9 @@ class Deployment:
     def want(self, served: ServedModel) -> Future[RunningModel]:
         """Load the model if necessary. Callers share the returned future, so do not cancel it. It fails with `Rejected`."""
         with self._news:
-            if served in self._gone:
+            if served not in self.served:
                 served = self._by_name.get(served.name, served)
-            if served in self._gone:
+            if served not in self.served:
                 return _failed(Rejected(RejectReason.UNAVAILABLE, f"The model {served.name} is not served any more."))
             failure = self._refusal(served)
             if failure is not None:
@@ -469,8 +469,7 @@ class Deployment:
             running.close(0.0 if running.num_users else 10.0)  # without requests, it may still write to its disk tier
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)
-        if served not in self._gone:  # its metrics may be another one's by now
-            served.metrics.disconnect()
+        served.metrics.disconnect()
         served.running, served.state = None, ModelState.UNLOADED
         give_back_free_memory()
         self._tell_unloaded()  # before a load that may follow

@@ -170,6 +170,8 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
         if (adapter := adapters.known(name or "")) is not None:
             return served, adapter
     looked_up: LookedUp | None = scope.get(LOOKED_UP_KEY)
+    if looked_up is not None and looked_up[1] is not None and looked_up[1][0] not in deployment.served:
+        looked_up = None  # its model was replaced since
     if looked_up is not None and looked_up[0] == name:
         if looked_up[1] is not None:
             return looked_up[1]
@@ -458,11 +460,11 @@ class Waits:
         return True
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
-        """Wait until the model is loaded. Raises `Rejected`, or 404 if the model was removed from the folder."""
+        """Wait until the model is loaded. Returns at once if it is not served any more. Raises `Rejected`."""
         clock, config = self._deployment.clock, self._in_flight.config
         served = await unless_gone(http, self._folder.find(name))
-        if served is None:
-            raise model_not_found(name, self._deployment.names)
+        if served is None:  # the name that the request has says what is served in its place
+            return
         asked_ns = clock.now_ns()
         arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
