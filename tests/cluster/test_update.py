@@ -9,6 +9,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.cluster import _read, _read_again
 from penstock.cli.main import cli
 from penstock.config import Config
 from penstock.config.components import config_from
@@ -39,7 +40,7 @@ def test_a_changed_model_is_replaced_once_its_replicas_are_there(make: Callable[
         assert cluster.update(make(2, replicas=2)) == ["toy: replaced"]
         after = cluster.ask()
         assert after != before
-        assert cluster.num_answers() == 2, "counts go on"
+        assert cluster.num_answers() == 1, "the new model counts anew"
         assert len(httpx.get(f"{cluster.url}/load").json()["replicas"]) == 2
         first, second = cluster.crews
         assert (first.num_stops, second.num_stops) == (0, 0), "the old one still has a request"
@@ -85,6 +86,50 @@ def test_replicas_that_do_not_start_leave_all_as_it_was(make: Callable[..., Conf
         assert cluster.update(make(2)) == ["toy: replaced"]
 
 
+def test_a_wrong_split_is_refused_before_a_replica_starts(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        canary = make(2, served_model_name=("new",), split_of="nobody", split_share=0.5)
+        with pytest.raises(ConfigError, match="nobody"):
+            cluster.models.update([make(1), canary])
+        with pytest.raises(ConfigError, match="Two models are served as 'toy'"):
+            cluster.models.update([make(1), make(2)])
+        assert len(cluster.crews) == 1
+        lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+        assert 'penstock_model_state{model="toy",state="loaded"} 1.0' in lines
+
+
+def test_what_changes_without_a_replica_is_told(make: Callable[..., Config]) -> None:
+    main, part = make(1), make(2, served_model_name=("new",), split_of="toy", split_share=0.5)
+    other = make(2, served_model_name=("new",))
+    with site(main, part) as cluster:
+        assert cluster.update(main, other) == ["new: answers its own requests alone"]
+        assert cluster.update(other, main) == ["new: the default model"]
+        assert len(cluster.crews) == 2
+
+
+def test_a_mistake_in_the_file_is_told_to_who_asks(make: Callable[..., Config], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with site(make(1)) as cluster:
+        cluster.deployment.update = lambda: cluster.models.update(_read_again(["--config", str(path)]))
+        for text, cause in (("kv_cache_memori = 1", "Did you mean kv_cache_memory"), ("[[routes]]", "no text 'name'")):
+            path.write_text(text)
+            answer = httpx.post(f"{cluster.url}/cluster/update", timeout=60)
+            assert (answer.status_code, cause in answer.text) == (400, True), answer.text
+
+
+def test_requests_of_a_replaced_model_are_explained_no_more_and_nobody_waits(make: Callable[..., Config]) -> None:
+    with site(make(1)) as cluster:
+        for _ in range(3):
+            cluster.ask()
+        fleet = cluster.deployment.running[0].engine
+        cluster.update(make(2))
+        wait_until(lambda: cluster.crews[0].num_stops)
+        num_jobs = len(fleet._inbox)
+        assert fleet.explain(["id1"]) == []
+        assert len(fleet._inbox) == num_jobs, "a thread that has ended is asked nothing"
+        assert httpx.get(f"{cluster.url}/v1/requests?ended=20", timeout=60).status_code == 200
+
+
 def test_replicas_that_never_come_end_the_update(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     with site(make(1)) as cluster:
         monkeypatch.setattr("penstock.cluster.models.UPDATE_S", 0.3)
@@ -121,8 +166,6 @@ def test_a_command_asks_for_it(make: Callable[..., Config]) -> None:
 
 
 def test_the_configuration_is_read_again_with_the_words_of_the_start(tmp_path: Path) -> None:
-    from penstock.cli.cluster import _read
-
     path = tmp_path / "cluster.toml"
     words = ["--config", str(path), "--replicas", "3"]
     for rows in (8, 16):

@@ -597,6 +597,17 @@ def test_a_request_for_a_model_that_was_left_out_is_refused() -> None:
             world.deployment.want(gone).result(0)
 
 
+def test_who_found_the_old_model_long_ago_gets_the_new_one() -> None:
+    world = World()
+    world.loaded("a")
+    old, new, deployment = world.of["a"], successor(world, "a", "A"), world.deployment
+    deployment.change([new])
+    deployment.tend()
+    assert old.running is None, "it has been closed"
+    assert deployment.want(old).result(0) is new.running
+    assert world.loads == ["a", "A"]
+
+
 @pytest.mark.parametrize("is_closing", [False, True])
 def test_a_change_that_fails_leaves_all_as_it_was(is_closing: bool) -> None:
     world = World()

@@ -15,6 +15,7 @@ from penstock.routes.learned import SHARES, LearnedRoute, fit, read_route, thres
 from penstock.types.errors import ConfigError
 
 WIDTH = 4
+THRESHOLDS = tuple(1 - share for share in SHARES)
 
 
 def made_up(count: int, seed: int) -> tuple[np.ndarray, Answers]:
@@ -57,14 +58,28 @@ def test_a_share_of_the_questions_reaches_its_threshold() -> None:
     route = LearnedRoute("toy", *[np.zeros(2)] * 2, *[np.zeros(7)] * 2, thresholds_of(gains))
     for share in (*SHARES, 0.33):
         assert (gains >= route.threshold(share)).mean() == pytest.approx(share, abs=0.01)
+    assert (np.array([-1e9, 1e9]) >= route.threshold(1.0)).all()
+    assert not (np.array([-1e9, 1e9]) >= route.threshold(0.0)).any()
+
+
+def test_equal_gains_say_nothing() -> None:
+    count = 4000
+    answers = Answers(["q"] * count, [""] * count, np.zeros(count), (np.arange(count) < count // 2).astype(float))
+    assert figures_of(answers, np.zeros(count)).apgr == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_strong_model_that_gains_nothing_has_no_apgr() -> None:
+    told = figures_of(Answers(["q"] * 60, [""] * 60, np.ones(60), np.ones(60)), np.arange(60.0))
+    assert np.isnan(told.apgr)
+    assert (told.weak, told.strong, told.half) == (1.0, 1.0, 1.0)
 
 
 def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
     vectors, answers = made_up(300, seed=4)
-    route = fit(vectors, answers, "toy", tuple(SHARES))
+    route = fit(vectors, answers, "toy", THRESHOLDS)
     route.write(tmp_path / "route.json")
     again = read_route(tmp_path / "route.json")
-    assert (again.embedder, again.thresholds) == ("toy", SHARES)
+    assert (again.embedder, again.thresholds) == ("toy", THRESHOLDS)
     assert (again.gains(vectors, answers.prompts) == route.gains(vectors, answers.prompts)).all()
     with pytest.raises(ConfigError, match="The vectors have 3 numbers, and the route was fitted to 4"):
         again.gains(vectors[:, :3], answers.prompts)
@@ -79,12 +94,16 @@ def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> No
         ({"strong": "x"}, "is no route"),
         ({"strong": [float("nan")] * 7}, "is no route"),
         ({"count_scale": [0.0, 1.0]}, "can't have been fitted"),
+        ({"count_scale": [1e-320, 1.0]}, "can't have been fitted"),
+        ({"thresholds": list(SHARES)}, "can't have been fitted"),
+        ({"weak": [10**400] * 7}, "is no route"),
+        ({"embedder": None}, "it names no embedder"),
         ({"thresholds": []}, "thresholds is not a list of 21 numbers"),
     ],
 )
 def test_a_broken_file_is_refused(change: dict, cause: str, tmp_path: Path) -> None:
     path = tmp_path / "route.json"
-    fit(*made_up(100, seed=5), "toy", tuple(SHARES)).write(path)
+    fit(*made_up(100, seed=5), "toy", THRESHOLDS).write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=cause):
         read_route(path)
@@ -107,6 +126,7 @@ def test_answers_are_read_with_their_groups(tmp_path: Path) -> None:
     [
         ("{", "line 2: Expecting"),
         ("[1]", "line 2: it is not a JSON object"),
+        ("[" * 500_000, "line 2: "),
         ('{"weak": 1, "strong": 1}', "line 2: it has no text"),
         ('{"prompt": "x", "weak": 2, "strong": 1}', "line 2: 'weak' is not true, false or a number from 0 to 1"),
         ('{"prompt": "x", "weak": NaN, "strong": 1}', "line 2: 'weak'"),
@@ -130,7 +150,9 @@ def test_a_file_without_questions_is_refused(content: bytes, tmp_path: Path) -> 
 
 def test_a_cut_archive_and_other_bytes_are_errors_that_name_the_file(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"prompt": "x", "weak": 1, "strong": 1}\n' * 1000)
-    for name, content in (("a.jsonl.gz", whole[:-20]), ("b.jsonl.gz", b"not gzip"), ("c.jsonl", b"\xff\xfe{}")):
+    bent = whole[:40] + bytes(byte ^ 0x55 for byte in whole[40:60]) + whole[60:]
+    files = {"a.jsonl.gz": whole[:-20], "b.jsonl.gz": b"not gzip", "c.jsonl": b"\xff\xfe{}", "d.jsonl.gz": bent}
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=name):
             read_answers(tmp_path / name, weak="weak", strong="strong")

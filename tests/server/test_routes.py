@@ -43,6 +43,10 @@ models = ["vectors"]
 """
 
 
+def key_of(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer the-key-of-{name}"}
+
+
 def learned() -> LearnedRoute:
     """Digits make a question hard for the weak model alone."""
     weights = np.zeros(STATE_WIDTH + 3)
@@ -120,12 +124,19 @@ async def test_other_names_are_not_routed_and_the_route_is_listed(models) -> Non
         assert (unknown.status_code, "auto" in unknown.text) == (404, True)
 
 
-async def test_a_request_without_a_question_is_refused(models) -> None:
+async def test_a_request_without_a_question_goes_to_the_strong_model(models) -> None:
     async with make_client(*models, routes=[ROUTE]) as client:
         answer = await client.post("/v1/completions", json={"model": "auto", "prompt": [1, 2, 3]})
-        assert (answer.status_code, "chooses a model by the text" in answer.text) == (400, True), answer.text
+        assert (answer.json()["model"], answer.headers["x-route"]) == ("large", "auto; model=large; no question")
+
+
+async def test_a_route_has_a_card_and_no_vectors(models) -> None:
+    async with make_client(*models, routes=[ROUTE]) as client:
         card = await client.get("/v1/models/auto")
-        assert (card.status_code, "auto is a route" in card.text) == (400, True)
+        assert (card.status_code, card.json()["id"], card.json()["task"]) == (200, "auto", "generate")
+        assert "auto" in [one["name"] for one in (await client.get("/api/tags")).json()["models"]]
+        vectors = await client.post("/v1/embeddings", json={"model": "auto", "input": "a"})
+        assert (vectors.status_code, "between models that write text" in vectors.text) == (400, True)
 
 
 async def test_keys_open_a_route_by_its_name_and_each_of_its_models(models, tmp_path: Path) -> None:
@@ -133,14 +144,18 @@ async def test_keys_open_a_route_by_its_name_and_each_of_its_models(models, tmp_
     async with make_client(*models, routes=[ROUTE], api_keys_file=str(tmp_path / "keys.toml")) as client:
 
         async def status(name: str, text: str) -> int:
-            headers = {"Authorization": f"Bearer the-key-of-{name}"}
-            return (await client.post("/v1/completions", json=BODIES["/v1/completions"](text), headers=headers)).status_code
+            body = BODIES["/v1/completions"](text)
+            return (await client.post("/v1/completions", json=body, headers=key_of(name))).status_code
 
         assert [await status("all", text) for text in (EASY, HARD)] == [200, 200]
-        assert [await status("small", text) for text in (EASY, HARD)] == [200, 404]
+        assert [await status("small", text) for text in (EASY, HARD)] == [200, 200], "by the one that it allows"
         num_vectors = models[2].num_uses
-        assert await status("none", EASY) == 404
+        refused = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY), headers=key_of("none"))
+        assert (refused.status_code, "auto" in refused.json()["error"]["message"].partition("Served:")[2]) == (404, False)
         assert models[2].num_uses == num_vectors, "nothing is computed for a key that opens neither"
+        for name, listed in (("all", ["auto"]), ("small", ["small", "auto"]), ("none", ["vectors"])):
+            cards = (await client.get("/v1/models", headers=key_of(name))).json()["data"]
+            assert [card["id"] for card in cards if card["id"] in ("auto", name, "vectors")] == listed
 
 
 async def test_an_encoder_that_is_away_is_waited_for(models) -> None:
@@ -155,7 +170,7 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
-    assert (answer.status_code, "small, which is no embedding model" in answer.text) == (400, True)
+    assert (answer.status_code, "small, which is no embedding model" in answer.text) == (503, True)
 
 
 @pytest.fixture
@@ -188,7 +203,9 @@ async def test_a_request_that_one_model_refuses_goes_to_the_next(busy_models, st
         large.engine._executor.open()
         assert {one.status_code for one in await asyncio.gather(*held)} == {200, 429}
         again = await client.post("/v1/completions", json=body)
-        assert (again.status_code, "x-route" in again.headers) == (200, False)
+        assert (again.status_code, again.headers["x-route"]) == (200, "auto; model=large")
+        counts = [line for line in (await client.get("/metrics")).text.splitlines() if "routed_requests_total{" in line]
+        assert {line.rpartition(" ")[2] for line in counts} == {"1.0"}, "those that were answered"
 
 
 async def test_when_all_refuse_the_last_refusal_is_the_answer(models) -> None:
@@ -208,7 +225,7 @@ def test_questions_are_found_in_each_shape() -> None:
     assert found(messages=users) == "one two"
     assert found(prompt=["a", "b"]) == "a b"
     assert found(input=[{"role": "user", "content": [{"type": "input_text", "text": "q"}]}]) == "q"
-    assert found(prompt="x" * 20_000 + "end").endswith("xend")
+    assert found(prompt="begin" + "x" * 20_000).startswith("beginx")
     assert len(found(prompt="x" * 20_000)) == 16_384
     for body in ({"messages": [{"role": "user", "content": None}]}, {"prompt": [[1, 2]]}, {"prompt": {"a": 1}}, {}):
         assert found(**body) == ""
@@ -221,6 +238,7 @@ def test_questions_are_found_in_each_shape() -> None:
         ({"name": "small"}, "A route is called 'small', and so is a model"),
         ({"models": ("tiny", "large")}, "The route auto needs 'tiny', which is not served"),
         ({"models": ("small", "huge"), "learned": None}, "The route auto needs 'huge', which is not served"),
+        ({"models": ("small", "auto"), "learned": None}, "The route auto contains the route auto"),
     ],
 )
 def test_a_route_of_models_that_are_not_served_is_refused(models, change: dict, cause: str) -> None:
@@ -235,14 +253,14 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text('model = "x"\n' + TABLE)
     [route] = read_config_file(path).routes
-    assert route == RouteConfig(name="auto", by=LearnedConfig(weak="a", strong="b", file="r.json", share=0.3))
+    by = LearnedConfig(weak="a", strong="b", file=str(tmp_path / "r.json"), share=0.3)
+    assert route == RouteConfig(name="auto", by=by)
     learned().write(tmp_path / "r.json")
-    [made] = open_routes([replace(route, by=replace(route.by, file=str(tmp_path / "r.json")))])
+    [made] = open_routes([route])
     assert (made.models, made.learned.threshold) == (("a", "b"), pytest.approx(0.7))
     path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a", "c"]\n')
     [made] = open_routes(read_config_file(path).routes)
     assert made == Route(name="auto", models=("b", "a", "c"))
-    assert [made.after(name) for name in made.models] == ["a", "c", None]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +274,9 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
         ("[[routes]]", "[routes]", "routes are tables"),
         ('weak = "a"', 'fallback = ["a", "b"]', "unknown key 'file'"),
         (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a"]\n', "fallback is not a list of two models or more"),
+        (TABLE, '[[routes]]\nname = "auto"\nfallback = ["a", "b", "a"]\n', "fallback names a model twice"),
+        ('strong = "b"', 'strong = "a"', "weak and strong are one model"),
+        ('name = "auto"', 'name = "auto\\r\\nx"', "can't be a name"),
     ],
 )
 def test_a_wrong_table_is_named(old: str, new: str, cause: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:  # with NumPy
     from penstock.routes.curve import Figures
 
 NUM_FOLDS, SEED = 5, 0
+LEAST_QUESTIONS = 50
+MAX_TRANSFERRED = 4
+"""Groups of which each is also judged by a fit to each other one."""
 _HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain")
 
 _answers = add_options(
@@ -51,17 +55,19 @@ def fit(file: Path, weak: str, strong: str, group: str | None, embedder: str, ou
     from penstock.routes.learned import thresholds_of
 
     answers = read_answers(file, weak=weak, strong=strong, group=group)
-    if len(answers) < 10 * NUM_FOLDS:
-        raise ConfigError(f"{file} has {len(answers)} questions.", remedy=f"A fit needs {10 * NUM_FOLDS}, better a thousand.")
+    if len(answers) < LEAST_QUESTIONS:
+        raise ConfigError(f"{file} has {len(answers)} questions.", remedy=f"A fit needs {LEAST_QUESTIONS}, better a thousand.")
+    check_gain(answers)
     vectors = embed(embedder, answers.prompts)
     gains = gains_unseen(vectors, answers, embedder)
     parts = parts_of(answers)
     lines = [("all", answers, gains)]
     for name, rows in parts.items() if len(parts) > 1 else ():
         part = answers.part(rows)
-        if len(part) >= 10 * NUM_FOLDS:
+        if len(part) >= LEAST_QUESTIONS:
             lines.append((name, part, gains_unseen(vectors[rows], part, embedder)))
-    for one, other in itertools.permutations(parts, 2):
+    large = [name for name, rows in parts.items() if len(rows) >= LEAST_QUESTIONS]
+    for one, other in itertools.permutations(large, 2) if len(large) <= MAX_TRANSFERRED else ():
         fitted = fit_route(vectors[parts[one]], answers.part(parts[one]), embedder)
         part = answers.part(parts[other])
         lines.append((f"{other}, fitted to {one}", part, fitted.gains(vectors[parts[other]], part.prompts)))
@@ -81,6 +87,7 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
     from penstock.routes.learned import read_route
 
     found, answers = read_route(path), read_answers(file, weak=weak, strong=strong, group=group)
+    check_gain(answers)
     gains = found.gains(embed(found.embedder, answers.prompts), answers.prompts)
     parts = parts_of(answers)
     more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
@@ -90,32 +97,44 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
     print(f"Its threshold for {share:.0%} of the calls sends {sent:.1%} of these to {strong}: quality {quality:.1%}.")
 
 
+def check_gain(answers: Answers) -> None:
+    """Raise ConfigError if the strong model is not the better one."""
+    strong, weak = answers.strong.mean(), answers.weak.mean()
+    if not strong > weak:
+        raise ConfigError(
+            f"The quality of the strong model is {strong:.1%}, and that of the weak one {weak:.1%}.",
+            remedy="Ask the weak one alone, or swap --weak and --strong.",
+        )
+
+
 def embed(model: str, prompts: Sequence[str]) -> F64:
     """Return vectors of length 1 in this process. [prompts, width]"""
     import numpy as np
 
     from penstock.llm import LLM
+    from penstock.routes import MAX_QUESTION_CHARS
 
     with LLM(model) as llm:
-        answers = llm.embed(list(prompts), truncate_prompt_tokens=-1)
+        answers = llm.embed([prompt[:MAX_QUESTION_CHARS] for prompt in prompts], truncate_prompt_tokens=-1)
     vectors = np.array([answer.outputs.embedding for answer in answers], dtype=np.float64)
     found: F64 = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return found
 
 
 def gains_unseen(vectors: F64, answers: Answers, embedder: str) -> F64:
-    """Return the gains of each question by a fit that did not see it."""
+    """Return the gains of each question by a fit that did not see it, nor one with the same text."""
     import numpy as np
 
     from penstock.routes.learned import fit as fit_route
 
-    order = np.random.default_rng(SEED).permutation(len(answers))
+    numbers: dict[str, int] = {}
+    texts = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in answers.prompts])
+    folds = np.random.default_rng(SEED).permutation(len(numbers))[texts] % NUM_FOLDS
     gains = np.empty(len(answers))
     for fold in range(NUM_FOLDS):
-        unseen = order[fold::NUM_FOLDS]
-        seen = np.setdiff1d(order, unseen)
+        unseen, seen = np.flatnonzero(folds == fold), np.flatnonzero(folds != fold)
         fitted = fit_route(vectors[seen], answers.part(seen), embedder)
-        gains[unseen] = fitted.gains(vectors[unseen], [answers.prompts[row] for row in unseen])
+        gains[unseen] = fitted.gains(vectors[unseen], answers.part(unseen).prompts)
     return gains
 
 
@@ -133,12 +152,6 @@ def show(lines: Iterable[tuple[str, Answers, F64]]) -> None:
 
     rows: list[tuple[str, ...]] = [_HEAD]
     for name, answers, gains in lines:
-        strong, weak = answers.strong.mean(), answers.weak.mean()
-        if not strong > weak:
-            raise ConfigError(
-                f"{name}: the quality of the strong model is {strong:.1%}, and that of the weak one {weak:.1%}.",
-                remedy="Ask the weak one alone, or swap --weak and --strong.",
-            )
         rows.append(_row(name, figures_of(answers, gains)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
@@ -150,12 +163,17 @@ def _row(name: str, told: Figures) -> tuple[str, ...]:
     low, high = told.apgr_interval
     least, most = told.share_for_80_interval
     by_lot = (told.weak + told.strong) / 2
-    return (
+    alone = (
         name,
         f"{told.num_questions:,}",
         f"{told.weak:.1%}",
         f"{told.strong:.1%}",
         f"{told.half:.1%} (by lot {by_lot:.1%})",
+    )
+    if math.isnan(told.apgr):  # the strong model gains nothing
+        return (*alone, "-", "-")
+    return (
+        *alone,
         f"{told.apgr:.3f} ({low:.3f} to {high:.3f})",
         f"{told.share_for_80:.0%} ({least:.0%} to {most:.0%})",
     )

@@ -74,7 +74,7 @@ def read_config_file(path: Path) -> ConfigFile:
     models = table.pop(MODELS, [])
     if not isinstance(models, list) or not all(isinstance(entry, dict) for entry in models):
         raise ConfigError(f"{path}: {MODELS} are tables.", remedy=f"Begin each with a line [[{MODELS}]].")
-    routes = parse_routes(table.pop(ROUTES, []), f"{path}: ")
+    routes = parse_routes(table.pop(ROUTES, []), f"{path}: ", path.parent)
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):

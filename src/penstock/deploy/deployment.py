@@ -65,7 +65,7 @@ class Deployment:
         self.clock = clock or WallClock()
         self._by_name = _names_of(self.served)
         self.splits = tuple(splits)
-        check_splits(self.splits, [name for one in served for name in one.names])
+        check_splits(self.splits, self.names)
         check_routes(routes, self._by_name)
         self.routes = {route.name: route for route in routes}
         self.update: Callable[[], Sequence[str]] | None = None
@@ -133,8 +133,8 @@ class Deployment:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models that can be served, and of routes, without aliases."""
-        return (*[name for one in self.served if one.is_there for name in one.names], *self.routes)
+        """The names of all models that can be served, without aliases."""
+        return tuple(name for one in self.served if one.is_there for name in one.names)
 
     @property
     def may_grow(self) -> bool:

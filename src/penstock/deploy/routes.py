@@ -37,11 +37,7 @@ class Route:
     models: tuple[str, ...]
     """The weak and the strong model, or those to try one after another."""
     learned: Learned | None = None
-
-    def after(self, model: str) -> str | None:
-        """Return the model to try when this one refuses, or None."""
-        rest = self.models[self.models.index(model) + 1 :] if self.learned is None else ()
-        return rest[0] if rest else None
+    """None: the others answer when the first one refuses."""
 
 
 def open_routes(configs: Sequence[RouteConfig]) -> list[Route]:
@@ -64,6 +60,8 @@ def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None
     for route in routes:
         if route.name in by_name:
             raise ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
+        if inner := next((one.name for one in routes if one.name in route.models), None):
+            raise ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
         needed = route.models if route.learned is None else (*route.models, route.learned.route.embedder)
         for name in needed:
             if name not in by_name:
@@ -71,3 +69,5 @@ def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None
                     f"The route {route.name} needs {name!r}, which is not served.",
                     remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",
                 )
+        if len({id(by_name[name]) for name in route.models}) < len(route.models):
+            raise ConfigError(f"The route {route.name} names one model twice.", remedy="Name each once, by one of its names.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def _objects(file: IO[str], path: Path) -> Iterator[tuple[int, dict[str, object]
                 if not isinstance(value, dict):
                     raise ConfigError(f"{path}, line {number}: it is not a JSON object.")
                 yield number, value
-    except (OSError, EOFError, ValueError) as error:  # gzip's, and those of encodings and JSON
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # gzip's, and those of encodings and JSON
         raise ConfigError(f"{path}, line {number}: {error}.") from error
 
 

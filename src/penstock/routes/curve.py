@@ -35,11 +35,12 @@ class Figures:
 
 
 def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
-    """Return the figures of a route that expects these gains. The strong model must be better on the whole."""
-    order = np.argsort(-gains, kind="stable")
+    """Return the figures of a route that expects these gains. NaN stands for those of a gain that is none."""
+    rng, count = np.random.default_rng(seed), len(answers)
+    mixed = rng.permutation(count)  # of equal gains, none comes first by its place in the file
+    order = mixed[np.argsort(-gains[mixed], kind="stable")]
     weak, differences = answers.weak[order], (answers.strong - answers.weak)[order]
     apgr, share = _of(differences)
-    rng, count = np.random.default_rng(seed), len(answers)
     drawn = np.array([_of(differences[np.sort(rng.integers(count, size=count))]) for _ in range(NUM_DRAWS)])
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
     bounds = np.percentile(drawn, INTERVAL, axis=0) if len(drawn) else np.full((2, 2), np.nan)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.routes import MAX_QUESTION_CHARS
 from penstock.routes.answers import F64, Answers
 from penstock.types.errors import ConfigError
 
@@ -24,6 +25,7 @@ MAX_ROUNDS = 50
 SHARES = tuple(number / 20 for number in range(21))
 """Shares of the questions for which a route has thresholds."""
 NUM_COUNTS = 2
+LEAST_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,8 @@ class LearnedRoute:
 
     def threshold(self, share: float) -> float:
         """Return the least gain with which the strong model should answer, so that it answers this share of the questions."""
+        if share in (0.0, 1.0):  # none and all, whatever comes
+            return np.inf if share == 0.0 else -np.inf
         return float(np.interp(share, SHARES, self.thresholds))
 
     def write(self, path: Path) -> None:
@@ -66,7 +70,7 @@ def read_route(path: Path) -> LearnedRoute:
     """Read what `write` wrote. Raises ConfigError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}.", remedy="`penstock route fit` writes such a file.") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ConfigError(f"{path} is no route of format {FORMAT}.", remedy="Fit it anew with `penstock route fit`.")
@@ -74,17 +78,20 @@ def read_route(path: Path) -> LearnedRoute:
         count_mean, count_scale = (_numbers(value, name, NUM_COUNTS) for name in ("count_mean", "count_scale"))
         weak = _numbers(value, "weak")
         strong, thresholds = _numbers(value, "strong", len(weak)), _numbers(value, "thresholds", len(SHARES))
-        if not (count_scale > 0).all() or len(weak) <= NUM_COUNTS + 1:
+        embedder = value["embedder"]
+        if not (count_scale >= LEAST_SCALE).all() or len(weak) <= NUM_COUNTS + 1 or (np.diff(thresholds) > 0).any():
             raise ValueError("its numbers can't have been fitted")
-    except (LookupError, TypeError, ValueError) as error:
+        if not isinstance(embedder, str) or not embedder:
+            raise ValueError("it names no embedder")
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is no route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
-    return LearnedRoute(str(value["embedder"]), count_mean, count_scale, weak, strong, tuple(thresholds.tolist()))
+    return LearnedRoute(embedder, count_mean, count_scale, weak, strong, tuple(thresholds.tolist()))
 
 
 def fit(vectors: F64, answers: Answers, embedder: str, thresholds: tuple[float, ...] = ()) -> LearnedRoute:
     """Fit a route to questions and their vectors, of length 1. [questions, width]"""
     counts = counts_of(answers.prompts)
-    mean, scale = counts.mean(axis=0), np.maximum(counts.std(axis=0), 1e-6)
+    mean, scale = counts.mean(axis=0), np.maximum(counts.std(axis=0), LEAST_SCALE)
     inputs = _inputs(vectors, (counts - mean) / scale)
     return LearnedRoute(embedder, mean, scale, _regress(inputs, answers.weak), _regress(inputs, answers.strong), thresholds)
 
@@ -96,7 +103,8 @@ def thresholds_of(gains: F64) -> tuple[float, ...]:
 
 def counts_of(prompts: Sequence[str]) -> F64:
     """Return the logarithms of each question's characters and digits. [questions, 2]"""
-    found = [(len(prompt), sum(char.isdigit() for char in prompt)) for prompt in prompts]
+    cut = [prompt[:MAX_QUESTION_CHARS] for prompt in prompts]
+    found = [(len(prompt), sum(char.isdigit() for char in prompt)) for prompt in cut]
     return np.log1p(np.array(found, dtype=np.float64))
 
 

@@ -73,14 +73,15 @@ LOOKED_UP_KEY = "penstock.looked_up"
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
 ROUTED_KEY = "penstock.routed"
-"""Key of a scope: (name of a route, the model that it chose for the request)."""
+"""Key of a scope: the `Routed` of a request that names a route."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
 BUSY_STATUSES = (429, 503)
-"""With these, a model refuses a request that another one may answer."""
+"""With these, a model refuses a request that another one may answer, unless it is for a limit of the client's."""
+TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
 MAX_LOOK_S = 5.0
 """Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""
 MAX_WAITING_BYTES = 64 << 20
@@ -92,6 +93,20 @@ MAX_LOOKS = 1024
 
 
 # Models and adapters by name
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The model that a route chose for a request, and why."""
+
+    route: str
+    model: str
+    why: str = ""
+
+    @property
+    def header(self) -> bytes:
+        parts = (self.route, f"model={self.model}", *filter(None, [self.why]))
+        return "; ".join(parts).encode("ascii", "backslashreplace")
 
 
 class RouteOpen(ApiError):
@@ -130,6 +145,12 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
     return name in key.models or any(deployment.find(one) is served for one in key.models)
 
 
+def models_of(route: Route, deployment: Deployment, scope: Scope) -> list[str]:
+    """Return the models of a route that the request's key allows. A key that allows the route allows them all."""
+    found = [(name, deployment.find(name)) for name in route.models]
+    return [name for name, served in found if served is not None and may_ask(scope, served, route.name, deployment)]
+
+
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """As `find_asked`, but raise 404 for a model that the request's key does not allow, as for an unknown one."""
     key = key_of(scope)
@@ -137,7 +158,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
         return find_asked(name, deployment, scope)
     route = deployment.routes.get(name or "")
     try:
-        if route is not None and not {route.name, *route.models} & set(key.models):
+        if route is not None and not models_of(route, deployment, scope):
             raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
@@ -148,6 +169,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
             return served, adapter
     known = [(one, deployment.find(one)) for one in deployment.names]
     names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
+    names += [one.name for one in deployment.routes.values() if models_of(one, deployment, scope)]
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 
@@ -158,10 +180,10 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     `NameUnknown` if the name must be looked up on the disk.
     """
     if name in deployment.routes:
-        routed: tuple[str, str] = scope.get(ROUTED_KEY, ("", ""))
-        if routed[0] != name:
+        routed: Routed | None = scope.get(ROUTED_KEY)
+        if routed is None or routed.route != name:
             raise RouteOpen(deployment.routes[name])
-        name = routed[1]
+        name = routed.model
     served = deployment.find(name)
     if served is not None:
         return served, None
@@ -201,7 +223,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
 
 def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool = False) -> ApiError:
     asked = deployment.default.name if name is None else name
-    return model_not_found(asked, deployment.names, is_no_adapter=is_no_adapter)
+    return model_not_found(asked, (*deployment.names, *deployment.routes), is_no_adapter=is_no_adapter)
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
@@ -407,7 +429,8 @@ class Waits:
             while True:
                 away = unknown = route = None
                 try:
-                    return await answer(data, http)
+                    answered = await answer(data, http)
+                    self._tell_route(http)
                 except ModelAway as error:
                     if not loads:
                         raise
@@ -423,6 +446,8 @@ class Waits:
                         continue
                     if isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
                         raise
+                else:
+                    return answered
                 if route is not None:
                     http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
                     try:
@@ -448,16 +473,26 @@ class Waits:
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Return whether a route has another model for a request that one of its models has refused, and choose that."""
-        name, refused = http.scope.get(ROUTED_KEY, ("", ""))
-        status = from_rejected(error).status_code if isinstance(error, Rejected) else error.status_code
-        if not name or status not in BUSY_STATUSES:
+        routed: Routed | None = http.scope.get(ROUTED_KEY)
+        known = from_rejected(error) if isinstance(error, Rejected) else error
+        is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
+        if routed is None or known.status_code not in BUSY_STATUSES or is_own_limit:
             return False
-        model = self._deployment.routes[name].after(refused)
-        if model is None:
+        route = self._deployment.routes[routed.route]
+        models = models_of(route, self._deployment, http.scope)
+        rest = models[models.index(routed.model) + 1 :]
+        if route.learned is not None or not rest:
             return False
-        http.scope[ROUTED_KEY] = name, model
-        add_header(http.scope, b"x-route", f"{name}; model={model}; after={refused}".encode("ascii", "backslashreplace"))
+        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], f"after={routed.model}")
         return True
+
+    def _tell_route(self, http: HttpRequest) -> None:
+        """Say which model a route chose, in a header and in metrics."""
+        routed: Routed | None = http.scope.get(ROUTED_KEY)
+        served = None if routed is None else self._deployment.find(routed.model)
+        if routed is not None and served is not None:
+            add_header(http.scope, b"x-route", routed.header)
+            served.metrics.count_routed(routed.route)
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
         """Wait until the model is loaded. Returns at once if it is not served any more. Raises `Rejected`."""
@@ -611,7 +646,6 @@ class Asked:
         served, adapter = self.find(request.model, request.user)
         running = served.answerer()
         if request.model in self.reader.deployment.routes:
-            running.metrics.count_routed(request.model)
             request = replace(request, model=running.name)  # the answer says which model it is of
         if adapter is not None and running.adapters is not None and request.model is not None:
             if (rejected := running.adapters.failure(request.model)) is not None:

@@ -17,8 +17,9 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
+from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelFacts, ServedModel
-from penstock.serve.asking import FolderWatch, find_allowed, may_ask
+from penstock.serve.asking import FolderWatch, find_allowed, may_ask, models_of
 from penstock.serve.shapes import Count
 
 
@@ -114,14 +115,22 @@ class ModelsEndpoint:
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
         for route in self._deployment.routes.values():
-            weak = self._deployment.find(route.models[0])
-            if weak is not None and may_ask(scope, weak, route.name, self._deployment):
-                found.append(Listed(route.name, weak))
+            if (one := self._of_route(route, scope)) is not None:
+                found.append(one)
         return found
+
+    def _of_route(self, route: Route, scope: Scope) -> Listed | None:
+        """Return a route as its first model that the key allows, or None."""
+        names = models_of(route, self._deployment, scope)
+        served = self._deployment.find(names[0]) if names else None
+        return None if served is None else Listed(route.name, served)
 
     async def get(self, http: HttpRequest) -> ModelCard:
         """Describe the model with this name."""
         model_id = http.path_params["model_id"]
+        route = self._deployment.routes.get(model_id)
+        if route is not None and (found := self._of_route(route, http.scope)) is not None:
+            return found.card()
         served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:
             return Listed(model_id, served).card()

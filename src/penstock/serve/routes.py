@@ -12,15 +12,15 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.routes import Learned, Route
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import ROUTED_KEY, Reader, claim_of, read_terms
+from penstock.routes import MAX_QUESTION_CHARS
+from penstock.serve.asking import ROUTED_KEY, Reader, Routed, claim_of, models_of, read_terms
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
-from penstock.serve.errors import invalid
-from penstock.serve.http.checks import add_header, unless_gone
+from penstock.serve.errors import unavailable
+from penstock.serve.http.checks import unless_gone
 from penstock.serve.texts.call import TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
+from penstock.types.errors import ConfigError
 
-MAX_QUESTION_CHARS = 16_384
-"""Characters of a question that count, the last ones: more than an encoder reads."""
 _FIELDS = ("messages", "prompt", "input", "inputs")
 
 
@@ -30,31 +30,33 @@ class RouteChooser:
 
     async def choose(self, route: Route, data: bytes, http: HttpRequest) -> None:
         """Note the model for the question in this body. Raises `ModelAway` if the encoder is not loaded, and `ApiError`."""
-        if route.learned is None:
-            http.scope[ROUTED_KEY] = route.name, route.models[0]
+        models, learned = models_of(route, self._reader.deployment, http.scope), route.learned
+        if learned is None or len(models) == 1:
+            http.scope[ROUTED_KEY] = Routed(route.name, models[0])
             return
-        gain = await self._gain(route.name, route.learned, data, http)
-        weak, strong = route.models
-        model = strong if gain >= route.learned.threshold else weak
-        http.scope[ROUTED_KEY] = route.name, model
-        told = f"{route.name}; model={model}; gain={gain:.3f}; threshold={route.learned.threshold:.3f}"
-        add_header(http.scope, b"x-route", told.encode("ascii", "backslashreplace"))
+        weak, strong = models
+        gain = await self._gain(learned, data, http)
+        if gain is None:
+            http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question")
+            return
+        why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
+        http.scope[ROUTED_KEY] = Routed(route.name, strong if gain >= learned.threshold else weak, why)
 
-    async def _gain(self, name: str, learned: Learned, data: bytes, http: HttpRequest) -> float:
-        """Return what the strong model is expected to gain on the question in a body."""
+    async def _gain(self, learned: Learned, data: bytes, http: HttpRequest) -> float | None:
+        """Return what the strong model is expected to gain on the question in a body, or None if it has none."""
         deployment, config, scope = self._reader.deployment, self._reader.config, http.scope
         question = await deployment.off_loop.run(len(data), partial(question_of, data), limit=INLINE_MAX_BYTES)
         if not question:
-            raise invalid(f"The route {name} chooses a model by the text of a question, and this has none.", "model")
+            return None
         embedder = learned.route.embedder
         served = deployment.find(embedder)
         assert served is not None, "routes are checked at the start"
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None:
-            raise invalid(f"The route {name} needs {embedder}, which is no embedding model.", "model")
-        now_ns, by_priority = running.clock.now_ns(), running.model.is_priority_scheduled
-        terms = read_terms(scope, now_ns, config, is_priority_scheduled=by_priority)
+            raise unavailable(f"The route needs {embedder}, which is no embedding model.")
+        # A priority is the chosen model's to check.
+        terms = read_terms(scope, running.clock.now_ns(), config, is_priority_scheduled=True)
         call = TextsCall(
             running=running,
             terms=terms,
@@ -64,7 +66,10 @@ class RouteChooser:
             claim=claim_of(terms.owner.tenant, b"route" + data),
         )
         results = await unless_gone(http, run(call, self._desk_of(running)))
-        return learned.gain(results.results[0].states, question)
+        try:
+            return learned.gain(results.results[0].states, question)
+        except ConfigError as error:
+            raise unavailable(f"The route can't choose a model: {error}") from None
 
 
 def question_of(data: bytes) -> str:
@@ -73,7 +78,7 @@ def question_of(data: bytes) -> str:
     if not isinstance(body, dict):
         return ""
     found = next((body[name] for name in _FIELDS if body.get(name)), None)
-    return " ".join(_texts(found))[-MAX_QUESTION_CHARS:].strip()
+    return " ".join(_texts(found)).strip()[:MAX_QUESTION_CHARS]
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -16,7 +16,7 @@ import penstock
 from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed, may_ask
+from penstock.serve.asking import find_allowed, may_ask, models_of
 from penstock.serve.bodies import Body, Unread, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.ollama.read import name_of
@@ -159,7 +159,12 @@ class OllamaModels:
     def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
         """Return the models that the client's key may use, with their names."""
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
-        return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
+        seen = [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
+        for route in self._deployment.routes.values():
+            for name in models_of(route, self._deployment, http.scope)[:1]:
+                if (served := self._deployment.find(name)) is not None:
+                    seen.append((served, route.name))
+        return seen
 
 
 def _not_done(message: str) -> ApiError:

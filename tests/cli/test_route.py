@@ -1,0 +1,106 @@
+"""`penstock route`: fits to a file of answers, says what the route saves, and names what is wrong with the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.main import cli
+from penstock.routes.learned import read_route
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vector of a question says how hard it is, as its text does."""
+
+    def embed(model: str, prompts: Sequence[str]) -> np.ndarray:
+        assert model == "minilm"
+        angles = np.array([float(prompt.split()[-1]) for prompt in prompts])
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+    monkeypatch.setattr("penstock.cli.route.embed", embed)
+
+
+def write(path: Path, count: int, seed: int, **changes: object) -> Path:
+    rng = np.random.default_rng(seed)
+    lines = []
+    for number in range(count):
+        angle = rng.uniform(0, 2 * np.pi)
+        is_hard = np.cos(angle) > 0
+        right = {"small": bool(rng.random() < (0.2 if is_hard else 0.9)), "large": bool(rng.random() < 0.9)}
+        lines.append({"prompt": f"question {angle:.6f}", "kind": ("math", "code")[number % 2], **right, **changes})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Result]:
+    def call(*words: object) -> Result:
+        return CliRunner().invoke(cli, ["route", *map(str, words)])
+
+    return call
+
+
+KEYS = ("--weak", "small", "--strong", "large")
+
+
+def test_a_route_is_fitted_and_holds_for_questions_that_it_has_not_seen(invoke: Callable[..., Result], tmp_path: Path) -> None:
+    seen, unseen = write(tmp_path / "seen.jsonl", 400, seed=1), write(tmp_path / "unseen.jsonl", 400, seed=2)
+    fitted = invoke("fit", seen, *KEYS, "--group", "kind")
+    assert fitted.exit_code == 0, fitted.output
+    rows = [line.split("  ")[0] for line in fitted.output.splitlines()]
+    assert rows[1:6] == ["all", "code", "math", "math, fitted to code", "code, fitted to math"]
+    route = read_route(tmp_path / "seen.jsonl.route.json")
+    assert len(set(route.thresholds)) > 10
+    told = invoke("eval", unseen, *KEYS, "--route", tmp_path / "seen.jsonl.route.json", "--share", "0.5")
+    assert told.exit_code == 0, told.output
+    apgr = float(told.output.splitlines()[1].split("(")[1].split()[-1])
+    assert apgr > 0.7
+    assert "sends 5" in told.output or "sends 4" in told.output
+
+
+def test_questions_that_repeat_teach_nothing(invoke: Callable[..., Result], tmp_path: Path) -> None:
+    """Their copies would be seen by the fit that judges them."""
+    rng = np.random.default_rng(3)
+    angles = rng.uniform(0, 2 * np.pi, 100)
+    lines = [
+        {"prompt": f"question {angle:.6f}", "small": bool(rng.random() < 0.5), "large": bool(rng.random() < 0.7)}
+        for angle in angles
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines * 5)))
+    output = invoke("fit", path, *KEYS).output
+    assert float(output.splitlines()[1].split("(")[1].split()[-1]) < 0.68, output
+
+
+def test_a_group_without_a_gain_has_no_figures_and_stops_nothing(invoke: Callable[..., Result], tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", 200, seed=4).read_text().splitlines()
+    lines += write(tmp_path / "b.jsonl", 60, seed=5, small=True, large=True, kind="easy").read_text().splitlines()
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(lines))
+    fitted = invoke("fit", path, *KEYS, "--group", "kind", "-o", tmp_path / "r.json")
+    assert fitted.exit_code == 0, fitted.output
+    [easy] = [line for line in fitted.output.splitlines() if line.startswith("easy ")]
+    assert easy.split()[-2:] == ["-", "-"]
+    assert (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "cause"),
+    [
+        (49, KEYS, "has 49 questions"),
+        (60, ("--weak", "large", "--strong", "small"), "The quality of the strong model is"),
+        (60, ("--weak", "tiny", "--strong", "large"), "line 1: 'tiny' is not true, false or a number"),
+    ],
+)
+def test_a_file_that_teaches_nothing_is_refused(
+    count: int, keys: tuple[str, ...], cause: str, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    refused = invoke("fit", write(tmp_path / "a.jsonl", count, seed=6), *keys)
+    assert refused.exit_code != 0
+    assert cause in f"{refused.output}{refused.exception}"
