@@ -50,9 +50,10 @@ def test_a_changed_model_is_replaced_once_its_replicas_are_there(make: Callable[
         assert cluster.ask() == after
 
 
-def test_what_has_not_changed_stays(make: Callable[..., Config]) -> None:
-    with site(make(1)) as cluster:
-        assert cluster.update(make(1)) == []
+@pytest.mark.parametrize("names", [("toy",), ()])
+def test_what_has_not_changed_stays(names: tuple[str, ...], make: Callable[..., Config]) -> None:
+    with site(make(1, served_model_name=names)) as cluster:
+        assert cluster.update(make(1, served_model_name=names)) == []
         assert len(cluster.crews) == 1
 
 

@@ -236,7 +236,7 @@ class Member:
             remedy = "Name an address of this machine at which they reach it."
             raise ConfigError(f"Replicas can't dial {config.cluster.replica_host}.", remedy=remedy)
         self._source, self._bridge, self._secret = locate(config), Bridge(), secrets.token_bytes(32)
-        self.names = (*served_names(config, self._source), *aliases(config, self._source))
+        self.names = tuple(dict.fromkeys((*served_names(config, self._source), *aliases(config, self._source))))
         resolve(config, self._source, machine)
         router = find_router(config.cluster.router)()
         listener = bind(config.cluster.replica_host, 0)
