@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.schema import ApplicationStatus
 
 from penstock.config import Config
 from penstock.types.errors import PenstockError
@@ -23,6 +25,7 @@ PREFIX = "penstock-"
 """Beginning of the names of applications in Ray Serve, one for each model, and of actors."""
 HEALTH_CHECK_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
+LOOK_S = 0.2
 
 
 class PenstockReplica:
@@ -108,6 +111,7 @@ class Crew:
 
     def __init__(self, config: Config, *, front: tuple[str, int], secret: bytes, num_beside: int) -> None:
         self._app, least = f"{PREFIX}{next(_numbers)}", config.cluster.replicas
+        self._is_stopped = threading.Event()
         self.first = max(1, least)
         self._target = ray.remote(Target).options(name=self._app, namespace=PREFIX, num_cpus=0).remote(self.first)
         policy = AutoscalingPolicy(policy_function=AsWanted, policy_kwargs={"app": self._app, "first": self.first})
@@ -129,7 +133,15 @@ class Crew:
 
     def start(self) -> None:
         """Start the first replicas, and return when they are ready. Raises RuntimeError if they can't start."""
-        serve.run(self._made, name=self._app, route_prefix=None)
+        # `serve.run` would go on for a while after `stop`, and start a new Ray if this one has ended.
+        target = serve.RunTarget(self._made, name=self._app, route_prefix=None)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        while not self._is_stopped.wait(LOOK_S):
+            found = serve.status().applications.get(self._app)
+            if found is not None and found.status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(found.message)
+            if found is not None and found.status == ApplicationStatus.RUNNING:
+                return
 
     def want(self, num_replicas: int) -> None:
         """Change the number of replicas. Returns at once."""
@@ -137,6 +149,7 @@ class Crew:
 
     def stop(self) -> None:
         """Stop the replicas, once their requests have ended. Idempotent."""
+        self._is_stopped.set()
         if self._app in apps():
             serve.delete(self._app)
 

@@ -16,7 +16,7 @@ from penstock import fast_json
 from penstock.deploy.running import ServedModel
 from penstock.serve.api import Parts
 from penstock.serve.bodies import Body, parse_body
-from penstock.serve.errors import invalid, model_not_found
+from penstock.serve.errors import from_rejected, invalid, model_not_found
 from penstock.serve.http.checks import require_admin, unless_gone
 from penstock.serve.shapes import Success
 from penstock.types.errors import PenstockError, Rejected
@@ -74,8 +74,8 @@ class LifeEndpoint:
             raise invalid("This server is no cluster: stop it and start it with other settings.")
         try:
             changes = await asyncio.to_thread(update)
-        except Rejected:
-            raise
+        except Rejected as error:  # the server ends
+            raise from_rejected(error) from None
         except PenstockError as error:
             _log.error("the cluster could not be updated: %s", error)
             raise invalid(f"The cluster could not be updated: {error.without_folders()}") from None
