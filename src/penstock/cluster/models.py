@@ -158,11 +158,12 @@ class ClusterModels:
         self._configs, self._members = configs, members
         self._remember(gone)  # they end with their last requests
         names = {member.name for member in members}
+        whole = names - {split.to for split in splits}
         return [
             *(f"{member.name}: {'replaced' if member.name in before else 'added'}" for member in new),
             *(f"{member.name}: removed" for member in gone if member.name not in names),
             *(f"{one.to}: answers {one.share:.0%} of the requests for {one.of}" for one in splits if one not in before_splits),
-            *(f"{one.to}: answers its own requests alone" for one in before_splits if one.to in names - {x.to for x in splits}),
+            *(f"{one.to}: answers its own requests alone" for one in before_splits if one.to in whole),
             *([f"{members[0].name}: the default model"] if is_other_default else []),
         ]
 
@@ -225,10 +226,6 @@ class Member:
     served: ServedModel
     crew: Crew
 
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
     def __init__(self, config: Config, machine: Machine, num_threads: int, bind: Bind) -> None:
         """Raises PenstockError for settings with which it could not run."""
         self.config, self.num_threads, self._machine = config, num_threads, machine
@@ -255,6 +252,10 @@ class Member:
             slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
         )
         self._fleet.start()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     def begin(self, make_crew: MakeCrew, num_beside: int) -> None:
         """Begin to start the first replicas."""

@@ -638,6 +638,9 @@ class Asked:
         served, adapter = find_allowed(name, deployment, scope)
         if not deployment.splits or adapter is not None:
             return served, adapter
+        routed: Routed | None = scope.get(ROUTED_KEY)
+        if routed is not None and routed.route == name:
+            name = routed.model
         tenant = read_owner(scope, self.reader.config).tenant
         return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
 
