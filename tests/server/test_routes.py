@@ -208,6 +208,23 @@ async def test_a_request_that_one_model_refuses_goes_to_the_next(busy_models, st
         assert {line.rpartition(" ")[2] for line in counts} == {"1.0"}, "those that were answered"
 
 
+async def test_no_place_is_kept_for_a_request_that_another_model_answers(busy_models) -> None:
+    large, _ = busy_models
+    body = {"prompt": "a", "max_tokens": 2}
+    async with make_client(*busy_models, routes=[FALLBACK]) as client:
+        held = [asyncio.create_task(client.post("/v1/completions", json=body | {"model": "large"})) for _ in range(2)]
+        await until(lambda: large.engine.load().num_running + large.engine.load().num_waiting == 2)
+        for number in range(20):
+            answer = await client.post("/v1/completions", json={"model": "auto", "prompt": f"{number}", "max_tokens": 2})
+            assert (answer.status_code, answer.json()["model"]) == (200, "small")
+        assert not large.admission._promises._later
+        refused = await client.post("/v1/completions", json=body | {"model": "large"})
+        assert refused.status_code == 429
+        assert len(large.admission._promises._later) == 1, "one that asks for the model itself may come back"
+        large.engine._executor.open()
+        await asyncio.gather(*held)
+
+
 async def test_when_all_refuse_the_last_refusal_is_the_answer(models) -> None:
     async with make_client(*models, routes=[FALLBACK], load_timeout_s=0.05) as client:
         models[0].leave()

@@ -37,6 +37,8 @@ class Ask:
     claim: bytes | None = None
     """Equal for all retries of the same call. None if unknown."""
     is_retry: bool = False
+    returns: bool = True
+    """False: if it is refused, it goes elsewhere, and no place is kept for it."""
     adapter: AdapterRef | None = None
 
 

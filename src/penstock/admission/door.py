@@ -315,7 +315,7 @@ class Admission:
         reason, wait_ns = refusal.reason, refusal.wait_ns
         if reason in _KEEPS_PLACES:
             self.drain.note_refusal(view.now_ns)
-            wait_ns = self._promised_wait_ns(refusal, view, promise)
+            wait_ns = self._promised_wait_ns(refusal, view, promise) if view.ask.returns else wait_ns
         if reason.is_deadline:
             return Rejected(reason, refusal.detail)
         seconds = DEFAULT_RETRY_AFTER_S if wait_ns is None else wait_ns / 1e9

@@ -275,6 +275,8 @@ class Terms:
     slo_itl_ns: int | None = None
     is_retry: bool = False
     """The client says that this request is a retry."""
+    returns: bool = True
+    """False: a refusal is not told to the client, since another model is asked next."""
     priority: int = 0
     cache_salt: bytes = b""
     model_wait_ns: int = 0

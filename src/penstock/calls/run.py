@@ -135,6 +135,7 @@ def ask_of(terms: Terms, claim: bytes) -> Ask:
         slo_ttft_ns=terms.slo_ttft_ns,
         claim=claim,
         is_retry=terms.is_retry,
+        returns=terms.returns,
     )
 
 

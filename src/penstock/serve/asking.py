@@ -102,6 +102,8 @@ class Routed:
     route: str
     model: str
     why: str = ""
+    has_next: bool = False
+    """If this model refuses, another one is asked."""
 
     @property
     def header(self) -> bytes:
@@ -260,6 +262,7 @@ def read_terms(
         times_ns = [_milliseconds(scope, name) for name in _TIMES]
         priority_of_header = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
+    routed: Routed | None = scope.get(ROUTED_KEY)
     return Terms(
         request_id=identity_of(scope).request_id,
         owner=owner,
@@ -270,6 +273,7 @@ def read_terms(
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
+        returns=routed is None or not routed.has_next,
         priority=_priority(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
@@ -483,7 +487,7 @@ class Waits:
         rest = models[models.index(routed.model) + 1 :]
         if route.learned is not None or not rest:
             return False
-        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], f"after={routed.model}")
+        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], f"after={routed.model}", has_next=len(rest) > 1)
         return True
 
     def _tell_route(self, http: HttpRequest) -> None:

@@ -32,7 +32,7 @@ class RouteChooser:
         """Note the model for the question in this body. Raises `ModelAway` if the encoder is not loaded, and `ApiError`."""
         models, learned = models_of(route, self._reader.deployment, http.scope), route.learned
         if learned is None or len(models) == 1:
-            http.scope[ROUTED_KEY] = Routed(route.name, models[0])
+            http.scope[ROUTED_KEY] = Routed(route.name, models[0], has_next=len(models) > 1)
             return
         weak, strong = models
         gain = await self._gain(learned, data, http)
