@@ -15,6 +15,7 @@ from penstock.config.routes import LearnedConfig, RouteConfig
 from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
+from penstock.deploy.running import ServedModel
 from penstock.routes.learned import SHARES, LearnedRoute
 from penstock.serve.routes import question_of
 from penstock.testing import HashExecutor
@@ -313,3 +314,12 @@ def test_a_server_starts_with_its_routes(tmp_path: Path) -> None:
     route = RouteConfig(name="auto", by=by)
     with pytest.raises(ConfigError, match="penstock serve small large vectors"):
         start_deployment(configs, routes=[route])
+
+
+async def test_a_route_whose_models_have_gone_is_a_404(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when their files were taken out of the folder of models."""
+    client = make_client(*models, routes=[ROUTE])
+    monkeypatch.setattr(ServedModel, "is_there", property(lambda served: served.name == "vectors"))
+    async with client:
+        answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
+    assert (answer.status_code, "auto" in answer.text) == (404, True)

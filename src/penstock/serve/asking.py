@@ -478,14 +478,16 @@ class Waits:
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Return whether a route has another model for a request that one of its models has refused, and choose that."""
         routed: Routed | None = http.scope.get(ROUTED_KEY)
+        if routed is None or not routed.has_next:
+            return False
         known = from_rejected(error) if isinstance(error, Rejected) else error
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
-        if routed is None or known.status_code not in BUSY_STATUSES or is_own_limit:
+        if known.status_code not in BUSY_STATUSES or is_own_limit:
             return False
         route = self._deployment.routes[routed.route]
-        models = models_of(route, self._deployment, http.scope)
-        rest = models[models.index(routed.model) + 1 :]
-        if route.learned is not None or not rest:
+        after = route.models[route.models.index(routed.model) + 1 :]
+        rest = [name for name in models_of(route, self._deployment, http.scope) if name in after]
+        if not rest:
             return False
         http.scope[ROUTED_KEY] = Routed(route.name, rest[0], f"after={routed.model}", has_next=len(rest) > 1)
         return True

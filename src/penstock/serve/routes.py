@@ -15,7 +15,7 @@ from penstock.deploy.running import RunningModel
 from penstock.routes import MAX_QUESTION_CHARS
 from penstock.serve.asking import ROUTED_KEY, Reader, Routed, claim_of, models_of, read_terms
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
-from penstock.serve.errors import unavailable
+from penstock.serve.errors import model_not_found, unavailable
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.texts.call import TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
@@ -31,6 +31,8 @@ class RouteChooser:
     async def choose(self, route: Route, data: bytes, http: HttpRequest) -> None:
         """Note the model for the question in this body. Raises `ModelAway` if the encoder is not loaded, and `ApiError`."""
         models, learned = models_of(route, self._reader.deployment, http.scope), route.learned
+        if not models:  # a folder lost their files
+            raise model_not_found(route.name, self._reader.deployment.names)
         if learned is None or len(models) == 1:
             http.scope[ROUTED_KEY] = Routed(route.name, models[0], has_next=len(models) > 1)
             return
