@@ -25,10 +25,10 @@ class PowerOfTwo:
 class RayPrefix:
     """The rule of Ray Serve's `PrefixCacheAffinityRouter` with its defaults (read in Ray 2.60), in blocks, not characters.
 
-    It remembers every prompt that it has sent to each replica, whatever became of its KV. A prompt of which a tenth or more
-    was sent before goes where the longest beginning of it was sent. Another one goes to the replica that was sent the fewest
-    blocks, each counted once. If there are several, two are drawn, and the one with fewer requests gets it. Loads count for
-    nothing else: the threshold from which they would is infinite.
+    It remembers every prompt that it has sent to each replica, also after its KV was evicted. It looks for the longest
+    beginning of the new prompt among them. If that is a tenth of the prompt or more, the prompt goes there. Otherwise it goes
+    to the replica that was sent the fewest blocks, each counted once. If there are several, two are drawn, and the one with
+    fewer requests gets it. Loads count for nothing else: the threshold from which they would is infinite.
     """
 
     def __init__(self) -> None:

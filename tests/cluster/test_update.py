@@ -112,7 +112,10 @@ def test_a_mistake_in_the_file_is_told_to_who_asks(make: Callable[..., Config], 
     path = tmp_path / "cluster.toml"
     with site(make(1)) as cluster:
         cluster.deployment.update = lambda: cluster.models.update(_read_again(["--config", str(path)]))
-        for text, cause in (("kv_cache_memori = 1", "Did you mean kv_cache_memory"), ("[[routes]]", "no text 'name'")):
+        for text, cause in (
+            ("kv_cache_memori = 1", "Did you mean kv_cache_memory"),
+            ("[[routes]]", "'name' is missing"),
+        ):
             path.write_text(text)
             answer = httpx.post(f"{cluster.url}/cluster/update", timeout=60)
             assert (answer.status_code, cause in answer.text) == (400, True), answer.text

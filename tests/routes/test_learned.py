@@ -88,15 +88,15 @@ def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"format": 2}, "is no route of format 1"),
-        ({"weak": [1.0]}, "is no route"),
-        ({"weak": None}, "is no route"),
-        ({"strong": "x"}, "is no route"),
-        ({"strong": [float("nan")] * 7}, "is no route"),
+        ({"format": 2}, "is not a route of format 1"),
+        ({"weak": [1.0]}, "is not a route"),
+        ({"weak": None}, "is not a route"),
+        ({"strong": "x"}, "is not a route"),
+        ({"strong": [float("nan")] * 7}, "is not a route"),
         ({"count_scale": [0.0, 1.0]}, "can't have been fitted"),
         ({"count_scale": [1e-320, 1.0]}, "can't have been fitted"),
         ({"thresholds": list(SHARES)}, "can't have been fitted"),
-        ({"weak": [10**400] * 7}, "is no route"),
+        ({"weak": [10**400] * 7}, "is not a route"),
         ({"embedder": None}, "it names no embedder"),
         ({"thresholds": []}, "thresholds is not a list of 21 numbers"),
     ],
@@ -139,6 +139,12 @@ def test_a_bad_line_is_named(line: str, cause: str, tmp_path: Path) -> None:
     path.write_text('{"prompt": "x", "weak": 1, "strong": 1}\n' + line)
     with pytest.raises(ConfigError, match=cause):
         read_answers(path, weak="weak", strong="strong")
+
+
+def test_a_group_that_no_question_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "weak": 1, "strong": 1}')
+    with pytest.raises(ConfigError, match="no question has the key 'kind'"):
+        read_answers(tmp_path / "a.jsonl", weak="weak", strong="strong", group="kind")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n"])

@@ -171,7 +171,7 @@ async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
-    assert (answer.status_code, "small, which is no embedding model" in answer.text) == (503, True)
+    assert (answer.status_code, "small, which is not an embedding model" in answer.text) == (503, True)
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     [
         ("share = 0.3", "share = 3", "share is not a number from 0 to 1"),
         ("share = 0.3", "", "share is not a number"),
-        ('weak = "a"', "weak = 1", "there is no text 'weak'"),
+        ('weak = "a"', "weak = 1", "'weak' is missing, or not a text"),
         ('weak = "a"', 'week = "a"', "unknown key 'week'"),
         (TABLE, TABLE + TABLE, "two routes are called 'auto'"),
         ("[[routes]]", "[routes]", "routes are tables"),

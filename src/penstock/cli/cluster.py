@@ -50,8 +50,7 @@ def cluster() -> None:
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of each MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
-    del words, tables, values
-    configs = _read_again(given_words())
+    configs = _configs(words, tables, values)
     config = configs[0]
     set_up_logging(config.log)
     check_access(config.server, os.environ)
@@ -74,8 +73,12 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
 def _read(
     words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any
 ) -> Sequence[Config]:
-    """Read the configuration of `up`."""
+    """Read the configuration of `up`, and do nothing."""
     del address
+    return _configs(words, tables, values)
+
+
+def _configs(words: Sequence[str], tables: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> Sequence[Config]:
     if routes_of_file():
         raise ConfigError("A cluster does not know [[routes]] yet.", remedy="Serve such models by one server.")
     return configs_of(values, words=words, tables=tables)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # with NumPy
 NUM_FOLDS, SEED = 5, 0
 LEAST_QUESTIONS = 50
 MAX_TRANSFERRED = 4
-"""Groups of which each is also judged by a fit to each other one."""
+"""With more groups, none is judged by a fit to another one."""
 _HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain")
 
 _answers = add_options(
@@ -47,8 +47,8 @@ def route() -> None:
 def fit(file: Path, weak: str, strong: str, group: str | None, embedder: str, output: Path | None) -> None:
     """Fit a route to the questions in FILE, and write it.
 
-    Its figures are those of questions that the fit did not see: five fits, each without a fifth of them, and of each group
-    those of a fit to another group.
+    Its figures are those of questions that the fit did not see: five fits, each without a fifth of them. Up to four
+    groups are each judged by a fit to each other one, too.
     """
     from penstock.routes.answers import read_answers
     from penstock.routes.learned import fit as fit_route

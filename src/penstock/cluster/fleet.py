@@ -351,10 +351,10 @@ class Fleet:
                 elif replica.name:
                     replica.link.send(Beat())
             for flight in self._waiting():
-                limit, has_adapter = next_limit(flight.request), flight.has_adapter
+                limit = next_limit(flight.request)
                 if limit is not None and now_ns > limit[0]:
                     self._end(flight, FinishReason.ABORT, LATE_DETAILS[limit[1]], limit[1])
-                elif not has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
+                elif not flight.has_adapter and now_ns - flight.since_ns > LOAD_TIMEOUT_NS:
                     self._end(flight, FinishReason.REJECTED, ADAPTER_NOT_LOADED, RejectReason.UNAVAILABLE)
                 elif now_ns - flight.since_ns > (PATIENCE_NS if self._scaler is None else START_PATIENCE_NS):
                     self._end(flight, FinishReason.ERROR, NO_REPLICA, RejectReason.UNAVAILABLE)
@@ -521,7 +521,7 @@ class Fleet:
         dispatcher = self._dispatcher
         for flight in group:
             flight.since_ns = flight.since_ns or now_ns
-        if not self._has_adapter(group):
+        if self._await_adapter(group):
             return
         unready = self._unready_for({flight.request.request_id for flight in group})
         if dispatcher is None or len(unready) == len(self._by_number):
@@ -587,18 +587,21 @@ class Fleet:
         source = Source(giver.link.host, giver.blocks_port, request.num_prompt_tokens, has_request=True)
         replica.link.send(Submit(self.clock.now_ns(), request.prompt_token_ids, [self._work_of(request)], source))
 
-    def _has_adapter(self, group: Sequence[Flight]) -> bool:
-        """Return whether the adapter of these requests, if any, has been read here. Ends them if it can't be."""
+    def _await_adapter(self, group: Sequence[Flight]) -> bool:
+        """Have the adapter of these requests read, unless it has been. Return whether they must not be sent now.
+
+        If the adapter can't be read, end them.
+        """
         ref = group[0].request.adapter
         if ref is None or group[0].has_adapter:
-            return True
+            return False
         assert self._adapters is not None, "the adapter is of this registry"
         state = self._adapters.state(ref.number)
         if not state.failure:
             self._adapters.want(ref, is_urgent=True)
         for flight in group if state.failure else ():
             self._end(flight, FinishReason.REJECTED, state.failure, state.reason)
-        return False
+        return True
 
     def _num_adapter_blocks(self, request: Request) -> int:
         """Return how many KV blocks the adapter of a request takes at a replica."""

@@ -28,15 +28,25 @@ from penstock.text.dialects import find_dialect
 from penstock.types.errors import ConfigError
 
 
-def serve_replicas(config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine) -> ServedModel:
-    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`."""
+def serve_replicas(
+    config: Config,
+    source: ModelSource,
+    fleet: Fleet,
+    bridge: Bridge,
+    machine: Machine,
+    on_closed: Callable[[], None] = lambda: None,
+) -> ServedModel:
+    """Return the model of a fleet whose first replica has come. The fleet's sink is `bridge.deliver`.
+
+    `on_closed` is called when the model has been closed.
+    """
     lasting = make_lasting(config, source)
     return ServedModel(
         names=served_names(config, source),
         aliases=aliases(config, source),
         adapters=lasting.adapters,
         metrics=lasting.metrics,
-        load=partial(_front, config, source, fleet, bridge, machine, lasting),
+        load=partial(_front, config, source, fleet, bridge, machine, lasting, on_closed),
         plan=MemoryShare,
         read_facts=partial(read_facts, source),
         is_fixed=True,
@@ -61,7 +71,13 @@ def check(config: Config) -> None:
 
 
 def _front(
-    config: Config, source: ModelSource, fleet: Fleet, bridge: Bridge, machine: Machine, lasting: Lasting
+    config: Config,
+    source: ModelSource,
+    fleet: Fleet,
+    bridge: Bridge,
+    machine: Machine,
+    lasting: Lasting,
+    on_closed: Callable[[], None],
 ) -> RunningModel:
     info = fleet.model
     assert info is not None, "its first replica has come"
@@ -97,14 +113,15 @@ def _front(
         sources=lasting.sources,
         adapters=lasting.adapters,
         journal=None if lasting.journal is None else Histories(fleet, lasting.journal.max_ended),
-        release=partial(_release, bridge, lasting.adapters),
+        release=partial(_release, bridge, lasting.adapters, on_closed),
     )
 
 
-def _release(bridge: Bridge, adapters: Adapters | None) -> None:
+def _release(bridge: Bridge, adapters: Adapters | None, on_closed: Callable[[], None]) -> None:
     bridge.detach()
     if adapters is not None:
         adapters.close()
+    on_closed()
 
 
 class Histories:

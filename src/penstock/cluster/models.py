@@ -22,11 +22,11 @@ from penstock.clock import WallClock
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.front import check, serve_replicas, without_splits
 from penstock.config import Config, ServerConfig
-from penstock.deploy.deployment import Deployment
+from penstock.deploy.deployment import Deployment, refuse_twice
 from penstock.deploy.factory import locate
 from penstock.deploy.resolve import aliases, nanoseconds, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
-from penstock.deploy.running import RunningModel, ServedModel
+from penstock.deploy.running import ServedModel
 from penstock.deploy.splits import Split, check_splits, read_split
 from penstock.engine.bridge import Bridge
 from penstock.sched.routing.routers import find_router
@@ -169,10 +169,7 @@ class ClusterModels:
 
     def _check(self, members: Sequence[Member], splits: Sequence[Split]) -> None:
         """Raise ConfigError for what can't be served together, before replicas are started for it."""
-        names = [name for member in members for name in member.names]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"Two models are served as {twice!r}.", remedy="Give one of them another --served-model-name.")
+        refuse_twice([name for member in members for name in member.names])
         check_splits(splits, [member.name for member in members])
         if self._num_machines > 1 and any(is_loopback(member.config.cluster.replica_host) for member in members):
             remedy = "Set --replica-host to an address of this machine that the others reach."
@@ -298,21 +295,9 @@ class Member:
         least, most = self.config.cluster.replicas, self.config.cluster.most
         if least < most:
             self._fleet.scale(Scaler(least, most, self.crew.first), self.crew.first, self.crew.want)
-        self.served = serve_replicas(self.config, self._source, self._fleet, self._bridge, self._machine)
-        load = self.served.load
-        self.served.load = partial(self._load, load)
+        source, bridge = self._source, self._bridge
+        self.served = serve_replicas(self.config, source, self._fleet, bridge, self._machine, on_closed=self.end)
         return self.served
-
-    def _load(self, load: Callable[[], RunningModel]) -> RunningModel:
-        running = load()
-        release = running.release
-
-        def end() -> None:
-            release()
-            self.end()
-
-        running.release = end
-        return running
 
     def end(self) -> None:
         """End the fleet, and begin to stop the replicas. Idempotent."""

@@ -79,7 +79,7 @@ def _parse(table: Mapping[str, object], place: str, folder: Path) -> RouteConfig
 def _text(table: Mapping[str, object], key: str, place: str) -> str:
     value = table.get(key)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{place}there is no text {key!r}.", remedy="docs/routes.md shows a route.")
+        raise ConfigError(f"{place}{key!r} is missing, or not a text.", remedy="docs/routes.md shows a route.")
     return value
 
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -505,12 +506,9 @@ class Deployment:
 def _names_of(served: Sequence[ServedModel]) -> dict[str, ServedModel]:
     """Return the models by their names and aliases. Raises ConfigError if two models or adapters have a name in common."""
     assert served, "a deployment has at least one model"
-    found: dict[str, ServedModel] = {}
-    for one in served:
-        for name in dict.fromkeys(one.names + one.aliases):
-            if name in found:
-                raise ConfigError(f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name.")
-            found[name] = one
+    pairs = [(name, one) for one in served for name in dict.fromkeys(one.names + one.aliases)]
+    refuse_twice([name for name, _ in pairs])
+    found = dict(pairs)
     taken = set(found)
     for owner in served:
         for adapter in owner.adapters.registered() if owner.adapters is not None else ():
@@ -521,6 +519,13 @@ def _names_of(served: Sequence[ServedModel]) -> dict[str, ServedModel]:
                 )
             taken.add(adapter)
     return found
+
+
+def refuse_twice(names: Sequence[str]) -> None:
+    """Raise ConfigError if two models have a name in common. `names`: those of all models, each model's once."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name.")
 
 
 def _load_s(served: ServedModel) -> float:

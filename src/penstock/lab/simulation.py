@@ -343,7 +343,7 @@ class _Fleet:
         return True
 
     def _copy(self, giver: str, taker: VirtualServer, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Begin an accepted request once KV of its first `num_tokens` tokens has come, of which `num_missing` are sent."""
+        """Begin an accepted request once the KV of its first `num_tokens` tokens is here. `num_missing` of them are sent."""
         link, request_id = self._link, request.request_id
         assert link is not None, "replicas have links"
         self._free_ns[giver] = max(self._clock.now_ns(), self._free_ns[giver]) + link.busy_ns(num_missing)

@@ -57,6 +57,8 @@ def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None
             groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
     if not prompts:
         raise ConfigError(f"{path} has no questions.")
+    if group is not None and not any(groups):
+        raise ConfigError(f"{path}: no question has the key {group!r}.", remedy="Name another key with --group, or none.")
     found = np.array(scores)
     return Answers(prompts, groups, found[:, 0], found[:, 1])
 

@@ -73,7 +73,7 @@ def read_route(path: Path) -> LearnedRoute:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}.", remedy="`penstock route fit` writes such a file.") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no route of format {FORMAT}.", remedy="Fit it anew with `penstock route fit`.")
+        raise ConfigError(f"{path} is not a route of format {FORMAT}.", remedy="Fit it anew with `penstock route fit`.")
     try:
         count_mean, count_scale = (_numbers(value, name, NUM_COUNTS) for name in ("count_mean", "count_scale"))
         weak = _numbers(value, "weak")
@@ -84,7 +84,7 @@ def read_route(path: Path) -> LearnedRoute:
         if not isinstance(embedder, str) or not embedder:
             raise ValueError("it names no embedder")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path} is no route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
+        raise ConfigError(f"{path} is not a route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
     return LearnedRoute(embedder, count_mean, count_scale, weak, strong, tuple(thresholds.tolist()))
 
 

@@ -80,7 +80,7 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
 BUSY_STATUSES = (429, 503)
-"""With these, a model refuses a request that another one may answer, unless it is for a limit of the client's."""
+"""A model that refuses with one of these gives way to the next of a fallback, unless the limit is the client's own."""
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
 MAX_LOOK_S = 5.0
 """Time limit of a search on disk. After it, a model's name is unknown, and for an adapter's name the answer is 503."""

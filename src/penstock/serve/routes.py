@@ -56,7 +56,7 @@ class RouteChooser:
         running = served.answerer()
         encoder = running.model.encoder
         if encoder is None:
-            raise unavailable(f"The route needs {embedder}, which is no embedding model.")
+            raise unavailable(f"The route needs {embedder}, which is not an embedding model.")
         # A priority is the chosen model's to check.
         terms = read_terms(scope, running.clock.now_ns(), config, is_priority_scheduled=True)
         call = TextsCall(
@@ -75,7 +75,7 @@ class RouteChooser:
 
 
 def question_of(data: bytes) -> str:
-    """Return the text of the last message of the user, or of the prompt, in any API's body. Empty if there is none."""
+    """Return the user's last message, or the prompt, of a body in any API's shape. Empty if it has no text."""
     body = load_json(data)
     if not isinstance(body, dict):
         return ""

@@ -21,7 +21,7 @@ MIN_FETCHED_TOKENS = 64
 """Fewer are computed sooner than another replica is asked for them."""
 
 MAX_ADAPTERS = 4096
-"""Adapters of which it is remembered where requests with them were sent."""
+"""Most adapters whose replicas are remembered."""
 MAX_SOURCES = 4
 """Replicas that are asked how much of a prompt they hold by now."""
 

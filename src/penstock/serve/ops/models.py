@@ -71,7 +71,7 @@ class LifeEndpoint:
         """Read a cluster's configuration again, and replace the models whose settings have changed before answering."""
         require_admin(http.scope)
         if (update := self._deployment.update) is None:
-            raise invalid("This server is no cluster: stop it and start it with other settings.")
+            raise invalid("This server is not a cluster: stop it and start it with other settings.")
         try:
             changes = await asyncio.to_thread(update)
         except Rejected as error:  # the server ends
