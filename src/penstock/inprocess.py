@@ -463,7 +463,7 @@ def _requests(
     if call.grammar is not None:
         call.grammar.check_lengths(max(tokenised.max_tokens))
         matchers = [running.grammars.matcher(call.grammar) for _ in range(params.n)]
-    return make_requests(call, tokenised, parent_id, seed_of(call), matchers)
+    return make_requests(call, tokenised, parent_id, seed_of(call), matchers, waits=call.terms.waits)
 
 
 def _fields_of(params: SamplingParams) -> PythonFields:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import cli
-from penstock.routes.learned import read_route
+from penstock.routes.learned import Sources, read_route
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,26 @@ def test_a_route_is_fitted_and_holds_for_questions_that_it_has_not_seen(invoke: 
     assert "sends 5" in told.output or "sends 4" in told.output
 
 
+def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(
+    invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say which questions are hard here, as the text does."""
+    asked = []
+
+    def begin(model: str, chats: Sequence[list[dict]], num_tokens: int) -> list[list[float]]:
+        asked.append((model, num_tokens, len(chats)))
+        return [[np.cos(float(chat[0]["content"].split()[-1])) - 2.0] * num_tokens for chat in chats]
+
+    monkeypatch.setattr("penstock.cli.route.begin", begin)
+    seen, unseen = write(tmp_path / "seen.jsonl", 400, seed=1), write(tmp_path / "unseen.jsonl", 100, seed=2)
+    fitted = invoke("fit", seen, *KEYS, "--cascade", "tiny", "--window", "5", "-o", tmp_path / "r.json")
+    assert fitted.exit_code == 0, fitted.output
+    assert read_route(tmp_path / "r.json").sources == Sources(embedder="minilm", starter="tiny", window=5)
+    told = invoke("eval", unseen, *KEYS, "--route", tmp_path / "r.json")
+    assert told.exit_code == 0, told.output
+    assert asked == [("tiny", 5, 400), ("tiny", 5, 100)]
+
+
 def test_questions_that_repeat_teach_nothing(invoke: Callable[..., Result], tmp_path: Path) -> None:
     """Their copies would be seen by the fit that judges them."""
     rng = np.random.default_rng(3)
@@ -86,7 +106,7 @@ def test_a_group_without_a_gain_has_no_figures_and_stops_nothing(invoke: Callabl
     fitted = invoke("fit", path, *KEYS, "--group", "kind", "-o", tmp_path / "r.json")
     assert fitted.exit_code == 0, fitted.output
     [easy] = [line for line in fitted.output.splitlines() if line.startswith("easy ")]
-    assert easy.split()[-2:] == ["-", "-"]
+    assert easy.split()[-3:] == ["-", "-", "-"]
     assert (tmp_path / "r.json").exists()
 
 

@@ -18,7 +18,7 @@ from penstock.testing import HashExecutor, make_core, make_request, make_text, t
 from penstock.testing.driver import Driver, LateWorker
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, Ticket
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, WaitTimes
 from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams, EarlyStopping
 from penstock.types.stats import PreemptReason, PrefixEnd
@@ -153,7 +153,7 @@ def test_time_before_its_model_was_loaded_is_told_apart_from_intake() -> None:
     bench = Bench()
     bench.driver.clock.advance(10 * MS)
     request = make_request("a", 8, arrival_ns=3 * MS, max_tokens=1)
-    request.model_wait_ns = 5 * MS
+    request.waits = WaitTimes(model=5 * MS)
     assert explain_intake(request, bench.now_ns).waited_for_ns == {MODEL: 5 * MS, INTAKE: 2 * MS}
     bench.core.apply([Add(request)], bench.now_ns)
     bench.run()
@@ -165,7 +165,7 @@ def test_time_before_its_model_was_loaded_is_told_apart_from_intake() -> None:
 
 def test_time_for_its_grammar_is_told_apart_from_intake() -> None:
     request = make_request("a", 8, arrival_ns=2 * MS)
-    request.model_wait_ns, request.grammar_wait_ns = 1 * MS, 5 * MS
+    request.waits = WaitTimes(model=1 * MS, grammar=5 * MS)
     assert explain_intake(request, 10 * MS).waited_for_ns == {MODEL: 1 * MS, GRAMMAR: 5 * MS, INTAKE: 2 * MS}
     bench = Bench()
     bench.driver.clock.advance(10 * MS)

@@ -10,12 +10,21 @@ import numpy as np
 import pytest
 
 from penstock.routes.answers import Answers, read_answers
-from penstock.routes.curve import figures_of
-from penstock.routes.learned import SHARES, LearnedRoute, fit, read_route, thresholds_of
+from penstock.routes.curve import apgr, figures_of
+from penstock.routes.learned import SHARES, LearnedRoute, Sources, fit, inputs_of, read_route, thresholds_of
+from penstock.routes.unseen import PENALTIES, best_penalty, gains_unseen
 from penstock.types.errors import ConfigError
 
 WIDTH = 4
 THRESHOLDS = tuple(1 - share for share in SHARES)
+
+
+SOURCES = Sources(embedder="toy")
+CASCADE = Sources(embedder="toy", starter="small", window=8)
+
+
+def answers_of(prompts: list[str], weak: np.ndarray, strong: np.ndarray) -> Answers:
+    return Answers(prompts, [[]] * len(prompts), [""] * len(prompts), weak, strong)
 
 
 def made_up(count: int, seed: int) -> tuple[np.ndarray, Answers]:
@@ -26,25 +35,27 @@ def made_up(count: int, seed: int) -> tuple[np.ndarray, Answers]:
     is_hard = vectors[:, 0] > 0
     weak = np.where(is_hard, rng.random(count) < 0.2, rng.random(count) < 0.9).astype(float)
     strong = (rng.random(count) < 0.9).astype(float)
-    return vectors, Answers([f"question {number}" for number in range(count)], [""] * count, weak, strong)
+    answers = answers_of([f"question {number}" for number in range(count)], weak, strong)
+    return inputs_of(vectors, answers.prompts), answers
 
 
 def test_it_learns_which_questions_need_the_strong_model() -> None:
-    route = fit(*made_up(2000, seed=1), "toy")
-    vectors, answers = made_up(1000, seed=2)
-    gains = route.gains(vectors, answers.prompts)
-    assert gains[vectors[:, 0] > 0.3].min() > gains[vectors[:, 0] < -0.3].max()
+    route = fit(*made_up(2000, seed=1), SOURCES, 10.0)
+    inputs, answers = made_up(1000, seed=2)
+    gains = route.gains(inputs)
+    assert gains[inputs[:, 0] > 0.3].min() > gains[inputs[:, 0] < -0.3].max()
     told = figures_of(answers, gains)
     assert told.apgr > 0.7
     assert told.apgr_interval[0] < told.apgr < told.apgr_interval[1]
     assert told.share_for_80 < 0.5
+    assert told.share_for_80 < told.share_for_point < 0.8
     assert told.half > (told.weak + told.strong) / 2 + 0.1
 
 
 def test_lots_gain_half_and_an_oracle_gains_all_with_the_share_that_differs() -> None:
     count = 4000
     weak, strong = np.zeros(count), (np.arange(count) % 4 == 0).astype(float)
-    answers = Answers(["q"] * count, [""] * count, weak, strong)
+    answers = answers_of(["q"] * count, weak, strong)
     by_lot = figures_of(answers, np.random.default_rng(0).random(count))
     assert by_lot.apgr == pytest.approx(0.5, abs=0.02)
     assert by_lot.half == pytest.approx(0.125, abs=0.01)
@@ -55,7 +66,14 @@ def test_lots_gain_half_and_an_oracle_gains_all_with_the_share_that_differs() ->
 
 def test_a_share_of_the_questions_reaches_its_threshold() -> None:
     gains = np.random.default_rng(3).normal(size=2000)
-    route = LearnedRoute("toy", *[np.zeros(2)] * 2, *[np.zeros(7)] * 2, thresholds_of(gains))
+    route = LearnedRoute(
+        sources=SOURCES,
+        mean=np.zeros(2),
+        scale=np.ones(2),
+        weak=np.zeros(7),
+        strong=np.zeros(7),
+        thresholds=thresholds_of(gains),
+    )
     for share in (*SHARES, 0.33):
         assert (gains >= route.threshold(share)).mean() == pytest.approx(share, abs=0.01)
     assert (np.array([-1e9, 1e9]) >= route.threshold(1.0)).all()
@@ -64,46 +82,82 @@ def test_a_share_of_the_questions_reaches_its_threshold() -> None:
 
 def test_equal_gains_say_nothing() -> None:
     count = 4000
-    answers = Answers(["q"] * count, [""] * count, np.zeros(count), (np.arange(count) < count // 2).astype(float))
+    answers = answers_of(["q"] * count, np.zeros(count), (np.arange(count) < count // 2).astype(float))
     assert figures_of(answers, np.zeros(count)).apgr == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_strong_model_that_gains_nothing_has_no_apgr() -> None:
-    told = figures_of(Answers(["q"] * 60, [""] * 60, np.ones(60), np.ones(60)), np.arange(60.0))
+    told = figures_of(answers_of(["q"] * 60, np.ones(60), np.ones(60)), np.arange(60.0))
     assert np.isnan(told.apgr)
     assert (told.weak, told.strong, told.half) == (1.0, 1.0, 1.0)
 
 
 def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
-    vectors, answers = made_up(300, seed=4)
-    route = fit(vectors, answers, "toy", THRESHOLDS)
-    route.write(tmp_path / "route.json")
-    again = read_route(tmp_path / "route.json")
-    assert (again.embedder, again.thresholds) == ("toy", THRESHOLDS)
-    assert (again.gains(vectors, answers.prompts) == route.gains(vectors, answers.prompts)).all()
-    with pytest.raises(ConfigError, match="The vectors have 3 numbers, and the route was fitted to 4"):
-        again.gains(vectors[:, :3], answers.prompts)
+    inputs, answers = made_up(300, seed=4)
+    starts = [[-0.1, -0.5]] * len(answers)
+    for sources, read in ((SOURCES, inputs), (CASCADE, inputs_of(inputs[:, :WIDTH], answers.prompts, starts))):
+        route = fit(read, answers, sources, 1.0, THRESHOLDS)
+        route.write(tmp_path / "route.json")
+        again = read_route(tmp_path / "route.json")
+        assert (again.sources, again.thresholds, again.width) == (sources, THRESHOLDS, WIDTH)
+        assert (again.gains(read) == route.gains(read)).all()
+        with pytest.raises(ConfigError, match="The vectors have 3 numbers, and the route was fitted to 4"):
+            again.gains(read[:, 1:])
+
+
+def test_the_first_tokens_tell_what_the_question_does_not() -> None:
+    """Half of the answers begin with a token that the weak model doubts, and are wrong."""
+    count, rng = 1000, np.random.default_rng(7)
+    is_doubted = rng.random(count) < 0.5
+    starts = [[-0.1, -3.0 if doubted else -0.2] for doubted in is_doubted]
+    prompts = [f"question {number}" for number in range(count)]
+    answers = answers_of(prompts, (~is_doubted).astype(float), np.ones(count))
+    vectors = rng.normal(size=(count, WIDTH))
+    with_starts = figures_of(answers, gains_unseen(inputs_of(vectors, prompts, starts), answers, CASCADE, 1.0))
+    without = figures_of(answers, gains_unseen(inputs_of(vectors, prompts), answers, SOURCES, 1.0))
+    assert with_starts.apgr > 0.74 > 0.6 > without.apgr
+
+
+def test_an_answer_without_tokens_and_an_impossible_token_have_signs() -> None:
+    found = inputs_of(np.zeros((2, 1)), ["a", "b"], [[], [-np.inf, 0.0]])
+    assert found[:, -3:].tolist() == [[0.0, 0.0, 0.0], [-25.0, -50.0, pytest.approx(np.log(3))]]
+
+
+def test_the_penalty_is_the_one_that_suits_the_questions() -> None:
+    """Large weights would follow chance where there are few questions."""
+    rng = np.random.default_rng(8)
+    vectors = rng.normal(size=(60, 40))
+    weak = (vectors[:, 0] + rng.normal(size=60) < 0).astype(float)
+    answers = answers_of([f"question {number}" for number in range(60)], weak, np.ones(60))
+    inputs = inputs_of(vectors, answers.prompts)
+    best = best_penalty(inputs, answers, SOURCES)
+    found = {penalty: apgr(answers, gains_unseen(inputs, answers, SOURCES, penalty)) for penalty in PENALTIES}
+    assert found[best] == max(found.values()) > min(found.values())
 
 
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"format": 2}, "is not a route of format 1"),
+        ({"format": 1}, "is not a route of format 2"),
         ({"weak": [1.0]}, "is not a route"),
         ({"weak": None}, "is not a route"),
         ({"strong": "x"}, "is not a route"),
         ({"strong": [float("nan")] * 7}, "is not a route"),
-        ({"count_scale": [0.0, 1.0]}, "can't have been fitted"),
-        ({"count_scale": [1e-320, 1.0]}, "can't have been fitted"),
+        ({"scale": [0.0, 1.0]}, "can't have been fitted"),
+        ({"scale": [1e-320, 1.0]}, "can't have been fitted"),
         ({"thresholds": list(SHARES)}, "can't have been fitted"),
         ({"weak": [10**400] * 7}, "is not a route"),
-        ({"embedder": None}, "it names no embedder"),
+        ({"embedder": None}, "it does not name its models"),
+        ({"starter": "small"}, "its window is not a number of tokens"),
+        ({"window": 8}, "its window is not a number of tokens"),
+        ({"starter": "small", "window": 10**6}, "its window is not a number of tokens"),
+        ({"starter": "small", "window": 8}, "mean is not a list of 5 numbers"),
         ({"thresholds": []}, "thresholds is not a list of 21 numbers"),
     ],
 )
 def test_a_broken_file_is_refused(change: dict, cause: str, tmp_path: Path) -> None:
     path = tmp_path / "route.json"
-    fit(*made_up(100, seed=5), "toy", THRESHOLDS).write(path)
+    fit(*made_up(100, seed=5), SOURCES, 1.0, THRESHOLDS).write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=cause):
         read_route(path)
@@ -121,6 +175,15 @@ def test_answers_are_read_with_their_groups(tmp_path: Path) -> None:
         assert (found.weak.tolist(), found.strong.tolist()) == ([1.0, 0.0], [0.5, 1.0])
 
 
+def test_a_question_may_be_a_conversation(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    lines = [{"messages": chat, "weak": 0, "strong": 1}, {"prompt": "d", "weak": 0, "strong": 1}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_answers(tmp_path / "a.jsonl", weak="weak", strong="strong")
+    assert found.prompts == ["c", "d"]
+    assert found.chats == [chat, [{"role": "user", "content": "d"}]]
+
+
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
@@ -128,6 +191,8 @@ def test_answers_are_read_with_their_groups(tmp_path: Path) -> None:
         ("[1]", "line 2: it is not a JSON object"),
         ("[" * 500_000, "line 2: "),
         ('{"weak": 1, "strong": 1}', "line 2: it has no text"),
+        ('{"messages": "x", "weak": 1, "strong": 1}', "line 2: it has no text `prompt`, nor `messages`"),
+        ('{"messages": [{"role": "user"}], "weak": 1, "strong": 1}', "line 2: it has no text `prompt`, nor `messages`"),
         ('{"prompt": "x", "weak": 2, "strong": 1}', "line 2: 'weak' is not true, false or a number from 0 to 1"),
         ('{"prompt": "x", "weak": NaN, "strong": 1}', "line 2: 'weak'"),
         ('{"prompt": "x", "weak": 1}', "line 2: 'strong'"),

@@ -16,7 +16,7 @@ from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.deploy.running import ServedModel
-from penstock.routes.learned import SHARES, LearnedRoute
+from penstock.routes.learned import SHARES, LearnedRoute, Sources
 from penstock.serve.routes import question_of
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
@@ -53,7 +53,14 @@ def learned() -> LearnedRoute:
     weights = np.zeros(STATE_WIDTH + 3)
     weak = weights.copy()
     weak[STATE_WIDTH + 1] = -10.0
-    return LearnedRoute("vectors", np.zeros(2), np.ones(2), weak, weights, tuple(1 - share for share in SHARES))
+    return LearnedRoute(
+        sources=Sources(embedder="vectors"),
+        mean=np.zeros(2),
+        scale=np.ones(2),
+        weak=weak,
+        strong=weights,
+        thresholds=tuple(1 - share for share in SHARES),
+    )
 
 
 ROUTE = Route(name="auto", models=("small", "large"), learned=Learned(route=learned(), threshold=0.25))
@@ -167,7 +174,7 @@ async def test_an_encoder_that_is_away_is_waited_for(models) -> None:
 
 
 async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
-    by_small = Learned(route=replace(learned(), embedder="small"), threshold=0.25)
+    by_small = Learned(route=replace(learned(), sources=Sources(embedder="small")), threshold=0.25)
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))

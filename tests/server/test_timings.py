@@ -6,6 +6,7 @@ import pytest
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.streams import server_timing, times_ms
+from penstock.types.request import NO_WAITS
 
 MS = 1_000_000
 
@@ -28,5 +29,5 @@ def test_the_parts_add_up_to_the_whole(first_scheduled_ms, first_token_ms, expec
 
 def test_the_header_names_each_part_in_milliseconds():
     parts_ms = timings(110, 150)
-    assert server_timing(parts_ms) == "queue;dur=10.000, prefill;dur=40.000, decode;dur=50.000"
-    assert server_timing(parts_ms[:2]) == "queue;dur=10.000, prefill;dur=40.000"
+    assert server_timing(parts_ms, NO_WAITS) == "queue;dur=10.000, prefill;dur=40.000, decode;dur=50.000"
+    assert server_timing(parts_ms[:2], NO_WAITS) == "queue;dur=10.000, prefill;dur=40.000"

@@ -248,7 +248,6 @@ TERMS = Terms(
     is_retry=False,
     priority=0,
     cache_salt=b"",
-    model_wait_ns=0,
 )
 
 

@@ -16,6 +16,7 @@ from penstock.text.dialects import NAME_CHARS, Message
 from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason
+from penstock.types.request import NO_WAITS, WaitTimes
 from penstock.types.sampling import PARAMETERS, LineLimits, SamplingParams
 
 if TYPE_CHECKING:
@@ -279,8 +280,8 @@ class Terms:
     """False: a refusal is not told to the client, since another model is asked next."""
     priority: int = 0
     cache_salt: bytes = b""
-    model_wait_ns: int = 0
-    """Time that the call waited for its model to load, after its arrival."""
+    waits: WaitTimes = NO_WAITS
+    """Its waits so far, after its arrival."""
     limits: TenantLimits | None = None
     """The tenant's own limits, or None for the default limits."""
     conversation: bytes = b""

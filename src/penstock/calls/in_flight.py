@@ -20,14 +20,14 @@ from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
-from penstock.engine.bridge import Stream
+from penstock.engine.bridge import Stream, merge_chunks
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
 from penstock.obs.explain.journal import History
 from penstock.obs.explain.lives import Life
 from penstock.text.answers import AnswerForm
-from penstock.types.request import FinishReason, Request, RequestStatus
+from penstock.types.request import NO_WAITS, FinishReason, Request, RequestStatus, WaitTimes
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Arrival:
     since_ns: int
     """Start of the current wait."""
     waits_for: str = MODEL
-    model_wait_ns: int = 0
-    """Time that the request waited for its model, once that is loaded."""
+    waits: WaitTimes = NO_WAITS
+    """Its waits that are over."""
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
@@ -69,7 +69,7 @@ class Arrival:
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
-        arrival.model_wait_ns = terms.model_wait_ns
+        arrival.waits = terms.waits
         return arrival
 
     def told(self) -> Told:
@@ -77,8 +77,9 @@ class Arrival:
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
         life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
-        life.model_wait_ns = waited_ns if self.waits_for == MODEL else self.model_wait_ns
-        life.grammar_wait_ns = waited_ns if self.waits_for == GRAMMAR else 0
+        life.waits = self.waits
+        if self.waits_for in (MODEL, GRAMMAR):
+            life.waits = life.waits._replace(**{self.waits_for: waited_ns})
         age_ns = now_ns - self.arrival_ns
         choices = [(0, explain_arrival(life, now_ns, self.waits_for))]
         return Told(self.request_id, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
@@ -158,12 +159,16 @@ class RunningCall:
         self.form = form
         """How answers are divided into content, reasoning and calls. None means all is content."""
         self.stream = stream
+        self._hides_logprobs = requests[0].sampling.logprobs is not None and not call.answer.has_logprobs
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """Wait for the next output chunks. If the client asked for 0 tokens, the generated token is removed."""
+        """Wait for the next output chunks, without what the client did not ask for."""
         chunks = await self.stream.next_chunks()
+        if self._hides_logprobs:
+            for chunk in chunks:
+                chunk.logprobs = ()
         if not self.answer.is_empty:
             return chunks
         for chunk in chunks:
@@ -171,6 +176,16 @@ class RunningCall:
             if chunk.finish_reason is FinishReason.STOP:
                 chunk.finish_reason, chunk.stop_reason = FinishReason.LENGTH, None
         return chunks
+
+    async def begin(self, num_tokens: int) -> list[OutputChunk]:
+        """Wait until each choice has so many tokens or has ended, and return them. `next_chunks` returns them again."""
+        begun: list[OutputChunk] = []
+        while len(begun) < len(self.requests) or any(_goes_on(chunk, num_tokens) for chunk in begun):
+            if not (chunks := await self.stream.next_chunks()):
+                break
+            begun = merge_chunks([*begun, *chunks])
+        self.stream.put_back(begun)
+        return begun
 
     @property
     def is_plain(self) -> bool:
@@ -357,6 +372,10 @@ class InFlight:
         if len(self._landed) > landed.journal.max_ended:
             oldest = self._landed.popleft()
             _take(self._landed_of, oldest.terms.request_id, oldest)
+
+
+def _goes_on(chunk: OutputChunk, num_tokens: int) -> bool:
+    return chunk.finish_reason is None and chunk.num_generated_tokens < num_tokens
 
 
 def _put(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:

@@ -35,7 +35,7 @@ from penstock.text.dialects import Message, for_template
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
 from penstock.text.parameters import Types
 from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, wrong
-from penstock.types.request import Request
+from penstock.types.request import Request, WaitTimes
 from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
         if in_flight.isolates_tenants(running):
             salt = call.terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
         engine_id = in_flight.new_engine_id(call.terms.request_id)
-        requests = make_requests(call, tokenised, engine_id, seed, matchers, salt=salt, grammar_wait_ns=grammar_wait_ns)
+        waits = call.terms.waits._replace(grammar=grammar_wait_ns)
+        requests = make_requests(call, tokenised, engine_id, seed, matchers, salt=salt, waits=waits)
         return in_flight.open(call, requests, tokenised.echoes, form, place)
 
 
@@ -548,7 +549,7 @@ def make_requests(
     matchers: Sequence[Matcher] | None,
     *,
     salt: bytes = b"",
-    grammar_wait_ns: int = 0,
+    waits: WaitTimes,
 ) -> list[Request]:
     """Return the engine's requests: `n` for each prompt, in the order of the prompts. Their ids begin with `engine_id`."""
     terms, running, is_seeded = call.terms, call.running, "seed" in call.request.sampling
@@ -573,8 +574,7 @@ def make_requests(
                     prompt_token_ids=token_ids,
                     sampling=sampling,
                     arrival_ns=terms.arrival_ns,
-                    model_wait_ns=terms.model_wait_ns,
-                    grammar_wait_ns=grammar_wait_ns,
+                    waits=waits,
                     parent_id=f"{engine_id}.{prompt_index}",
                     priority=terms.priority,
                     deadline_ns=terms.deadline_ns,

@@ -14,14 +14,14 @@ from penstock.cli.options import add_options
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:  # with NumPy
-    from penstock.routes.answers import F64, Answers, Rows
+    from penstock.routes.answers import F64, Answers, Chat, Rows
     from penstock.routes.curve import Figures
+    from penstock.routes.learned import Sources
 
-NUM_FOLDS, SEED = 5, 0
 LEAST_QUESTIONS = 50
 MAX_TRANSFERRED = 4
 """With more groups, none is judged by a fit to another one."""
-_HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain")
+_HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain", "for all but a point")
 
 _answers = add_options(
     click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
@@ -35,45 +35,58 @@ _answers = add_options(
 def route() -> None:
     """Learn which questions need the large model, and what it saves to ask it only those.
 
-    FILE has a JSON object in each line (.jsonl, or .jsonl.gz): `prompt`, and the results of two models, each true, false or a
-    number from 0 to 1.
+    FILE has a JSON object in each line (.jsonl, or .jsonl.gz): `prompt` or `messages`, and the results of two models, each
+    true, false or a number from 0 to 1.
     """
 
 
 @route.command()
 @_answers
 @click.option("--embedder", default="minilm", show_default=True, metavar="MODEL", help="Embedding model.")
+@click.option("--cascade", default="", metavar="MODEL", help="The small model, if the first tokens of its answers decide too.")
+@click.option("--window", type=click.IntRange(1, 1024), default=16, show_default=True, help="How many tokens those are.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE.route.json.")
-def fit(file: Path, weak: str, strong: str, group: str | None, embedder: str, output: Path | None) -> None:
+def fit(
+    file: Path,
+    weak: str,
+    strong: str,
+    group: str | None,
+    embedder: str,
+    cascade: str,
+    window: int,
+    output: Path | None,
+) -> None:
     """Fit a route to the questions in FILE, and write it.
 
     Its figures are those of questions that the fit did not see: five fits, each without a fifth of them. Up to four
     groups are each judged by a fit to each other one, too.
     """
     from penstock.routes.answers import read_answers
+    from penstock.routes.learned import Sources, thresholds_of
     from penstock.routes.learned import fit as fit_route
-    from penstock.routes.learned import thresholds_of
+    from penstock.routes.unseen import best_penalty, gains_unseen
 
     answers = read_answers(file, weak=weak, strong=strong, group=group)
     if len(answers) < LEAST_QUESTIONS:
         raise ConfigError(f"{file} has {len(answers)} questions.", remedy=f"A fit needs {LEAST_QUESTIONS}, better a thousand.")
     check_gain(answers)
-    vectors = embed(embedder, answers.prompts)
-    gains = gains_unseen(vectors, answers, embedder)
+    sources = Sources(embedder=embedder, starter=cascade, window=window if cascade else 0)
+    inputs = read_inputs(answers, sources)
+    penalty = best_penalty(inputs, answers, sources)
+    gains = gains_unseen(inputs, answers, sources, penalty)
     parts = parts_of(answers)
     lines = [("all", answers, gains)]
     for name, rows in parts.items() if len(parts) > 1 else ():
         part = answers.part(rows)
         if len(part) >= LEAST_QUESTIONS:
-            lines.append((name, part, gains_unseen(vectors[rows], part, embedder)))
+            lines.append((name, part, gains_unseen(inputs[rows], part, sources, penalty)))
     large = [name for name, rows in parts.items() if len(rows) >= LEAST_QUESTIONS]
     for one, other in itertools.permutations(large, 2) if len(large) <= MAX_TRANSFERRED else ():
-        fitted = fit_route(vectors[parts[one]], answers.part(parts[one]), embedder)
-        part = answers.part(parts[other])
-        lines.append((f"{other}, fitted to {one}", part, fitted.gains(vectors[parts[other]], part.prompts)))
+        fitted = fit_route(inputs[parts[one]], answers.part(parts[one]), sources, penalty)
+        lines.append((f"{other}, fitted to {one}", answers.part(parts[other]), fitted.gains(inputs[parts[other]])))
     show(lines)
     path = output or file.with_name(f"{file.name}.route.json")
-    fit_route(vectors, answers, embedder, thresholds_of(gains)).write(path)
+    fit_route(inputs, answers, sources, penalty, thresholds_of(gains)).write(path)
     print(f"Wrote {path}.")
 
 
@@ -88,7 +101,7 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
 
     found, answers = read_route(path), read_answers(file, weak=weak, strong=strong, group=group)
     check_gain(answers)
-    gains = found.gains(embed(found.embedder, answers.prompts), answers.prompts)
+    gains = found.gains(read_inputs(answers, found.sources))
     parts = parts_of(answers)
     more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
     show([("all", answers, gains), *more])
@@ -107,35 +120,39 @@ def check_gain(answers: Answers) -> None:
         )
 
 
+def read_inputs(answers: Answers, sources: Sources) -> F64:
+    """Return what a route reads of the questions. Runs its models in this process."""
+    from penstock.routes.learned import inputs_of
+
+    starts = begin(sources.starter, answers.chats, sources.window) if sources.window else None
+    return inputs_of(embed(sources.embedder, answers.prompts), answers.prompts, starts)
+
+
 def embed(model: str, prompts: Sequence[str]) -> F64:
-    """Return vectors of length 1 in this process. [prompts, width]"""
+    """Return vectors of length 1. [prompts, width]"""
     import numpy as np
 
     from penstock.llm import LLM
-    from penstock.routes import MAX_QUESTION_CHARS
 
     with LLM(model) as llm:
-        answers = llm.embed([prompt[:MAX_QUESTION_CHARS] for prompt in prompts], truncate_prompt_tokens=-1)
+        answers = llm.embed(list(prompts), truncate_prompt_tokens=-1)
     vectors = np.array([answer.outputs.embedding for answer in answers], dtype=np.float64)
     found: F64 = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return found
 
 
-def gains_unseen(vectors: F64, answers: Answers, embedder: str) -> F64:
-    """Return the gains of each question by a fit that did not see it, nor one with the same text."""
-    import numpy as np
+def begin(model: str, chats: Sequence[Chat], num_tokens: int) -> list[list[float]]:
+    """Return the log-probabilities of the first tokens of the model's most likely answers."""
+    from penstock.inprocess import SamplingParams
+    from penstock.llm import LLM
 
-    from penstock.routes.learned import fit as fit_route
-
-    numbers: dict[str, int] = {}
-    texts = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in answers.prompts])
-    folds = np.random.default_rng(SEED).permutation(len(numbers))[texts] % NUM_FOLDS
-    gains = np.empty(len(answers))
-    for fold in range(NUM_FOLDS):
-        unseen, seen = np.flatnonzero(folds == fold), np.flatnonzero(folds != fold)
-        fitted = fit_route(vectors[seen], answers.part(seen), embedder)
-        gains[unseen] = fitted.gains(vectors[unseen], answers.part(unseen).prompts)
-    return gains
+    with LLM(model) as llm:
+        answers = llm.chat([list(chat) for chat in chats], SamplingParams(temperature=0, max_tokens=num_tokens, logprobs=0))
+    starts = []
+    for answer in answers:
+        output = answer.outputs[0]
+        starts.append([known[token].logprob for token, known in zip(output.token_ids, output.logprobs or (), strict=False)])
+    return starts
 
 
 def parts_of(answers: Answers) -> dict[str, Rows]:
@@ -161,7 +178,6 @@ def show(lines: Iterable[tuple[str, Answers, F64]]) -> None:
 
 def _row(name: str, told: Figures) -> tuple[str, ...]:
     low, high = told.apgr_interval
-    least, most = told.share_for_80_interval
     by_lot = (told.weak + told.strong) / 2
     alone = (
         name,
@@ -171,9 +187,10 @@ def _row(name: str, told: Figures) -> tuple[str, ...]:
         f"{told.half:.1%} (by lot {by_lot:.1%})",
     )
     if math.isnan(told.apgr):  # the strong model gains nothing
-        return (*alone, "-", "-")
+        return (*alone, "-", "-", "-")
+    shares = ((told.share_for_80, told.share_for_80_interval), (told.share_for_point, told.share_for_point_interval))
     return (
         *alone,
         f"{told.apgr:.3f} ({low:.3f} to {high:.3f})",
-        f"{told.share_for_80:.0%} ({least:.0%} to {most:.0%})",
+        *(f"{share:.0%} ({least:.0%} to {most:.0%})" for share, (least, most) in shares),
     )

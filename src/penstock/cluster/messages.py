@@ -16,7 +16,7 @@ from penstock.deploy.running import ModelInfo
 from penstock.engine.ports import OutputChunk
 from penstock.kv.changes import Changes
 from penstock.obs.explain.explanation import Explanation
-from penstock.types.request import Request
+from penstock.types.request import Request, WaitTimes
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
@@ -36,6 +36,7 @@ class Work(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Fields of `Request` with a time, unless it is None."""
     fields: dict[str, Any]
     """Other fields of `Request`, unless they have their default."""
+    waits: WaitTimes
     cache_salt: bytes
     conversation: bytes
     generated: tuple[int, ...]
@@ -150,10 +151,7 @@ _TIMES = (
     *("arrival_ns", "deadline_ns", "queue_deadline_ns", "first_token_deadline_ns"),
     *("first_scheduled_ns", "first_token_ns"),
 )
-_FIELDS = (
-    *("parent_id", "priority", "slo_ttft_ns", "slo_itl_ns", "tenant", "second_at", "model_wait_ns", "grammar_wait_ns"),
-    "num_cached_tokens",
-)
+_FIELDS = (*("parent_id", "priority", "slo_ttft_ns", "slo_itl_ns", "tenant", "second_at", "num_cached_tokens"),)
 
 
 def prove(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
@@ -168,6 +166,7 @@ def work_of(request: Request, adapter_path: str) -> Work:
         sampling=request.sampling,
         times={name: at_ns for name in _TIMES if (at_ns := getattr(request, name)) is not None},
         fields={name: value for name in _FIELDS if (value := getattr(request, name))},
+        waits=request.waits,
         cache_salt=request.cache_salt,
         conversation=request.conversation,
         generated=tuple(request.output_token_ids),
@@ -183,6 +182,7 @@ def request_of(work: Work, prompt_token_ids: tuple[int, ...], shift_ns: int) -> 
         request_id=work.request_id,
         prompt_token_ids=prompt_token_ids,
         sampling=work.sampling,
+        waits=work.waits,
         cache_salt=work.cache_salt,
         conversation=work.conversation,
         output_token_ids=list(work.generated),

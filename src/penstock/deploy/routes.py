@@ -22,13 +22,19 @@ class Learned:
     threshold: float
     """Least gain with which the strong model answers."""
 
-    def gain(self, states: bytes, question: str) -> float:
-        """Return what the strong model is expected to gain. `states`: float32, [width]"""
+    def gain(self, states: bytes, question: str, start: Sequence[float] = ()) -> float:
+        """Return what the strong model is expected to gain.
+
+        `states`: of the question, float32, [width]. `start`: log-probabilities of the weak model's first tokens, in a cascade.
+        """
         import numpy as np
+
+        from penstock.routes.learned import inputs_of
 
         vector = np.frombuffer(states, np.float32).astype(np.float64)
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
-        return float(self.route.gains(vector[None], [question])[0])
+        starts = [start] if self.route.sources.window else None
+        return float(self.route.gains(inputs_of(vector[None], [question], starts))[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,7 @@ def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None
             raise ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
         if inner := next((one.name for one in routes if one.name in route.models), None):
             raise ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
-        needed = route.models if route.learned is None else (*route.models, route.learned.route.embedder)
+        needed = route.models if route.learned is None else (*route.models, route.learned.route.sources.embedder)
         for name in needed:
             if name not in by_name:
                 raise ConfigError(

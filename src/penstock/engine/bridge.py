@@ -213,6 +213,11 @@ class Stream:
         chunks, self._chunks = self._chunks, []
         return chunks if len(chunks) <= 1 else merge_chunks(chunks)
 
+    def put_back(self, chunks: Sequence[OutputChunk]) -> None:
+        """Have `next_chunks` return these again, first."""
+        if not self._is_cancelled:
+            self._chunks[:0] = chunks
+
     def put(self, chunk: OutputChunk) -> None:
         """Take a chunk from the bridge, on the event loop. `flush` follows."""
         self._chunks.append(chunk)

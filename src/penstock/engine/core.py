@@ -467,8 +467,7 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         num_preemptions=request.num_preemptions,
         finish_reason=request.finish_reason,
         reject_reason=reject_reason,
-        model_wait_ns=request.model_wait_ns,
-        grammar_wait_ns=request.grammar_wait_ns,
+        waits=request.waits,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
     )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.routes.questions import question_in
 from penstock.types.errors import ConfigError
 
 F64 = NDArray[np.float64]
 Rows = NDArray[np.intp]
 """Numbers of questions."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, as in a request."""
 MAX_LINE_CHARS = 1 << 20
 
 
@@ -26,6 +29,8 @@ class Answers:
     """Questions, and the quality of two answers to each, from 0 (wrong) to 1 (right)."""
 
     prompts: Sequence[str]
+    """The text of each question."""
+    chats: Sequence[Chat]
     groups: Sequence[str]
     """Such as the benchmark of each question. Empty: it has none."""
     weak: F64
@@ -36,7 +41,7 @@ class Answers:
 
     def part(self, rows: Rows) -> Answers:
         prompts, groups = [[values[row] for row in rows] for values in (self.prompts, self.groups)]
-        return Answers(prompts, groups, self.weak[rows], self.strong[rows])
+        return Answers(prompts, [self.chats[row] for row in rows], groups, self.weak[rows], self.strong[rows])
 
 
 def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None) -> Answers:
@@ -45,14 +50,17 @@ def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None
     `group`: key of a text; what stands before its first `/` is the group. Raises ConfigError, which names the line.
     """
     prompts: list[str] = []
+    chats: list[Chat] = []
     groups: list[str] = []
     scores: list[tuple[float, float]] = []
     with _opened(path) as file:
         for number, value in _objects(file, path):
-            prompt = value.get("prompt")
-            if not isinstance(prompt, str) or not prompt:
-                raise ConfigError(f"{path}, line {number}: it has no text `prompt`.")
-            prompts.append(prompt)
+            chat = value.get("messages") or [{"role": "user", "content": value.get("prompt")}]
+            question = question_in(chat)
+            if not question or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+                raise ConfigError(f"{path}, line {number}: it has no text `prompt`, nor `messages` with a question.")
+            prompts.append(question)
+            chats.append(chat)
             scores.append((_score(value, weak, path, number), _score(value, strong, path, number)))
             groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
     if not prompts:
@@ -60,7 +68,7 @@ def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None
     if group is not None and not any(groups):
         raise ConfigError(f"{path}: no question has the key {group!r}.", remedy="Name another key with --group, or none.")
     found = np.array(scores)
-    return Answers(prompts, groups, found[:, 0], found[:, 1])
+    return Answers(prompts, chats, groups, found[:, 0], found[:, 1])
 
 
 def _opened(path: Path) -> IO[str]:

@@ -24,43 +24,47 @@ class Figures:
     weak: float
     """Quality of the weak model alone."""
     strong: float
-    apgr: float
-    apgr_interval: Interval
-    """95 %, as the next ones, from samples of the questions."""
     half: float
     """Quality when the strong model gets half of the questions."""
+    apgr: float
     share_for_80: float
     """Least share of questions for the strong model with 80 % of the gain."""
+    share_for_point: float
+    """Least share whose quality is within one point of the strong model's."""
+    apgr_interval: Interval
+    """95 %, as the next ones, from samples of the questions."""
     share_for_80_interval: Interval
+    share_for_point_interval: Interval
 
 
 def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
     """Return the figures of a route that expects these gains. NaN stands for those of a gain that is none."""
     rng, count = np.random.default_rng(seed), len(answers)
-    mixed = rng.permutation(count)  # of equal gains, none comes first by its place in the file
-    order = mixed[np.argsort(-gains[mixed], kind="stable")]
-    weak, differences = answers.weak[order], (answers.strong - answers.weak)[order]
-    apgr, share = _of(differences)
+    differences = _differences(answers, gains, rng)
+    half = float(answers.weak.mean() + differences[: count // 2].sum() / count)
     drawn = np.array([_of(differences[np.sort(rng.integers(count, size=count))]) for _ in range(NUM_DRAWS)])
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
-    bounds = np.percentile(drawn, INTERVAL, axis=0) if len(drawn) else np.full((2, 2), np.nan)
-    half = float(weak.mean() + differences[: count // 2].sum() / count)
-    return Figures(
-        count,
-        float(weak.mean()),
-        float(answers.strong.mean()),
-        apgr,
-        (float(bounds[0, 0]), float(bounds[1, 0])),
-        half,
-        share,
-        (float(bounds[0, 1]), float(bounds[1, 1])),
-    )
+    bounds = np.percentile(drawn, INTERVAL, axis=0).T.tolist() if len(drawn) else [(np.nan, np.nan)] * 3
+    intervals = [(low, high) for low, high in bounds]
+    return Figures(count, float(answers.weak.mean()), float(answers.strong.mean()), half, *_of(differences), *intervals)
 
 
-def _of(differences: F64) -> tuple[float, float]:
-    """Return (APGR, least share for 80 % of the gain) for differences of quality, the most promising question first."""
-    total = differences.sum()
+def apgr(answers: Answers, gains: F64, *, seed: int = 0) -> float:
+    return _of(_differences(answers, gains, np.random.default_rng(seed)))[0]
+
+
+def _differences(answers: Answers, gains: F64, rng: np.random.Generator) -> F64:
+    """Return what the strong model gains, the most promising question first."""
+    mixed = rng.permutation(len(answers))  # of equal gains, none comes first by its place in the file
+    found: F64 = (answers.strong - answers.weak)[mixed[np.argsort(-gains[mixed], kind="stable")]]
+    return found
+
+
+def _of(differences: F64) -> tuple[float, float, float]:
+    """Return (APGR, least share for 80 % of the gain, and for all but a point) for differences of quality."""
+    count, total = len(differences), differences.sum()
     if total <= 0:
-        return np.nan, np.nan
-    gained = np.concatenate([[0.0], np.cumsum(differences)]) / total
-    return float(gained.mean()), float(np.argmax(gained >= 0.8)) / len(differences)
+        return np.nan, np.nan, np.nan
+    gained = np.concatenate([[0.0], np.cumsum(differences)])
+    shares = [float(np.argmax(gained >= enough)) / count for enough in (0.8 * total, total - 0.01 * count)]
+    return float(gained.mean() / total), shares[0], shares[1]

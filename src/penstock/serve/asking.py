@@ -28,7 +28,7 @@ from starlette.types import Scope
 from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
 from penstock.calls.check import make_call
-from penstock.calls.in_flight import Arrival, InFlight
+from penstock.calls.in_flight import Arrival, InFlight, RunningCall
 from penstock.calls.run import run
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
@@ -37,6 +37,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
+from penstock.serve.cascade import Trial, Unsure
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, from_rejected, invalid, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import (
     JsonEndpoint,
@@ -52,6 +53,7 @@ from penstock.serve.http.checks import (
 from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
+from penstock.types.request import NO_WAITS, WaitTimes
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +68,8 @@ _RETRY_COUNT = b"x-stainless-retry-count"
 """Header in which OpenAI's and Anthropic's clients number their attempts."""
 ARRIVAL_KEY = "penstock.arrival_ns"
 """Key of a scope: the time of arrival, if the request has waited."""
-LOADED_KEY = "penstock.loaded_ns"
-"""Key of a scope: when the model was loaded, if the request waited for the load."""
+WAITED_KEY = "penstock.waited"
+"""Key of a scope: the `WaitTimes` of a request that has waited."""
 LOOKED_UP_KEY = "penstock.looked_up"
 """Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
@@ -104,6 +106,8 @@ class Routed:
     why: str = ""
     has_next: bool = False
     """If this model refuses, another one is asked."""
+    trial: Trial | None = None
+    """In a cascade: decides whether this model goes on."""
 
     @property
     def header(self) -> bytes:
@@ -280,7 +284,7 @@ def read_terms(
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
-        model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
+        waits=scope.get(WAITED_KEY, NO_WAITS),
     )
 
 
@@ -432,6 +436,7 @@ class Waits:
             has_looked = not self._deployment.may_grow
             while True:
                 away = unknown = route = None
+                asked_ns = self._deployment.clock.now_ns()
                 try:
                     answered = await answer(data, http)
                     self._tell_route(http)
@@ -445,19 +450,25 @@ class Waits:
                     if not loads:
                         raise
                     route = error.route
+                except Unsure as error:
+                    self._ask_next(str(error), http)
+                    self._count_wait("route", asked_ns, http)
+                    continue
                 except (ApiError, Rejected) as error:
                     if self._falls_back(error, http):
+                        self._count_wait("route", asked_ns, http)
                         continue
                     if isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
                         raise
                 else:
                     return answered
                 if route is not None:
-                    http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
+                    http.scope.setdefault(ARRIVAL_KEY, asked_ns)
                     try:
                         await self._choose(route, data, http)
                     except ModelAway as error:
                         away = error.name
+                    self._count_wait("route", asked_ns, http)
                 if away is not None:
                     try:
                         await self._load(away, data, http)
@@ -484,13 +495,23 @@ class Waits:
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
         if known.status_code not in BUSY_STATUSES or is_own_limit:
             return False
+        return self._ask_next(f"after={routed.model}", http)
+
+    def _ask_next(self, why: str, http: HttpRequest) -> bool:
+        """Choose the next model of the request's route, and return whether there is one."""
+        routed: Routed = http.scope[ROUTED_KEY]
         route = self._deployment.routes[routed.route]
         after = route.models[route.models.index(routed.model) + 1 :]
         rest = [name for name in models_of(route, self._deployment, http.scope) if name in after]
         if not rest:
             return False
-        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], f"after={routed.model}", has_next=len(rest) > 1)
+        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], why, has_next=len(rest) > 1)
         return True
+
+    def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
+        waits: WaitTimes = http.scope.get(WAITED_KEY, NO_WAITS)
+        waited_ns = getattr(waits, name) + self._deployment.clock.now_ns() - since_ns
+        http.scope[WAITED_KEY] = waits._replace(**{name: waited_ns})
 
     def _tell_route(self, http: HttpRequest) -> None:
         """Say which model a route chose, in a header and in metrics."""
@@ -513,8 +534,8 @@ class Waits:
         unix_time_s = self._deployment.sources.unix_time_s
         with self._in_flight.arriving(Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns)):
             await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
-        http.scope[LOADED_KEY] = now_ns = clock.now_ns()
-        served.metrics.count_model_wait(now_ns - asked_ns)
+        self._count_wait("model", asked_ns, http)
+        served.metrics.count_model_wait(clock.now_ns() - asked_ns)
 
 
 class _AdapterLooks:
@@ -677,12 +698,24 @@ class Asked:
             conversation=request.conversation_name,
         )
         claim = claim_of(terms.owner.tenant, self.data)
-        return make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
+        call = make_call(request, running, terms, adapter, num_bytes=len(self.data), claim=claim)
+        routed: Routed | None = self.scope.get(ROUTED_KEY)
+        return call if routed is None or routed.trial is None else routed.trial.prepared(call)
 
 
 _Body = TypeVar("_Body", bound=Body)
 _Made = tuple[Call, NewWriter]
 """A call, and a function that makes the writer of its answer."""
+
+
+async def begin(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
+    """Run a call. In a cascade, wait until its first tokens have decided. Raises `ApiError`, `Rejected` and `Unsure`."""
+    opened = await unless_gone(http, run(call, in_flight))
+    routed: Routed | None = http.scope.get(ROUTED_KEY)
+    if routed is not None and routed.trial is not None:
+        with opened:
+            http.scope[ROUTED_KEY] = replace(routed, why=await unless_gone(http, routed.trial.judge(opened)))
+    return opened
 
 
 class CallEndpoint:
@@ -716,5 +749,4 @@ class CallEndpoint:
         call, new_writer = await self._off_loop.run(len(data), lambda: read(asked), limit=INLINE_MAX_BYTES)
         if (entry := entry_of(http.scope)) is not None:
             entry.model = call.answer.model_name
-        opened = await unless_gone(http, run(call, self._in_flight))
-        return await respond(http, opened, new_writer)
+        return await respond(http, await begin(call, self._in_flight, http), new_writer)

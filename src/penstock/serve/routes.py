@@ -5,21 +5,21 @@ A question's vector is computed by an encoder of this server, with everybody els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.routes import Learned, Route
 from penstock.deploy.running import RunningModel
-from penstock.routes import MAX_QUESTION_CHARS
+from penstock.routes.questions import question_in
 from penstock.serve.asking import ROUTED_KEY, Reader, Routed, claim_of, models_of, read_terms
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
+from penstock.serve.cascade import Trial
 from penstock.serve.errors import model_not_found, unavailable
 from penstock.serve.http.checks import unless_gone
 from penstock.serve.texts.call import TextsCall, Truncation
 from penstock.serve.texts.desk import Desk, run
-from penstock.types.errors import ConfigError
 
 _FIELDS = ("messages", "prompt", "input", "inputs")
 
@@ -37,20 +37,24 @@ class RouteChooser:
             http.scope[ROUTED_KEY] = Routed(route.name, models[0], has_next=len(models) > 1)
             return
         weak, strong = models
-        gain = await self._gain(learned, data, http)
-        if gain is None:
+        read = await self._read(learned, data, http)
+        if read is None:
             http.scope[ROUTED_KEY] = Routed(route.name, strong, "no question")
-            return
-        why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
-        http.scope[ROUTED_KEY] = Routed(route.name, strong if gain >= learned.threshold else weak, why)
+        elif window := learned.route.sources.window:
+            trial = Trial(window, partial(learned.gain, *read), learned.threshold)
+            http.scope[ROUTED_KEY] = Routed(route.name, weak, has_next=True, trial=trial)
+        else:
+            gain = learned.gain(*read)
+            why = f"gain={gain:.3f}; threshold={learned.threshold:.3f}"
+            http.scope[ROUTED_KEY] = Routed(route.name, strong if gain >= learned.threshold else weak, why)
 
-    async def _gain(self, learned: Learned, data: bytes, http: HttpRequest) -> float | None:
-        """Return what the strong model is expected to gain on the question in a body, or None if it has none."""
+    async def _read(self, learned: Learned, data: bytes, http: HttpRequest) -> tuple[bytes, str] | None:
+        """Return the vector of the question in a body, and the question, or None if it has none."""
         deployment, config, scope = self._reader.deployment, self._reader.config, http.scope
         question = await deployment.off_loop.run(len(data), partial(question_of, data), limit=INLINE_MAX_BYTES)
         if not question:
             return None
-        embedder = learned.route.embedder
+        embedder = learned.route.sources.embedder
         served = deployment.find(embedder)
         assert served is not None, "routes are checked at the start"
         running = served.answerer()
@@ -68,10 +72,10 @@ class RouteChooser:
             claim=claim_of(terms.owner.tenant, b"route" + data),
         )
         results = await unless_gone(http, run(call, self._desk_of(running)))
-        try:
-            return learned.gain(results.results[0].states, question)
-        except ConfigError as error:
-            raise unavailable(f"The route can't choose a model: {error}") from None
+        states = results.results[0].states
+        if len(states) != 4 * learned.route.width:
+            raise unavailable(f"The route was fitted to vectors of another length than {embedder} has. Fit it anew.")
+        return states, question
 
 
 def question_of(data: bytes) -> str:
@@ -79,17 +83,4 @@ def question_of(data: bytes) -> str:
     body = load_json(data)
     if not isinstance(body, dict):
         return ""
-    found = next((body[name] for name in _FIELDS if body.get(name)), None)
-    return " ".join(_texts(found)).strip()[:MAX_QUESTION_CHARS]
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts of a prompt, of a list of them, or of the last message of the user in a list of messages."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts(value.get("text") or value.get("content"))
-    elif isinstance(value, list):
-        users = [entry for entry in value if isinstance(entry, dict) and entry.get("role") == "user"]
-        for entry in users[-1:] or value:
-            yield from _texts(entry)
+    return question_in(next((body[name] for name in _FIELDS if body.get(name)), None))

@@ -44,7 +44,7 @@ from penstock.text.answers import (
 from penstock.text.dialects import short_id
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected, RejectReason
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, WaitTimes
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
 
@@ -300,7 +300,7 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
     data = await off_loop.finish(size, lambda: fast_json.dumps(writer.whole(records)))
-    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.model_wait_ns)}
+    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.waits)}
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -378,7 +378,7 @@ class EventStream(Response):
         terms = self._call.terms
         if (entry := entry_of(self._http.scope)) is not None:
             entry.ttft_s = _ttft_s(terms, first)
-        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.model_wait_ns))
+        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits))
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
         write, index_of = self._writer.write, self._call.index_of
@@ -461,14 +461,14 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
     return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
 
 
-def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
-    """Return the value of `Server-Timing`: `parts_ms`, and as `model` the part of `queue` spent on loading.
+def server_timing(parts_ms: Sequence[float], waits: WaitTimes) -> str:
+    """Return the value of `Server-Timing`: `parts_ms`, and as `route` and `model` the parts of `queue` spent on these.
 
     https://www.w3.org/TR/server-timing/
     """
     parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
-    if model_wait_ns:
-        parts.append(f"model;dur={model_wait_ns / 1e6:.3f}")
+    before = (("route", waits.route), ("model", waits.model))
+    parts += [f"{name};dur={wait_ns / 1e6:.3f}" for name, wait_ns in before if wait_ns]
     return ", ".join(parts)
 
 

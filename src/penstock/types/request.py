@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.plan import scored_positions
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
+
+
+class WaitTimes(NamedTuple):
+    """How long a request waited for each of these between its arrival and the queue, in ns."""
+
+    route: int = 0
+    """For its route to choose a model, with the beginning of an answer that another model then gave."""
+    model: int = 0
+    """For its model to load."""
+    grammar: int = 0
+    """For its grammar to compile."""
+
+
+NO_WAITS = WaitTimes()
 
 
 class RequestStatus(IntEnum):
@@ -50,8 +65,7 @@ class Request:
     predicted_new_tokens: int | None = None  # the output length that policies see
     matcher: Matcher | None = None  # set if and only if `sampling.follows_grammar`
     second_at: int = 0  # as in `AdmitRow`
-    model_wait_ns: int = 0  # time after arrival that it waited for its model to load
-    grammar_wait_ns: int = 0  # time before it was queued that it waited for its grammar to compile
+    waits: WaitTimes = NO_WAITS
     adapter: AdapterRef | None = None
 
     # Progress: written by `sched/progress.py` alone.

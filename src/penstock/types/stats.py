@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from penstock.types.plan import RowPlan
-from penstock.types.request import FinishReason
+from penstock.types.request import NO_WAITS, FinishReason, WaitTimes
 
 
 class WaitReason(StrEnum):
@@ -155,8 +155,7 @@ class RequestStats:
     reject_reason: str = ""
     slo_ttft_ns: int | None = None
     is_beam: bool = False  # a hypothesis of a beam search: all tokens come at its end
-    model_wait_ns: int = 0
-    grammar_wait_ns: int = 0
+    waits: WaitTimes = NO_WAITS
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Explains why a request took as long as it did, in numbers and in sentences, from what the journal recorded.
 
 arrival               queued           began               first token                       end
-   | model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
+   | route, model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from penstock.types.errors import counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReason
 
+ROUTE = "route"
+"""Waiting for its route to choose a model, with what another one began to answer."""
 MODEL = "model"
 """Waiting for its model to be loaded."""
 GRAMMAR = "grammar"
@@ -205,7 +207,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """Explain a request that is still in the engine's inbox."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
-    life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
+    life.waits = request.waits
     return explain_arrival(life, now_ns, STEP)
 
 
@@ -218,8 +220,9 @@ def explain_arrival(life: Life, now_ns: int, waits_for: str) -> Explanation:
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     """Split the time from arrival to the first step by what the request waited for."""
     queued_ns = until.at_ns if life.queued is None else life.queued.at_ns
-    intake_ns = queued_ns - life.arrival_ns - life.model_wait_ns - life.grammar_wait_ns
-    before = {MODEL: life.model_wait_ns, GRAMMAR: life.grammar_wait_ns, INTAKE: intake_ns}
+    waits = life.waits
+    before = {ROUTE: waits.route, MODEL: waits.model, GRAMMAR: waits.grammar}
+    before[INTAKE] = queued_ns - life.arrival_ns - sum(waits)
     if life.queued is None:
         return _some(before)
     due, why_later = until, ORDER
@@ -256,6 +259,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
 
 
 _WAITS = {
+    ROUTE: "for its route to choose a model",
     MODEL: "for its model to load",
     GRAMMAR: "for its grammar",
     PROMPT: "for its prompt to be tokenised",

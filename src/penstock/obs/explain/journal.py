@@ -114,7 +114,7 @@ class Journal:
         search_id = "" if request.sampling.beams is None else request.parent_id
         life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
         life.call_id = call_id
-        life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
+        life.waits = request.waits
         self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
@@ -323,7 +323,7 @@ class Journal:
         life = self._lives.get(stats.request_id)
         if life is None:  # refused, and never queued
             life = Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens)
-            life.model_wait_ns, life.grammar_wait_ns = stats.model_wait_ns, stats.grammar_wait_ns
+            life.waits = stats.waits
             self._keep(life, stats)
         else:
             self._end(life, stats, self._log.next)

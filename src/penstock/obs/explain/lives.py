@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.types.request import NO_WAITS, WaitTimes
 from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitReason
 
 MAX_STEPS = 2048
@@ -299,10 +300,7 @@ class Life:
     num_prompt_tokens: int
     search_id: str = ""
     """Id of its beam search, or empty."""
-    model_wait_ns: int = 0
-    """Time after the arrival in which the model was loaded."""
-    grammar_wait_ns: int = 0
-    """Time before it was queued in which its grammar was compiled."""
+    waits: WaitTimes = NO_WAITS
     call_id: str = ""
     """Id of the call, if this request stands for all requests of it."""
     ticket: Ticket | None = None

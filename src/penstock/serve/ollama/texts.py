@@ -51,7 +51,7 @@ def embed(body: OllamaEmbedBody, asked: Asked) -> Answer:
             "model": body.model,
             "embeddings": [embedding(result, encoder, body.dimensions) for result in results.results],
             "total_duration": running.clock.now_ns() - opened.terms.arrival_ns,
-            "load_duration": opened.terms.model_wait_ns,
+            "load_duration": opened.terms.waits.model,
             "prompt_eval_count": results.num_tokens,
         }
 

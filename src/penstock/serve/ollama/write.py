@@ -155,7 +155,7 @@ class OllamaWriter(Writer):
             "done": True,
             "done_reason": FINISH_WORDS[chunk.finish_reason],
             "total_duration": chunk.at_ns - terms.arrival_ns,
-            "load_duration": terms.model_wait_ns,
+            "load_duration": terms.waits.model,
             "prompt_eval_count": num_prompt_tokens,
             "prompt_eval_duration": int(prefill_ms * 1e6),
             "eval_count": num_generated,

@@ -18,12 +18,11 @@ from starlette.responses import Response as HttpResponse
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
-from penstock.calls.run import run
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, read_owner
+from penstock.serve.asking import Asked, begin, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid
-from penstock.serve.http.checks import add_header, entry_of, identity_of, unless_gone
+from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.read import Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
@@ -83,9 +82,9 @@ class ResponsesEndpoint:
         )
         if (entry := entry_of(http.scope)) is not None:
             entry.model = call.answer.model_name
+        opened = await begin(call, self._in_flight, http)
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)
-        opened = await unless_gone(http, run(call, self._in_flight))
         if body.background:
             return self._begin(opened, question, owner)
         writers: list[ResponsesWriter] = []

@@ -137,7 +137,7 @@ class RunningTexts:
         found = self._found
         timing, terms = "", self.terms
         if self._last is not None:
-            timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.model_wait_ns)
+            timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.waits)
         return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
 
     def close(self, in_flight: InFlight | None) -> None:
@@ -169,7 +169,7 @@ class RunningTexts:
             prompt_token_ids=text.tokens.token_ids,
             sampling=SAMPLING,
             arrival_ns=terms.arrival_ns,
-            model_wait_ns=terms.model_wait_ns,
+            waits=terms.waits,
             parent_id=self._engine_id,
             priority=urgency.priority,
             deadline_ns=urgency.deadline_ns,
