@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.ask import Ask, DoorView
-from penstock.admission.tenants import MAX_TENANTS, Tenants
+from penstock.admission.tenants import MAX_TENANTS, Demand, Tenants
 from penstock.types.errors import RejectReason
 
 SECOND = 1_000_000_000
 
 
-def view(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: int = 0, **ask: Any) -> DoorView:
-    return DoorView(
-        ask=Ask(tenant=tenant, **ask),
-        now_ns=int(now_s * SECOND),
-        is_expected=False,
-        is_idle=False,
-        starts_at_once=False,
-        num_waiting=0,
-        target_ttft_ns=None,
-        num_prompt_tokens=num_prompt,
-        num_new_tokens=num_new,
-        ttft_ns=0,
-        own_prefill_ns=0,
-        step_ns=0,
-        ns_per_request=None,
-        num_blocks_demanded=0,
-        num_blocks_own=0,
-        num_blocks_freed=1,
-        num_blocks_total=100,
-    )
+def demand(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: int = 0, num_requests: int = 1) -> Demand:
+    return Demand(tenant, None, num_requests, num_prompt + num_requests * num_new, int(now_s * SECOND))
 
 
 def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
     tenants = Tenants(2, None)
     for name in ("r0", "r1"):
-        assert tenants.refusal(view()) is None
+        assert tenants.refusal(demand()) is None
         tenants.enter("a", name, 100, 0)
-    refused = tenants.refusal(view())
+    refused = tenants.refusal(demand())
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_CONCURRENCY
     assert "2 requests" in refused.detail
-    assert tenants.refusal(view("b")) is None
+    assert tenants.refusal(demand("b")) is None
     tenants.on_finish("r0", 100, SECOND)
-    assert tenants.refusal(view()) is None
+    assert tenants.refusal(demand()) is None
 
 
 def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
     tenants = Tenants(2, None)
-    assert tenants.refusal(view(num_requests=5)) is None
+    assert tenants.refusal(demand(num_requests=5)) is None
     tenants.enter("a", "r", 100, 0)
-    refused = tenants.refusal(view(num_requests=5))
+    refused = tenants.refusal(demand(num_requests=5))
     assert refused is not None
     assert "has 1 request already" in refused.detail
 
@@ -63,19 +42,19 @@ def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
 def test_a_bucket_holds_a_minute_and_refills_steadily():
     tenants = Tenants(None, 600)
     tenants.enter("a", "r0", 500, 0)
-    assert tenants.refusal(view(num_prompt=100)) is None
-    refused = tenants.refusal(view(num_prompt=60, num_new=90))
+    assert tenants.refusal(demand(num_prompt=100)) is None
+    refused = tenants.refusal(demand(num_prompt=60, num_new=90))
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_TOKENS
     assert refused.wait_ns == pytest.approx(5 * SECOND)  # 50 tokens at ten per second
     assert refused.detail.endswith("needs about 150, with 100 left")
-    assert tenants.refusal(view(now_s=5.1, num_prompt=60, num_new=90)) is None
+    assert tenants.refusal(demand(now_s=5.1, num_prompt=60, num_new=90)) is None
 
 
 def test_asking_again_does_not_put_the_tokens_off():
     tenants = Tenants(None, 600)
     tenants.enter("a", "r0", 600, 0)
-    waits = [tenants.refusal(view(num_prompt=100)).wait_ns / SECOND for _ in range(30)]
+    waits = [tenants.refusal(demand(num_prompt=100)).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([10] * 30)
 
 
@@ -85,7 +64,7 @@ def test_who_is_refused_for_those_that_run_is_told_at_most_how_long_one_takes():
     tenants.on_finish("before", 10, 4 * SECOND)
     for name in ("r0", "r1"):
         tenants.enter("a", name, 10, 0)
-    waits = [tenants.refusal(view()).wait_ns / SECOND for _ in range(30)]
+    waits = [tenants.refusal(demand()).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([2] + [4] * 29)  # an end each two seconds
 
 
@@ -93,29 +72,29 @@ def test_what_was_really_used_is_settled_at_the_end():
     tenants = Tenants(None, 600)
     tenants.enter("a", "long", 100, 0)
     tenants.on_finish("long", 700, SECOND)
-    refused = tenants.refusal(view(num_prompt=100))
+    refused = tenants.refusal(demand(num_prompt=100))
     assert refused is not None
     assert refused.wait_ns == pytest.approx(20 * SECOND)  # 100 in debt, and 100
     tenants = Tenants(None, 600)
     tenants.enter("a", "short", 600, 0)
     tenants.on_finish("short", 10, SECOND)
-    assert tenants.refusal(view(num_prompt=500)) is None
+    assert tenants.refusal(demand(num_prompt=500)) is None
 
 
 def test_a_request_larger_than_the_bucket_comes_in_when_it_is_full():
     tenants = Tenants(None, 600)
-    assert tenants.refusal(view(num_prompt=5000)) is None
+    assert tenants.refusal(demand(num_prompt=5000)) is None
     tenants.enter("a", "r", 5000, 0)
-    assert tenants.refusal(view(now_s=60, num_prompt=1)) is not None
+    assert tenants.refusal(demand(now_s=60, num_prompt=1)) is not None
 
 
 def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
     tenants = Tenants(1, None)
     tenants.enter("busy", "r", 1, 0)
     for idx in range(3 * MAX_TENANTS):
-        assert tenants.refusal(view(f"t{idx}")) is None
+        assert tenants.refusal(demand(f"t{idx}")) is None
     assert len(tenants._accounts) <= MAX_TENANTS
-    assert tenants.refusal(view("busy")) is not None
+    assert tenants.refusal(demand("busy")) is not None
 
 
 def test_newcomers_share_an_account_when_all_are_busy():
@@ -123,9 +102,9 @@ def test_newcomers_share_an_account_when_all_are_busy():
     for idx in range(MAX_TENANTS):
         tenants.enter(f"t{idx}", f"r{idx}", 1, 0)
     tenants.enter("new", "shared", 1, 0)
-    assert tenants.refusal(view("newer")) is not None
+    assert tenants.refusal(demand("newer")) is not None
     tenants.on_finish("shared", 1, SECOND)
-    assert tenants.refusal(view("newer")) is None
+    assert tenants.refusal(demand("newer")) is None
     assert len(tenants._accounts) <= MAX_TENANTS + 1
 
 
@@ -136,10 +115,10 @@ def test_over_any_time_no_tenant_uses_more_than_its_rate_and_one_bucket(calls):
     used = {"a": 0, "b": 0}
     for idx, (tenant, gap_s, num_predicted, num_extra) in enumerate(calls):
         now_s += gap_s
-        refused = tenants.refusal(view(tenant, now_s, num_predicted))
+        refused = tenants.refusal(demand(tenant, now_s, num_predicted))
         if refused is not None:
             now_s += refused.wait_ns / SECOND + 1e-6
-            assert tenants.refusal(view(tenant, now_s, num_predicted)) is None
+            assert tenants.refusal(demand(tenant, now_s, num_predicted)) is None
         # Before this one, no more than a bucket and the refill was used.
         assert used[tenant] + min(num_predicted, 600) <= 600 + 10 * now_s + 1e-3
         tenants.enter(tenant, str(idx), num_predicted, int(now_s * SECOND))

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import cli
-from penstock.routes.learned import Sources, read_route
+from penstock.routes.learned import read_route
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +78,12 @@ def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(
     seen, unseen = write(tmp_path / "seen.jsonl", 400, seed=1), write(tmp_path / "unseen.jsonl", 100, seed=2)
     fitted = invoke("fit", seen, *KEYS, "--cascade", "tiny", "--window", "5", "-o", tmp_path / "r.json")
     assert fitted.exit_code == 0, fitted.output
-    assert read_route(tmp_path / "r.json").sources == Sources(embedder="minilm", starter="tiny", window=5)
+    route = read_route(tmp_path / "r.json")
+    assert route.cascade is not None
+    assert (route.embedder, route.cascade.starter, route.cascade.window) == ("minilm", "tiny", 5)
     told = invoke("eval", unseen, *KEYS, "--route", tmp_path / "r.json")
     assert told.exit_code == 0, told.output
+    assert "small begins " in told.output
     assert asked == [("tiny", 5, 400), ("tiny", 5, 100)]
 
 

@@ -11,16 +11,12 @@ import pytest
 
 from penstock.routes.answers import Answers, read_answers
 from penstock.routes.curve import apgr, figures_of
-from penstock.routes.learned import SHARES, LearnedRoute, Sources, fit, inputs_of, read_route, thresholds_of
-from penstock.routes.unseen import PENALTIES, best_penalty, gains_unseen
+from penstock.routes.learned import SHARES, Fit, LearnedRoute, fit, inputs_of, read_route, thresholds_of
+from penstock.routes.unseen import PENALTIES, fit_route, gains_unseen
 from penstock.types.errors import ConfigError
 
 WIDTH = 4
 THRESHOLDS = tuple(1 - share for share in SHARES)
-
-
-SOURCES = Sources(embedder="toy")
-CASCADE = Sources(embedder="toy", starter="small", window=8)
 
 
 def answers_of(prompts: list[str], weak: np.ndarray, strong: np.ndarray) -> Answers:
@@ -40,7 +36,7 @@ def made_up(count: int, seed: int) -> tuple[np.ndarray, Answers]:
 
 
 def test_it_learns_which_questions_need_the_strong_model() -> None:
-    route = fit(*made_up(2000, seed=1), SOURCES, 10.0)
+    route = fit(*made_up(2000, seed=1), 10.0)
     inputs, answers = made_up(1000, seed=2)
     gains = route.gains(inputs)
     assert gains[inputs[:, 0] > 0.3].min() > gains[inputs[:, 0] < -0.3].max()
@@ -66,14 +62,8 @@ def test_lots_gain_half_and_an_oracle_gains_all_with_the_share_that_differs() ->
 
 def test_a_share_of_the_questions_reaches_its_threshold() -> None:
     gains = np.random.default_rng(3).normal(size=2000)
-    route = LearnedRoute(
-        sources=SOURCES,
-        mean=np.zeros(2),
-        scale=np.ones(2),
-        weak=np.zeros(7),
-        strong=np.zeros(7),
-        thresholds=thresholds_of(gains),
-    )
+    fitted = Fit(np.zeros(2), np.ones(2), np.zeros(7), np.zeros(7))
+    route = LearnedRoute(embedder="toy", by_question=fitted, thresholds=thresholds_of(gains))
     for share in (*SHARES, 0.33):
         assert (gains >= route.threshold(share)).mean() == pytest.approx(share, abs=0.01)
     assert (np.array([-1e9, 1e9]) >= route.threshold(1.0)).all()
@@ -94,15 +84,20 @@ def test_a_strong_model_that_gains_nothing_has_no_apgr() -> None:
 
 def test_a_route_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
     inputs, answers = made_up(300, seed=4)
-    starts = [[-0.1, -0.5]] * len(answers)
-    for sources, read in ((SOURCES, inputs), (CASCADE, inputs_of(inputs[:, :WIDTH], answers.prompts, starts))):
-        route = fit(read, answers, sources, 1.0, THRESHOLDS)
+    vectors, starts = inputs[:, :WIDTH], [[-0.1, -0.5]] * len(answers)
+    for begun in (None, starts):
+        route, _ = fit_route(answers, vectors, "toy", begun, starter="small", window=8)
         route.write(tmp_path / "route.json")
         again = read_route(tmp_path / "route.json")
-        assert (again.sources, again.thresholds, again.width) == (sources, THRESHOLDS, WIDTH)
-        assert (again.gains(read) == route.gains(read)).all()
+        assert (again.embedder, again.thresholds, again.by_question.width) == ("toy", route.thresholds, WIDTH)
+        assert (again.by_question.gains(inputs) == route.by_question.gains(inputs)).all()
         with pytest.raises(ConfigError, match="The vectors have 3 numbers, and the route was fitted to 4"):
-            again.gains(read[:, 1:])
+            again.by_question.gains(inputs[:, 1:])
+    assert again.cascade is not None
+    assert route.cascade is not None
+    assert (again.cascade.starter, again.cascade.window, again.cascade.margin) == ("small", 8, route.cascade.margin)
+    read = inputs_of(vectors, answers.prompts, starts)
+    assert (again.cascade.fit.gains(read) == route.cascade.fit.gains(read)).all()
 
 
 def test_the_first_tokens_tell_what_the_question_does_not() -> None:
@@ -113,8 +108,8 @@ def test_the_first_tokens_tell_what_the_question_does_not() -> None:
     prompts = [f"question {number}" for number in range(count)]
     answers = answers_of(prompts, (~is_doubted).astype(float), np.ones(count))
     vectors = rng.normal(size=(count, WIDTH))
-    with_starts = figures_of(answers, gains_unseen(inputs_of(vectors, prompts, starts), answers, CASCADE, 1.0))
-    without = figures_of(answers, gains_unseen(inputs_of(vectors, prompts), answers, SOURCES, 1.0))
+    with_starts = figures_of(answers, fit_route(answers, vectors, "toy", starts)[1])
+    without = figures_of(answers, fit_route(answers, vectors, "toy")[1])
     assert with_starts.apgr > 0.74 > 0.6 > without.apgr
 
 
@@ -130,35 +125,59 @@ def test_the_penalty_is_the_one_that_suits_the_questions() -> None:
     weak = (vectors[:, 0] + rng.normal(size=60) < 0).astype(float)
     answers = answers_of([f"question {number}" for number in range(60)], weak, np.ones(60))
     inputs = inputs_of(vectors, answers.prompts)
-    best = best_penalty(inputs, answers, SOURCES)
-    found = {penalty: apgr(answers, gains_unseen(inputs, answers, SOURCES, penalty)) for penalty in PENALTIES}
-    assert found[best] == max(found.values()) > min(found.values())
+    found = [apgr(answers, gains_unseen(inputs, answers, penalty)) for penalty in PENALTIES]
+    _, gains = fit_route(answers, vectors, "toy")
+    assert apgr(answers, gains) == max(found) > min(found)
+
+
+def test_the_small_model_begins_where_its_first_tokens_can_change_something() -> None:
+    """Half of the questions say by themselves that the small model is wrong."""
+    rng, count = np.random.default_rng(9), 1000
+    is_hopeless, is_doubted = rng.random((2, count)) < 0.5
+    vectors = np.where(is_hopeless[:, None], 1.0, -1.0) * np.ones((count, 1)) + 0.01 * rng.normal(size=(count, 1))
+    starts = [[-3.0 if doubted else -0.2] for doubted in is_doubted | is_hopeless]
+    weak = (~is_hopeless & ~is_doubted).astype(float)
+    answers = answers_of([f"question {number}" for number in range(count)], weak, np.ones(count))
+    route, _ = fit_route(answers, vectors, "toy", starts, starter="small", window=1)
+    gains = route.by_question.gains(inputs_of(vectors, answers.prompts))
+    threshold = route.threshold(0.75)
+    tried = np.array([route.tries(gain, threshold) for gain in gains])
+    assert tried[~is_hopeless].all()
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("place", "change", "cause"),
     [
-        ({"format": 1}, "is not a route of format 2"),
-        ({"weak": [1.0]}, "is not a route"),
-        ({"weak": None}, "is not a route"),
-        ({"strong": "x"}, "is not a route"),
-        ({"strong": [float("nan")] * 7}, "is not a route"),
-        ({"scale": [0.0, 1.0]}, "can't have been fitted"),
-        ({"scale": [1e-320, 1.0]}, "can't have been fitted"),
-        ({"thresholds": list(SHARES)}, "can't have been fitted"),
-        ({"weak": [10**400] * 7}, "is not a route"),
-        ({"embedder": None}, "it does not name its models"),
-        ({"starter": "small"}, "its window is not a number of tokens"),
-        ({"window": 8}, "its window is not a number of tokens"),
-        ({"starter": "small", "window": 10**6}, "its window is not a number of tokens"),
-        ({"starter": "small", "window": 8}, "mean is not a list of 5 numbers"),
-        ({"thresholds": []}, "thresholds is not a list of 21 numbers"),
+        ((), {"format": 1}, "is not a route of format 2"),
+        ((), {"embedder": None}, "it names no embedder"),
+        ((), {"thresholds": list(SHARES)}, "can't have been fitted"),
+        ((), {"thresholds": []}, "thresholds is not a list of 21 numbers"),
+        ((), {"by_question": None}, "is not a route"),
+        (("by_question",), {"weak": [1.0]}, "is not a route"),
+        (("by_question",), {"weak": None}, "is not a route"),
+        (("by_question",), {"strong": "x"}, "is not a route"),
+        (("by_question",), {"strong": [float("nan")] * 7}, "is not a route"),
+        (("by_question",), {"scale": [0.0, 1.0]}, "can't have been fitted"),
+        (("by_question",), {"scale": [1e-320, 1.0]}, "can't have been fitted"),
+        (("by_question",), {"weak": [10**400] * 7}, "is not a route"),
+        (("by_question",), {"weak": [1.0] * 8, "strong": [1.0] * 8}, "its two fits are of different vectors"),
+        (("cascade",), {"starter": ""}, "it names no small model"),
+        (("cascade",), {"window": 0}, "its window is not a number of tokens"),
+        (("cascade",), {"window": 10**6}, "its window is not a number of tokens"),
+        (("cascade",), {"margin": -1.0}, "its margin can't have been fitted"),
+        (("cascade",), {"mean": [0.0] * 2}, "mean is not a list of 5 numbers"),
     ],
 )
-def test_a_broken_file_is_refused(change: dict, cause: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_refused(place: tuple[str, ...], change: dict, cause: str, tmp_path: Path) -> None:
     path = tmp_path / "route.json"
-    fit(*made_up(100, seed=5), SOURCES, 1.0, THRESHOLDS).write(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    inputs, answers = made_up(100, seed=5)
+    fit_route(answers, inputs[:, :WIDTH], "toy", [[-0.5]] * 100, starter="small", window=8)[0].write(path)
+    whole = json.loads(path.read_text())
+    part = whole
+    for key in place:
+        part = part[key]
+    part.update(change)
+    path.write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=cause):
         read_route(path)
 

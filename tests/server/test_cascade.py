@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.deploy.routes import Learned, Route
-from penstock.routes.learned import LearnedRoute, Sources
+from penstock.routes.learned import Cascade, Fit, LearnedRoute
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH, HashModel
 from support.server.harness import (
@@ -29,18 +29,17 @@ WINDOW = 8
 OTHER_WORDS = HashModel(vocab_size=VOCAB_SIZE, first_token_id=VOCAB_SIZE - 30)
 
 
-def cascade(window: int = WINDOW) -> Route:
-    """Digits make a question hard for the small model."""
-    weights = np.zeros(STATE_WIDTH + 6)
-    weak = weights.copy()
-    weak[STATE_WIDTH + 1] = -10.0
-    route = LearnedRoute(
-        sources=Sources(embedder="vectors", starter="small", window=window),
-        mean=np.zeros(5),
-        scale=np.ones(5),
-        weak=weak,
-        strong=weights,
-    )
+def cascade(margin: float = 1.0) -> Route:
+    """Digits make a question hard for the small model. The question alone says nearly that."""
+
+    def fit(num_extras: int, weight: float) -> Fit:
+        strong = np.zeros(STATE_WIDTH + num_extras + 1)
+        weak = strong.copy()
+        weak[STATE_WIDTH + 1] = -weight
+        return Fit(np.zeros(num_extras), np.ones(num_extras), weak, strong)
+
+    begun = Cascade("small", WINDOW, margin, fit(5, 10.0))
+    route = LearnedRoute(embedder="vectors", by_question=fit(2, 2.0), cascade=begun, thresholds=(0.0,) * 21)
     return Route(name="auto", models=("small", "large"), learned=Learned(route=route, threshold=0.25))
 
 
@@ -100,6 +99,19 @@ async def test_the_answer_is_that_of_one_model_alone(models, path: str, stream: 
         counts = {line for line in (await client.get("/metrics")).text.splitlines() if "routed_requests_total{" in line}
     assert {line.rpartition(" ")[2] for line in counts} == {"1.0"}
     assert all(one.engine.load().num_running == 0 for one in models)
+
+
+async def test_where_first_tokens_can_change_nothing_the_question_decides(models) -> None:
+    small = models[0]
+    async with make_client(*models, routes=[cascade(margin=0.1)]) as client:
+        before = small.num_uses
+        answer = await client.post("/v1/chat/completions", json=chat(HARD, model="auto"))
+        assert (answer.json()["model"], small.num_uses - before) == ("large", 0)
+        answer = await client.post("/v1/chat/completions", json=chat(EASY, model="auto"))
+        assert (answer.json()["model"], answer.headers["x-route"]) == (
+            "small",
+            "auto; model=small; gain=0.000; threshold=0.250",
+        )
 
 
 async def test_fewer_tokens_than_the_window_decide_too(models) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from penstock.config.components import config_from
-from penstock.config.routes import LearnedConfig, RouteConfig
+from penstock.config.routes import LearnedConfig, RouteConfig, Routing
 from penstock.config.sources import read_config_file
 from penstock.deploy.factory import start_deployment
 from penstock.deploy.routes import Learned, Route, open_routes
 from penstock.deploy.running import ServedModel
-from penstock.routes.learned import SHARES, LearnedRoute, Sources
+from penstock.routes.learned import SHARES, Fit, LearnedRoute
 from penstock.serve.routes import question_of
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
@@ -48,19 +48,13 @@ def key_of(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer the-key-of-{name}"}
 
 
-def learned() -> LearnedRoute:
+def learned(embedder: str = "vectors") -> LearnedRoute:
     """Digits make a question hard for the weak model alone."""
     weights = np.zeros(STATE_WIDTH + 3)
     weak = weights.copy()
     weak[STATE_WIDTH + 1] = -10.0
-    return LearnedRoute(
-        sources=Sources(embedder="vectors"),
-        mean=np.zeros(2),
-        scale=np.ones(2),
-        weak=weak,
-        strong=weights,
-        thresholds=tuple(1 - share for share in SHARES),
-    )
+    fit = Fit(np.zeros(2), np.ones(2), weak, weights)
+    return LearnedRoute(embedder=embedder, by_question=fit, thresholds=tuple(1 - share for share in SHARES))
 
 
 ROUTE = Route(name="auto", models=("small", "large"), learned=Learned(route=learned(), threshold=0.25))
@@ -174,7 +168,7 @@ async def test_an_encoder_that_is_away_is_waited_for(models) -> None:
 
 
 async def test_a_route_by_a_model_that_is_no_encoder_is_refused(models) -> None:
-    by_small = Learned(route=replace(learned(), sources=Sources(embedder="small")), threshold=0.25)
+    by_small = Learned(route=learned("small"), threshold=0.25)
     other = Route(name="auto", models=("small", "large"), learned=by_small)
     async with make_client(*models, routes=[other]) as client:
         answer = await client.post("/v1/completions", json=BODIES["/v1/completions"](EASY))
@@ -277,14 +271,14 @@ TABLE = '[[routes]]\nname = "auto"\nweak = "a"\nstrong = "b"\nfile = "r.json"\ns
 def test_routes_stand_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "penstock.toml"
     path.write_text('model = "x"\n' + TABLE)
-    [route] = read_config_file(path).routes
+    [route] = read_config_file(path).routing.routes
     by = LearnedConfig(weak="a", strong="b", file=str(tmp_path / "r.json"), share=0.3)
     assert route == RouteConfig(name="auto", by=by)
     learned().write(tmp_path / "r.json")
     [made] = open_routes([route])
     assert (made.models, made.learned.threshold) == (("a", "b"), pytest.approx(0.7))
     path.write_text('[[routes]]\nname = "auto"\nfallback = ["b", "a", "c"]\n')
-    [made] = open_routes(read_config_file(path).routes)
+    [made] = open_routes(read_config_file(path).routing.routes)
     assert made == Route(name="auto", models=("b", "a", "c"))
 
 
@@ -320,7 +314,7 @@ def test_a_server_starts_with_its_routes(tmp_path: Path) -> None:
     by = LearnedConfig(weak="small", strong="large", file=str(tmp_path / "r.json"), share=0.5)
     route = RouteConfig(name="auto", by=by)
     with pytest.raises(ConfigError, match="penstock serve small large vectors"):
-        start_deployment(configs, routes=[route])
+        start_deployment(configs, routing=Routing(routes=(route,)))
 
 
 async def test_a_route_whose_models_have_gone_is_a_404(models, monkeypatch: pytest.MonkeyPatch) -> None:

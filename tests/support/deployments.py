@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.routes import Route
@@ -11,7 +12,12 @@ from penstock.deploy.running import RunningModel, ServedModel
 from penstock.deploy.splits import Split
 
 
-def deployment_of(*models: RunningModel, splits: Sequence[Split] = (), routes: Sequence[Route] = ()) -> Deployment:
+def deployment_of(
+    *models: RunningModel,
+    splits: Sequence[Split] = (),
+    routes: Sequence[Route] = (),
+    upstreams: Sequence[UpstreamConfig] = (),
+) -> Deployment:
     """Return a deployment of running models, which it never unloads. Closing the deployment closes the models."""
     served = [
         ServedModel(
@@ -25,7 +31,7 @@ def deployment_of(*models: RunningModel, splits: Sequence[Split] = (), routes: S
         )
         for running in models
     ]
-    deployment = Deployment(served, MemoryBudget(), splits=splits, routes=routes)
+    deployment = Deployment(served, MemoryBudget(), splits=splits, routes=routes, upstreams=upstreams)
     deployment.sources = models[0].sources
     for one in served:
         deployment.want(one)

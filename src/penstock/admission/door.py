@@ -12,7 +12,7 @@ from itertools import islice
 
 from penstock.admission.ask import Ask, DoorView, Refusal
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
-from penstock.admission.tenants import Account, Tenants
+from penstock.admission.tenants import Account, Demand, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.plan import Capacity
@@ -120,7 +120,7 @@ class Admission:
         is_limited = self._has_tenant_limits or ask.limits is not None
         refusal = (
             check_deadlines(view)
-            or (self._tenants.refusal(view) if is_limited else None)
+            or (self._tenants.refusal(_demand(view)) if is_limited else None)
             or check_queue_length(view, self.limits.max_queue)
             or check_queue_delay(view, self.margin.factor)
             or (check_kv_headroom(view, self.limits.kv_headroom) if self.limits.kv_headroom else None)
@@ -131,7 +131,7 @@ class Admission:
             self._promises.settle(promise)
         self._num_entering += ask.num_requests
         self._num_entering_tokens += view.num_prompt_tokens
-        return Place(view, self._tenants.hold(view) if is_limited else None)
+        return Place(view, self._tenants.hold(_demand(view)) if is_limited else None)
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         view = place.view
@@ -162,7 +162,7 @@ class Admission:
         self._num_entering -= place.view.ask.num_requests
         self._num_entering_tokens -= place.view.num_prompt_tokens
         if place.account is not None:
-            self._tenants.release(place.account, place.view)
+            self._tenants.release(place.account, _demand(place.view))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Stop counting requests that ended without a report from the engine. Idempotent."""
@@ -340,6 +340,12 @@ class Admission:
 
 
 # The checks, in the order in which they run. Each returns why a call is refused, or None.
+
+
+def _demand(view: DoorView) -> Demand:
+    ask = view.ask
+    num_tokens = view.num_prompt_tokens + ask.num_requests * view.num_new_tokens
+    return Demand(ask.tenant, ask.limits, ask.num_requests, num_tokens, view.now_ns)
 
 
 def check_deadlines(view: DoorView) -> Refusal | None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.admission.ask import DoorView, Refusal, TenantLimits
+from penstock.admission.ask import Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
@@ -20,6 +20,19 @@ MAX_TENANTS = 1024
 OTHERS = ""
 """The account of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A call that its tenant's limits may refuse."""
+
+    tenant: str
+    limits: TenantLimits | None
+    """None: the default limits."""
+    num_requests: int
+    num_tokens: int
+    """Predicted tokens of all its requests, prompt and output."""
+    now_ns: int
 
 
 @dataclass(slots=True)
@@ -55,23 +68,23 @@ class Tenants:
         self._ending = threading.Lock()
         """Guards what the end of a request writes: its account's `num_left` and `num_correction_tokens`, and `_duration_ns`."""
 
-    def refusal(self, view: DoorView) -> Refusal | None:
-        account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
-        return self._too_many(account, view) or self._too_often(account) or self._too_fast(account, view)
+    def refusal(self, demand: Demand) -> Refusal | None:
+        account = self._account(demand.tenant, demand.now_ns, demand.limits or self._default)
+        return self._too_many(account, demand) or self._too_often(account) or self._too_fast(account, demand)
 
-    def hold(self, view: DoorView) -> Account:
+    def hold(self, demand: Demand) -> Account:
         """Charge a call's requests to its tenant together, until `release`. After that each counts by itself (`enter`)."""
-        account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
+        account = self._account(demand.tenant, demand.now_ns, demand.limits or self._default)
         account.level_requests -= 1
-        self._move(account, view, 1)
+        self._move(account, demand, 1)
         return account
 
-    def release(self, account: Account, view: DoorView) -> None:
-        self._move(account, view, -1)
+    def release(self, account: Account, demand: Demand) -> None:
+        self._move(account, demand, -1)
 
-    def _move(self, account: Account, view: DoorView, sign: int) -> None:
-        account.num_entering += sign * view.ask.num_requests
-        account.num_entering_tokens += sign * _num_tokens(view)
+    def _move(self, account: Account, demand: Demand, sign: int) -> None:
+        account.num_entering += sign * demand.num_requests
+        account.num_entering_tokens += sign * demand.num_tokens
 
     def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int) -> None:
         account = self._account(tenant, now_ns, None)
@@ -96,15 +109,15 @@ class Tenants:
             with self._ending:
                 entered[0].num_left += 1
 
-    def _too_many(self, account: Account, view: DoorView) -> Refusal | None:
+    def _too_many(self, account: Account, demand: Demand) -> Refusal | None:
         num_running, most = account.num_running, account.limits.max_concurrent
-        num_after = num_running + view.ask.num_requests
+        num_after = num_running + demand.num_requests
         if most is None or num_after <= most or num_running == 0:
             return None  # a call of more requests than the limit is admitted alone
         # Returns are spaced by the mean time between ends. After a mean duration, all requests that run now have ended.
-        next_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / most)
-        wait_ns = min(next_ns - view.now_ns, int(self._duration_ns))
-        account.announced_ns = view.now_ns + wait_ns
+        next_ns = max(demand.now_ns, account.announced_ns) + int(self._duration_ns / most)
+        wait_ns = min(next_ns - demand.now_ns, int(self._duration_ns))
+        account.announced_ns = demand.now_ns + wait_ns
         detail = f"the tenant has {counted(num_running, 'request')} already, at most {most} may run or wait"
         return Refusal(RejectReason.TENANT_CONCURRENCY, detail, wait_ns)
 
@@ -115,11 +128,11 @@ class Tenants:
         wait_ns = int((1 - account.level_requests) * _MINUTE_NS / most)
         return Refusal(RejectReason.TENANT_REQUESTS, f"the tenant's {most} requests per minute are used", wait_ns)
 
-    def _too_fast(self, account: Account, view: DoorView) -> Refusal | None:
+    def _too_fast(self, account: Account, demand: Demand) -> Refusal | None:
         most = account.limits.tokens_per_minute
         if most is None:
             return None
-        num_needed = min(_num_tokens(view), most)
+        num_needed = min(demand.num_tokens, most)
         num_left = account.level_tokens - account.num_entering_tokens
         if num_left >= num_needed:
             return None
@@ -184,7 +197,3 @@ def _change(account: Account, limits: TenantLimits) -> None:
         account.level_requests = (
             limits.requests_per_minute if is_new else min(account.level_requests, limits.requests_per_minute)
         )
-
-
-def _num_tokens(view: DoorView) -> int:
-    return view.num_prompt_tokens + view.ask.num_requests * view.num_new_tokens

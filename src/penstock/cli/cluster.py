@@ -20,7 +20,7 @@ from penstock.cli.options import (
     config_options,
     given_words,
     models_argument,
-    routes_of_file,
+    routing_of_file,
     warn_of_unknown_variables,
 )
 from penstock.cli.serve import check_access, set_up_logging
@@ -79,7 +79,7 @@ def _read(
 
 
 def _configs(words: Sequence[str], tables: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> Sequence[Config]:
-    if routes_of_file():
+    if routing_of_file().routes:
         raise ConfigError("A cluster does not know [[routes]] yet.", remedy="Serve such models by one server.")
     return configs_of(values, words=words, tables=tables)
 

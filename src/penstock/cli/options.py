@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from penstock.config.components import COMPONENTS
-from penstock.config.routes import RouteConfig
+from penstock.config.routes import Routing
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
@@ -27,8 +27,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _TABLES_KEY = "penstock.cli.tables"
 """Key in the `meta` of click's context for the [[models]] tables of the --config file."""
-_ROUTES_KEY = "penstock.cli.routes"
-"""The same for its [[routes]]."""
+_ROUTING_KEY = "penstock.cli.routing"
+"""The same for its [[routes]] and [[upstreams]]."""
 _WORDS_KEY = "penstock.cli.words"
 """Key of the words that a command was given."""
 EPILOG = (
@@ -169,10 +169,10 @@ def tables_of_file() -> tuple[dict[str, object], ...]:
     return tables
 
 
-def routes_of_file() -> tuple[RouteConfig, ...]:
-    """Return the [[routes]] tables of the --config file."""
-    routes: tuple[RouteConfig, ...] = click.get_current_context().meta.get(_ROUTES_KEY, ())
-    return routes
+def routing_of_file() -> Routing:
+    """Return the [[routes]] and [[upstreams]] tables of the --config file."""
+    routing: Routing = click.get_current_context().meta.get(_ROUTING_KEY, Routing())
+    return routing
 
 
 def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
@@ -287,7 +287,7 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
     except ConfigError as error:
         raise _bad_value(str(error), ctx, param) from None
     ctx.default_map = {**(ctx.default_map or {}), **file.values}
-    ctx.meta[_TABLES_KEY], ctx.meta[_ROUTES_KEY] = file.models, file.routes
+    ctx.meta[_TABLES_KEY], ctx.meta[_ROUTING_KEY] = file.models, file.routing
 
 
 tls_options = add_options(

@@ -16,7 +16,8 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:  # with NumPy
     from penstock.routes.answers import F64, Answers, Chat, Rows
     from penstock.routes.curve import Figures
-    from penstock.routes.learned import Sources
+    from penstock.routes.learned import LearnedRoute
+    from penstock.routes.unseen import Starts
 
 LEAST_QUESTIONS = 50
 MAX_TRANSFERRED = 4
@@ -61,32 +62,37 @@ def fit(
     Its figures are those of questions that the fit did not see: five fits, each without a fifth of them. Up to four
     groups are each judged by a fit to each other one, too.
     """
+    import numpy as np
+
     from penstock.routes.answers import read_answers
-    from penstock.routes.learned import Sources, thresholds_of
-    from penstock.routes.learned import fit as fit_route
-    from penstock.routes.unseen import best_penalty, gains_unseen
+    from penstock.routes.unseen import fit_route
 
     answers = read_answers(file, weak=weak, strong=strong, group=group)
     if len(answers) < LEAST_QUESTIONS:
         raise ConfigError(f"{file} has {len(answers)} questions.", remedy=f"A fit needs {LEAST_QUESTIONS}, better a thousand.")
     check_gain(answers)
-    sources = Sources(embedder=embedder, starter=cascade, window=window if cascade else 0)
-    inputs = read_inputs(answers, sources)
-    penalty = best_penalty(inputs, answers, sources)
-    gains = gains_unseen(inputs, answers, sources, penalty)
-    parts = parts_of(answers)
+    vectors = embed(embedder, answers.prompts)
+    starts = begin(cascade, answers.chats, window) if cascade else None
+
+    def fitted_to(rows: Rows | slice) -> tuple[LearnedRoute, F64]:
+        some = None if starts is None else [starts[row] for row in np.arange(len(answers))[rows]]
+        part = answers if isinstance(rows, slice) else answers.part(rows)
+        return fit_route(part, vectors[rows], embedder, some, starter=cascade, window=window)
+
+    found, gains = fitted_to(slice(None))
     lines = [("all", answers, gains)]
-    for name, rows in parts.items() if len(parts) > 1 else ():
-        part = answers.part(rows)
-        if len(part) >= LEAST_QUESTIONS:
-            lines.append((name, part, gains_unseen(inputs[rows], part, sources, penalty)))
-    large = [name for name, rows in parts.items() if len(rows) >= LEAST_QUESTIONS]
+    parts = parts_of(answers)
+    large = [name for name, rows in parts.items() if len(rows) >= LEAST_QUESTIONS and len(parts) > 1]
+    fits = {name: fitted_to(parts[name]) for name in large}
+    lines += [(name, answers.part(parts[name]), fits[name][1]) for name in large]
     for one, other in itertools.permutations(large, 2) if len(large) <= MAX_TRANSFERRED else ():
-        fitted = fit_route(inputs[parts[one]], answers.part(parts[one]), sources, penalty)
-        lines.append((f"{other}, fitted to {one}", answers.part(parts[other]), fitted.gains(inputs[parts[other]])))
+        rows, (route, _) = parts[other], fits[one]
+        part = answers.part(rows)
+        some = None if starts is None else [starts[row] for row in rows]
+        lines.append((f"{other}, fitted to {one}", part, gains_of(route, vectors[rows], part, some)))
     show(lines)
     path = output or file.with_name(f"{file.name}.route.json")
-    fit_route(inputs, answers, sources, penalty, thresholds_of(gains)).write(path)
+    found.write(path)
     print(f"Wrote {path}.")
 
 
@@ -96,18 +102,36 @@ def fit(
 @click.option("--share", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Calls for the large model.")
 def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, share: float) -> None:
     """Say what a route does for the questions in FILE, which its fit should not have seen."""
+    import numpy as np
+
     from penstock.routes.answers import read_answers
-    from penstock.routes.learned import read_route
+    from penstock.routes.learned import inputs_of, read_route
 
     found, answers = read_route(path), read_answers(file, weak=weak, strong=strong, group=group)
     check_gain(answers)
-    gains = found.gains(read_inputs(answers, found.sources))
+    vectors, cascade = embed(found.embedder, answers.prompts), found.cascade
+    starts = None if cascade is None else begin(cascade.starter, answers.chats, cascade.window)
+    gains = gains_of(found, vectors, answers, starts)
     parts = parts_of(answers)
     more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
     show([("all", answers, gains), *more])
-    is_strong = gains >= found.threshold(share)
+    threshold = found.threshold(share)
+    if cascade is not None:
+        by_question = found.by_question.gains(inputs_of(vectors, answers.prompts))
+        is_tried = np.array([found.tries(gain, threshold) for gain in by_question])
+        gains = np.where(is_tried, gains, by_question)
+        print(f"{weak} begins {is_tried.mean():.1%} of the answers; of the others, the question decides.")
+    is_strong = gains >= threshold
     sent, quality = is_strong.mean(), (answers.strong * is_strong + answers.weak * ~is_strong).mean()
     print(f"Its threshold for {share:.0%} of the calls sends {sent:.1%} of these to {strong}: quality {quality:.1%}.")
+
+
+def gains_of(route: LearnedRoute, vectors: F64, answers: Answers, starts: Starts | None) -> F64:
+    """Return the gain of each question, by its first tokens too if the route is a cascade."""
+    from penstock.routes.learned import inputs_of
+
+    fit = route.by_question if route.cascade is None else route.cascade.fit
+    return fit.gains(inputs_of(vectors, answers.prompts, starts))
 
 
 def check_gain(answers: Answers) -> None:
@@ -118,14 +142,6 @@ def check_gain(answers: Answers) -> None:
             f"The quality of the strong model is {strong:.1%}, and that of the weak one {weak:.1%}.",
             remedy="Ask the weak one alone, or swap --weak and --strong.",
         )
-
-
-def read_inputs(answers: Answers, sources: Sources) -> F64:
-    """Return what a route reads of the questions. Runs its models in this process."""
-    from penstock.routes.learned import inputs_of
-
-    starts = begin(sources.starter, answers.chats, sources.window) if sources.window else None
-    return inputs_of(embed(sources.embedder, answers.prompts), answers.prompts, starts)
 
 
 def embed(model: str, prompts: Sequence[str]) -> F64:

@@ -22,7 +22,7 @@ from penstock.cli.options import (
     config_options,
     models_argument,
     printable,
-    routes_of_file,
+    routing_of_file,
     warn_of_unknown_variables,
 )
 from penstock.config import LogConfig, LogFormat, ServerConfig
@@ -60,7 +60,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
-        deployment = start_deployment(configs, partial(config_of_found, values), routes_of_file())
+        deployment = start_deployment(configs, partial(config_of_found, values), routing_of_file())
         warn_of_gil()
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)

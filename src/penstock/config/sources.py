@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config.components import (
@@ -19,8 +19,9 @@ from penstock.config.components import (
     SchedulerConfig,
     SharingConfig,
 )
-from penstock.config.routes import ROUTES, RouteConfig, parse_routes
+from penstock.config.routes import ROUTES, Routing, parse_routes
 from penstock.config.setting import Setting, settings_of
+from penstock.config.upstreams import UPSTREAMS, parse_upstreams
 from penstock.types.errors import ConfigError
 
 PREFIX = "PENSTOCK_"
@@ -59,8 +60,8 @@ class ConfigFile:
     values: dict[str, object]
     models: tuple[dict[str, object], ...] = ()
     """The file's `[[models]]` tables."""
-    routes: tuple[RouteConfig, ...] = ()
-    """Its `[[routes]]` tables."""
+    routing: Routing = field(default_factory=Routing)
+    """Its `[[routes]]` and `[[upstreams]]` tables."""
 
 
 def read_config_file(path: Path) -> ConfigFile:
@@ -74,18 +75,21 @@ def read_config_file(path: Path) -> ConfigFile:
     models = table.pop(MODELS, [])
     if not isinstance(models, list) or not all(isinstance(entry, dict) for entry in models):
         raise ConfigError(f"{path}: {MODELS} are tables.", remedy=f"Begin each with a line [[{MODELS}]].")
-    routes = parse_routes(table.pop(ROUTES, []), f"{path}: ", path.parent)
+    routing = Routing(
+        routes=parse_routes(table.pop(ROUTES, []), f"{path}: ", path.parent),
+        upstreams=parse_upstreams(table.pop(UPSTREAMS, []), f"{path}: "),
+    )
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):
             raise ConfigError(
                 f"{path}: there are no tables such as [{key}].",
-                remedy="Put all keys at the top level: only models, routes and [policy_args] are tables.",
+                remedy="Put all keys at the top level: only models, routes, upstreams and [policy_args] are tables.",
             )
     return ConfigFile(
         parse_settings(table, all_settings(), place=f"{path}: "),
         tuple(_parse_model(entry, f"{path}: [[{MODELS}]] {number}: ") for number, entry in enumerate(models, 1)),
-        routes,
+        routing,
     )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import leavers, room_at_ns
 from penstock.deploy.routes import Route, check_routes
@@ -52,6 +53,7 @@ class Deployment:
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
         splits: Sequence[Split] = (),
         routes: Sequence[Route] = (),
+        upstreams: Sequence[UpstreamConfig] = (),
     ) -> None:
         """The first model is the default one. `find_new` returns models that were added to a folder since its last call.
 
@@ -67,8 +69,9 @@ class Deployment:
         self._by_name = _names_of(self.served)
         self.splits = tuple(splits)
         check_splits(self.splits, self.names)
-        check_routes(routes, self._by_name)
         self.routes = {route.name: route for route in routes}
+        self.upstreams = {upstream.name: upstream for upstream in upstreams}
+        check_routes(routes, self._by_name, self.upstreams)
         self.update: Callable[[], Sequence[str]] | None = None
         """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
         and raises PenstockError."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, Load, LoraConfig
-from penstock.config.routes import RouteConfig
+from penstock.config.routes import Routing
 from penstock.config.units import format_size
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
 from penstock.deploy.executor import first_executor
@@ -58,7 +58,7 @@ def locate(config: Config) -> ModelSource:
 def start_deployment(
     configs: Sequence[Config],
     config_of_found: Callable[[str, str], Config] | None = None,
-    routes: Sequence[RouteConfig] = (),
+    routing: Routing | None = None,
 ) -> Deployment:
     """Return a deployment of one model per config, with those loaded that load at the start. The first model is the default.
 
@@ -67,7 +67,7 @@ def start_deployment(
     """
     from penstock.deploy.deployment import Deployment
 
-    memory = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes)
+    memory, routing = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes), routing or Routing()
     resources = Resources(memory, num_models=_num_at_once(configs))
     served = [serve_model(config, locate(config), resources) for config in configs]
     find_new = None
@@ -86,7 +86,8 @@ def start_deployment(
         memory,
         find_new=find_new,
         splits=[split for split in splits if split is not None],
-        routes=open_routes(routes),
+        routes=open_routes(routing.routes),
+        upstreams=routing.upstreams,
     )
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment

@@ -22,10 +22,10 @@ class Learned:
     threshold: float
     """Least gain with which the strong model answers."""
 
-    def gain(self, states: bytes, question: str, start: Sequence[float] = ()) -> float:
+    def gain(self, states: bytes, question: str, start: Sequence[float] | None = None) -> float:
         """Return what the strong model is expected to gain.
 
-        `states`: of the question, float32, [width]. `start`: log-probabilities of the weak model's first tokens, in a cascade.
+        `states`: of the question, float32, [width]. `start`: log-probabilities of the weak model's first tokens, if any.
         """
         import numpy as np
 
@@ -33,8 +33,9 @@ class Learned:
 
         vector = np.frombuffer(states, np.float32).astype(np.float64)
         vector /= max(float(np.linalg.norm(vector)), 1e-12)
-        starts = [start] if self.route.sources.window else None
-        return float(self.route.gains(inputs_of(vector[None], [question], starts))[0])
+        if start is None or self.route.cascade is None:
+            return float(self.route.by_question.gains(inputs_of(vector[None], [question]))[0])
+        return float(self.route.cascade.fit.gains(inputs_of(vector[None], [question], [start]))[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +62,29 @@ def _open(config: RouteConfig) -> Route:
     return Route(name=config.name, models=(config.by.weak, config.by.strong), learned=learned)
 
 
-def check_routes(routes: Sequence[Route], by_name: Mapping[str, object]) -> None:
-    """Raise ConfigError for a route with a model's name, or of models that are not served."""
+def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstreams: Mapping[str, object]) -> None:
+    """Raise ConfigError for a route with a model's name, or of models that are not served. `by_name`: the models here."""
+    for name in upstreams:
+        if name in by_name or any(name == route.name for route in routes):
+            raise ConfigError(f"An upstream is called {name!r}, and so is a model or a route.", remedy="Rename the upstream.")
+        if not any(name in route.models for route in routes):
+            raise ConfigError(f"The upstream {name} is in no route.", remedy="Name it in a route, which clients can ask for.")
     for route in routes:
         if route.name in by_name:
             raise ConfigError(f"A route is called {route.name!r}, and so is a model.", remedy="Rename the route.")
         if inner := next((one.name for one in routes if one.name in route.models), None):
             raise ConfigError(f"The route {route.name} contains the route {inner}.", remedy="Name its models instead.")
-        needed = route.models if route.learned is None else (*route.models, route.learned.route.sources.embedder)
+        here = [name for name in route.models if name not in upstreams]
+        if not here or (route.learned is not None and route.models[0] not in here):
+            raise ConfigError(
+                f"The route {route.name} needs a model of this server.", remedy="Name one, as the weak one if it has one."
+            )
+        needed = here if route.learned is None else [*here, route.learned.route.embedder]
         for name in needed:
             if name not in by_name:
                 raise ConfigError(
                     f"The route {route.name} needs {name!r}, which is not served.",
                     remedy=f"Name it beside the others, as in `penstock serve {' '.join(dict.fromkeys(needed))}`.",
                 )
-        if len({id(by_name[name]) for name in route.models}) < len(route.models):
+        if len({id(by_name[name]) for name in here}) < len(here):
             raise ConfigError(f"The route {route.name} names one model twice.", remedy="Name each once, by one of its names.")

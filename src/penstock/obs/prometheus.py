@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from penstock.obs.metrics import Histogram, Metrics, Residence
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, ReplicaLoad, TierStats, WaitReason
+from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, ReplicaLoad, TierStats, UpstreamStats, WaitReason
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -24,11 +24,40 @@ _PREFIX = "penstock_"
 _SECOND_NS = 1e9
 
 
-def expose(*models: Metrics) -> bytes:
+def expose(*models: Metrics, upstreams: Sequence[UpstreamStats] = ()) -> bytes:
     """Return all metrics of the models in the format `CONTENT_TYPE`. Each model's numbers are consistent. Thread-safe."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Together([_Snapshot(metrics) for metrics in models]))
+    if upstreams:
+        registry.register(_Upstreams(upstreams))
     return generate_latest(registry)
+
+
+class _Upstreams(Collector):
+    def __init__(self, upstreams: Sequence[UpstreamStats]) -> None:
+        self._upstreams = upstreams
+
+    def collect(self) -> list[Metric]:
+        requests = CounterMetricFamily(
+            _PREFIX + "upstream_requests",
+            "Requests to a model of another server, by how they ended.",
+            labels=["upstream", "result"],
+        )
+        tokens = CounterMetricFamily(
+            _PREFIX + "upstream_tokens",
+            "Tokens of prompts and answers, as the upstream counts them.",
+            labels=["upstream", "kind"],
+        )
+        resting = GaugeMetricFamily(
+            _PREFIX + "upstream_resting", "1 while the upstream is left alone, since it failed.", labels=["upstream"]
+        )
+        for one in self._upstreams:
+            for result, number in one.results.items():
+                requests.add_metric([one.name, result], number)
+            for kind, number in one.tokens.items():
+                tokens.add_metric([one.name, kind], number)
+            resting.add_metric([one.name], int(one.is_resting))
+        return [requests, tokens, resting]
 
 
 class _Together(Collector):

@@ -28,32 +28,14 @@ LEAST_SCALE = 1e-6
 MAX_WINDOW = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """The models whose numbers a route reads, as they were named."""
-
-    embedder: str
-    starter: str = ""
-    """The weak model, if the first tokens of its answer count."""
-    window: int = 0
-    """How many tokens those are."""
-
-    @property
-    def num_extras(self) -> int:
-        return NUM_COUNTS + (NUM_SIGNS if self.window else 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LearnedRoute:
-    sources: Sources
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
     mean: F64
     """Mean of each count and sign."""
     scale: F64
     weak: F64
     """Weights of the vector, of the counts and signs, and of 1."""
     strong: F64
-    thresholds: tuple[float, ...] = ()
-    """Least gain with which the strong model answers, so that it answers each of `SHARES`. Empty: they are not known."""
 
     @property
     def width(self) -> int:
@@ -62,13 +44,40 @@ class LearnedRoute:
 
     def gains(self, inputs: F64) -> F64:
         """Return what the strong model is expected to gain on each question, from -1 to 1. `inputs`: from `inputs_of`"""
-        if inputs.shape[1] != self.width + len(self.mean):
+        if (width := inputs.shape[1] - len(self.mean)) != self.width:
             raise ConfigError(
-                f"The vectors have {inputs.shape[1] - len(self.mean)} numbers, and the route was fitted to {self.width}.",
-                remedy=f"Embed with {self.sources.embedder}.",
+                f"The vectors have {width} numbers, and the route was fitted to {self.width}.",
+                remedy="Embed with the model of the fit.",
             )
         rows = _rows(inputs, self.mean, self.scale)
         return _logistic(rows @ self.strong) - _logistic(rows @ self.weak)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cascade:
+    """The weak model begins an answer, and its first tokens count too."""
+
+    starter: str
+    """The weak model, as it was named."""
+    window: int
+    """How many tokens those are."""
+    margin: float
+    """For 19 of 20 questions, they change the expected gain by less."""
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LearnedRoute:
+    embedder: str
+    """The embedding model, as it was named."""
+    by_question: Fit
+    cascade: Cascade | None = None
+    thresholds: tuple[float, ...]
+    """Least gain with which the strong model answers, so that it answers each of `SHARES`."""
+
+    def tries(self, gain: float, threshold: float) -> bool:
+        """Return whether the weak model's first tokens can change what the question's gain says."""
+        return self.cascade is not None and abs(gain - threshold) < self.cascade.margin
 
     def threshold(self, share: float) -> float:
         """Return the least gain with which the strong model should answer, so that it answers this share of the questions."""
@@ -77,12 +86,11 @@ class LearnedRoute:
         return float(np.interp(share, SHARES, self.thresholds))
 
     def write(self, path: Path) -> None:
-        value = {
-            "format": FORMAT,
-            **{name: getattr(self.sources, name) for name in ("embedder", "starter", "window")},
-            **{name: getattr(self, name).tolist() for name in ("mean", "scale", "weak", "strong")},
-            "thresholds": self.thresholds,
-        }
+        value: dict[str, Any] = {"format": FORMAT, "embedder": self.embedder, "thresholds": self.thresholds}
+        value["by_question"] = _told(self.by_question)
+        if (cascade := self.cascade) is not None:
+            about = {name: getattr(cascade, name) for name in ("starter", "window", "margin")}
+            value["cascade"] = about | _told(cascade.fit)
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")
 
 
@@ -95,25 +103,42 @@ def read_route(path: Path) -> LearnedRoute:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ConfigError(f"{path} is not a route of format {FORMAT}.", remedy="Fit it anew with `penstock route fit`.")
     try:
-        sources = _sources(value)
-        mean, scale = (_numbers(value, name, sources.num_extras) for name in ("mean", "scale"))
-        weak = _numbers(value, "weak")
-        strong, thresholds = _numbers(value, "strong", len(weak)), _numbers(value, "thresholds", len(SHARES))
-        if not (scale >= LEAST_SCALE).all() or len(weak) <= sources.num_extras + 1 or (np.diff(thresholds) > 0).any():
-            raise ValueError("its numbers can't have been fitted")
+        embedder, thresholds = value["embedder"], _numbers(value, "thresholds", len(SHARES))
+        if not isinstance(embedder, str) or not embedder:
+            raise ValueError("it names no embedder")
+        if (np.diff(thresholds) > 0).any():
+            raise ValueError("its thresholds can't have been fitted")
+        by_question = _read_fit(value["by_question"], NUM_COUNTS)
+        cascade = _read_cascade(value["cascade"], by_question.width) if "cascade" in value else None
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a route: {error}.", remedy="Fit it anew with `penstock route fit`.") from error
     fitted = tuple(thresholds.tolist())
-    return LearnedRoute(sources=sources, mean=mean, scale=scale, weak=weak, strong=strong, thresholds=fitted)
+    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=fitted)
 
 
-def _sources(value: Mapping[str, Any]) -> Sources:
-    embedder, starter, window = value["embedder"], value["starter"], value["window"]
-    if not isinstance(embedder, str) or not embedder or not isinstance(starter, str):
-        raise ValueError("it does not name its models")
-    if not isinstance(window, int) or not 0 <= window <= MAX_WINDOW or bool(window) != bool(starter):
+def _told(fit: Fit) -> dict[str, Any]:
+    return {name: getattr(fit, name).tolist() for name in ("mean", "scale", "weak", "strong")}
+
+
+def _read_fit(value: Mapping[str, Any], num_extras: int) -> Fit:
+    mean, scale, weak = _numbers(value, "mean", num_extras), _numbers(value, "scale", num_extras), _numbers(value, "weak")
+    if not (scale >= LEAST_SCALE).all() or len(weak) <= num_extras + 1:
+        raise ValueError("its numbers can't have been fitted")
+    return Fit(mean, scale, weak, _numbers(value, "strong", len(weak)))
+
+
+def _read_cascade(value: Mapping[str, Any], width: int) -> Cascade:
+    starter, window, margin = value["starter"], value["window"], value["margin"]
+    if not isinstance(starter, str) or not starter:
+        raise ValueError("it names no small model")
+    if type(window) is not int or not 0 < window <= MAX_WINDOW:
         raise ValueError(f"its window is not a number of tokens up to {MAX_WINDOW}")
-    return Sources(embedder=embedder, starter=starter, window=window)
+    if not isinstance(margin, float) or not margin >= 0:
+        raise ValueError("its margin can't have been fitted")
+    fit = _read_fit(value, NUM_COUNTS + NUM_SIGNS)
+    if fit.width != width:
+        raise ValueError("its two fits are of different vectors")
+    return Cascade(starter, window, margin, fit)
 
 
 def inputs_of(vectors: F64, prompts: Sequence[str], starts: Sequence[Sequence[float]] | None = None) -> F64:
@@ -127,13 +152,12 @@ def inputs_of(vectors: F64, prompts: Sequence[str], starts: Sequence[Sequence[fl
     return np.hstack(columns)
 
 
-def fit(inputs: F64, answers: Answers, sources: Sources, penalty: float, thresholds: tuple[float, ...] = ()) -> LearnedRoute:
-    """Fit a route to questions. `penalty`: of large weights, in questions."""
-    extras = inputs[:, -sources.num_extras :]
+def fit(inputs: F64, answers: Answers, penalty: float, *, has_starts: bool = False) -> Fit:
+    """Fit to questions. `inputs`: from `inputs_of`, with or without starts. `penalty`: of large weights, in questions."""
+    extras = inputs[:, -(NUM_COUNTS + NUM_SIGNS if has_starts else NUM_COUNTS) :]
     mean, scale = extras.mean(axis=0), np.maximum(extras.std(axis=0), LEAST_SCALE)
     rows = _rows(inputs, mean, scale)
-    weak, strong = (_regress(rows, results, penalty) for results in (answers.weak, answers.strong))
-    return LearnedRoute(sources=sources, mean=mean, scale=scale, weak=weak, strong=strong, thresholds=thresholds)
+    return Fit(mean, scale, *(_regress(rows, results, penalty) for results in (answers.weak, answers.strong)))
 
 
 def thresholds_of(gains: F64) -> tuple[float, ...]:

@@ -1,31 +1,53 @@
-"""Judges fits by questions that they have not seen."""
+"""Fits a route, and judges it by questions that it has not seen."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.routes.answers import F64, Answers, Rows
 from penstock.routes.curve import apgr
-from penstock.routes.learned import Sources, fit
+from penstock.routes.learned import Cascade, Fit, LearnedRoute, fit, inputs_of, thresholds_of
 
 NUM_FOLDS, SEED = 5, 0
 PENALTIES = (0.1, 1.0, 10.0)
 """A fit takes the best of these. As `penalty` of `fit`."""
+MARGIN_SHARE = 0.95
+Starts = Sequence[Sequence[float]]
 
 
-def best_penalty(inputs: F64, answers: Answers, sources: Sources) -> float:
-    """Return the penalty with the highest APGR on questions that the fit has not seen."""
-    return max(PENALTIES, key=lambda penalty: apgr(answers, gains_unseen(inputs, answers, sources, penalty)))
+def fit_route(
+    answers: Answers, vectors: F64, embedder: str, starts: Starts | None = None, *, starter: str = "", window: int = 0
+) -> tuple[LearnedRoute, F64]:
+    """Return a route, and the gains of its questions by fits that did not see them.
+
+    `vectors`, `starts`: as for `inputs_of`; with starts it is a cascade.
+    """
+    by_question, gains = _best(inputs_of(vectors, answers.prompts), answers, has_starts=False)
+    cascade = None
+    if starts is not None:
+        by_start, moved = _best(inputs_of(vectors, answers.prompts, starts), answers, has_starts=True)
+        margin = float(np.quantile(np.abs(moved - gains), MARGIN_SHARE))
+        cascade, gains = Cascade(starter, window, margin, by_start), moved
+    route = LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=thresholds_of(gains))
+    return route, gains
 
 
-def gains_unseen(inputs: F64, answers: Answers, sources: Sources, penalty: float) -> F64:
+def _best(inputs: F64, answers: Answers, *, has_starts: bool) -> tuple[Fit, F64]:
+    """Fit with the penalty that has the highest APGR on questions not seen. Return the fit, and their gains."""
+    unseen = {penalty: gains_unseen(inputs, answers, penalty, has_starts=has_starts) for penalty in PENALTIES}
+    best = max(unseen, key=lambda penalty: apgr(answers, unseen[penalty]))
+    return fit(inputs, answers, best, has_starts=has_starts), unseen[best]
+
+
+def gains_unseen(inputs: F64, answers: Answers, penalty: float, *, has_starts: bool = False) -> F64:
     """Return the gain of each question, by a fit that saw none with the same text."""
     gains = np.empty(len(answers))
     folds = _folds(answers)
     for fold in range(NUM_FOLDS):
         unseen, seen = np.flatnonzero(folds == fold), np.flatnonzero(folds != fold)
-        fitted = fit(inputs[seen], answers.part(seen), sources, penalty)
-        gains[unseen] = fitted.gains(inputs[unseen])
+        gains[unseen] = fit(inputs[seen], answers.part(seen), penalty, has_starts=has_starts).gains(inputs[unseen])
     return gains
 
 

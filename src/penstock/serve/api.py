@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from starlette.requests import Request as HttpRequest
 
@@ -22,6 +22,9 @@ from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
 from penstock.serve.texts.endpoint import TextsEndpoint
+
+if TYPE_CHECKING:  # with an HTTP client, which few servers need
+    from penstock.serve.upstream import Upstream
 
 PlainText = Annotated[str, "text/plain"]
 When = Callable[[bytes, HttpRequest], Awaitable[bool]]
@@ -51,6 +54,7 @@ class Parts:
     texts: TextsEndpoint
     folder: FolderWatch
     cards: ModelCards
+    upstreams: Mapping[str, Upstream]
 
     @property
     def off_loop(self) -> OffLoop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -54,6 +54,9 @@ from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.types.errors import ModelAway
 
+if TYPE_CHECKING:  # with an HTTP client, which few servers need
+    from penstock.serve.upstream import Upstream
+
 _LLAMA_CPP = llama_cpp(read_chat, ChatCompletionBody)
 APIS: Sequence[Api] = (OPENAI, RESPONSES, ANTHROPIC, _LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
 """All APIs. On a shared path, the first one with a true condition answers."""
@@ -80,6 +83,7 @@ def create_app(
         texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
         cards=ModelCards(),
+        upstreams=_upstreams(deployment),
     )
     keys = keys or key_ring(config)
     operations = _operations(apis, parts)
@@ -107,7 +111,16 @@ def create_app(
         exception_handlers={HTTPException: _http_exception_handler(routes), ModelAway: _on_model_away},
     )
     app.router.redirect_slashes = False
+    app.state.upstreams = [*parts.upstreams.values()]
     return app
+
+
+def _upstreams(deployment: Deployment) -> dict[str, Upstream]:
+    if not deployment.upstreams:
+        return {}
+    from penstock.serve.upstream import Upstream
+
+    return {name: Upstream(config, deployment.clock) for name, config in deployment.upstreams.items()}
 
 
 def key_ring(config: ServerConfig) -> KeyRing | None:
@@ -132,8 +145,8 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 
 
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
-    chooser = RouteChooser(parts.reader, parts.texts.desk)
-    waits = Waits(parts.deployment, parts.folder, parts.in_flight, chooser.choose)
+    chooser = RouteChooser(parts.reader, parts.texts.desk, parts.upstreams)
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight, chooser.choose, parts.upstreams)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]

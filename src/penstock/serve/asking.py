@@ -15,11 +15,11 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -55,6 +55,9 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, ModelAway, NameUnknown, Rejected, RejectReason
 from penstock.types.request import NO_WAITS, WaitTimes
 
+if TYPE_CHECKING:  # with an HTTP client, which few servers need
+    from penstock.serve.upstream import Upstream
+
 _log = logging.getLogger(__name__)
 
 _CLAIM_BYTES = 16
@@ -74,6 +77,8 @@ LOOKED_UP_KEY = "penstock.looked_up"
 """Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
+KEPT_KEY = "penstock.kept_from"
+"""Key of a scope: names of the upstreams that must not see the request."""
 ROUTED_KEY = "penstock.routed"
 """Key of a scope: the `Routed` of a request that names a route."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
@@ -81,7 +86,7 @@ _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """Headers about urgency, in small letters. Most clients send none."""
 
-BUSY_STATUSES = (429, 503)
+BUSY_STATUSES = (429, 502, 503, 504)
 """A model that refuses with one of these gives way to the next of a fallback, unless the limit is the client's own."""
 TENANT_REASONS = (RejectReason.TENANT_CONCURRENCY, RejectReason.TENANT_TOKENS, RejectReason.TENANT_REQUESTS)
 MAX_LOOK_S = 5.0
@@ -113,6 +118,16 @@ class Routed:
     def header(self) -> bytes:
         parts = (self.route, f"model={self.model}", *filter(None, [self.why]))
         return "; ".join(parts).encode("ascii", "backslashreplace")
+
+
+class UpstreamChosen(ApiError):
+    """The route of a request has chosen a model of another server. As an answer: there is no asking it for this."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            400, f"{name} is a model of another server, and only writes text.", code="invalid_value", param="model"
+        )
+        self.name = name
 
 
 class RouteOpen(ApiError):
@@ -152,9 +167,16 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 
 def models_of(route: Route, deployment: Deployment, scope: Scope) -> list[str]:
-    """Return the models of a route that the request's key allows. A key that allows the route allows them all."""
-    found = [(name, deployment.find(name)) for name in route.models]
-    return [name for name, served in found if served is not None and may_ask(scope, served, route.name, deployment)]
+    """Return the models of a route that the request may ask. A key that allows the route allows them all."""
+    key, kept_from = key_of(scope), scope.get(KEPT_KEY, frozenset())
+
+    def may_be_asked(name: str) -> bool:
+        if name in deployment.upstreams:
+            return name not in kept_from and (key is None or key.models is None or bool({name, route.name} & {*key.models}))
+        served = deployment.find(name)
+        return served is not None and may_ask(scope, served, route.name, deployment)
+
+    return [name for name in route.models if may_be_asked(name)]
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
@@ -190,6 +212,8 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
         if routed is None or routed.route != name:
             raise RouteOpen(deployment.routes[name])
         name = routed.model
+        if name in deployment.upstreams:
+            raise UpstreamChosen(name)
     served = deployment.find(name)
     if served is not None:
         return served, None
@@ -418,7 +442,15 @@ ChooseModel = Callable[[Route, bytes, HttpRequest], Awaitable[None]]
 class Waits:
     """Makes requests wait for models to be loaded and for adapters to be found. For the event loop."""
 
-    def __init__(self, deployment: Deployment, folder: FolderWatch, in_flight: InFlight, choose: ChooseModel) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        folder: FolderWatch,
+        in_flight: InFlight,
+        choose: ChooseModel,
+        upstreams: Mapping[str, Upstream],
+    ) -> None:
+        self._upstreams = upstreams
         self._deployment = deployment
         self._folder = folder
         self._in_flight = in_flight
@@ -438,7 +470,12 @@ class Waits:
                 away = unknown = route = None
                 asked_ns = self._deployment.clock.now_ns()
                 try:
-                    answered = await answer(data, http)
+                    try:
+                        answered = await answer(data, http)
+                    except UpstreamChosen as chosen:
+                        if not loads:
+                            raise
+                        answered = await self._ask_upstream(chosen.name, data, http)
                     self._tell_route(http)
                 except ModelAway as error:
                     if not loads:
@@ -513,13 +550,19 @@ class Waits:
         waited_ns = getattr(waits, name) + self._deployment.clock.now_ns() - since_ns
         http.scope[WAITED_KEY] = waits._replace(**{name: waited_ns})
 
+    async def _ask_upstream(self, name: str, data: bytes, http: HttpRequest) -> Response:
+        if (entry := entry_of(http.scope)) is not None:
+            entry.model = name
+        terms = read_terms(http.scope, self._deployment.clock.now_ns(), self._in_flight.config, is_priority_scheduled=True)
+        return await self._upstreams[name].answer(data, http, terms)
+
     def _tell_route(self, http: HttpRequest) -> None:
         """Say which model a route chose, in a header and in metrics."""
         routed: Routed | None = http.scope.get(ROUTED_KEY)
-        served = None if routed is None else self._deployment.find(routed.model)
-        if routed is not None and served is not None:
+        if routed is not None:
             add_header(http.scope, b"x-route", routed.header)
-            served.metrics.count_routed(routed.route)
+            if (served := self._deployment.find(routed.model)) is not None:
+                served.metrics.count_routed(routed.route)
 
     async def _load(self, name: str, data: bytes, http: HttpRequest) -> None:
         """Wait until the model is loaded. Returns at once if it is not served any more. Raises `Rejected`."""

@@ -120,9 +120,9 @@ class ModelsEndpoint:
         return found
 
     def _of_route(self, route: Route, scope: Scope) -> Listed | None:
-        """Return a route as its first model that the key allows, or None."""
-        names = models_of(route, self._deployment, scope)
-        served = self._deployment.find(names[0]) if names else None
+        """Return a route as its first model here that the key allows, or None."""
+        found = [self._deployment.find(name) for name in models_of(route, self._deployment, scope)]
+        served = next(filter(None, found), None)
         return None if served is None else Listed(route.name, served)
 
     async def get(self, http: HttpRequest) -> ModelCard:

@@ -220,6 +220,12 @@ def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
     return ApiError(503, message, code="unavailable", error_type="service_unavailable_error", headers=headers)
 
 
+def stays_here(name: str) -> ApiError:
+    """Return the 403 for a request that must not go to another server. `name`: of its route"""
+    message = f"The request can't go to another server, and the route {name} has no other model for it."
+    return ApiError(403, message, code="stays_here")
+
+
 def internal(request_id: str) -> ApiError:
     """Return a 500 without the cause, which only the log has."""
     message = f"An internal error occurred. Its cause is in the server's log under request id {request_id}."

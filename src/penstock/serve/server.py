@@ -144,6 +144,8 @@ class Server:
         if self._watch is not None:
             self._watch.close()
         await self.acceptor.drain(_FLUSH_TIMEOUT_S)
+        for upstream in self._app.state.upstreams:
+            await upstream.close()
 
     def _watched(self) -> list[Watched[Any]]:
         config = self._config
@@ -221,7 +223,10 @@ class Server:
             _log.info("shutting down")
         try:
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
-            self.ended_cleanly = await asyncio.to_thread(self._deployment.close, timeout_s)
+            self.ended_cleanly, *_ = await asyncio.gather(
+                asyncio.to_thread(self._deployment.close, timeout_s),
+                *(upstream.drain(timeout_s) for upstream in self._app.state.upstreams),
+            )
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:

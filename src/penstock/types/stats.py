@@ -158,6 +158,19 @@ class RequestStats:
     waits: WaitTimes = NO_WAITS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamStats:
+    """Totals of a model of another server."""
+
+    name: str
+    results: Mapping[str, int]
+    """Requests by how they ended: ok, busy, invalid, late, left, failed, or refused without asking."""
+    tokens: Mapping[str, int]
+    """Tokens of `prompt` and `completion`, as it counts them."""
+    is_resting: bool
+    """It failed, and is left alone for a while."""
+
+
 @dataclass(slots=True)
 class TierStats:
     """Totals of the tier below the KV pool. Written by one thread; readers may see fields a step apart."""

@@ -161,9 +161,8 @@ class OllamaModels:
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
         seen = [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
         for route in self._deployment.routes.values():
-            for name in models_of(route, self._deployment, http.scope)[:1]:
-                if (served := self._deployment.find(name)) is not None:
-                    seen.append((served, route.name))
+            names = [name for name in models_of(route, self._deployment, http.scope) if name not in self._deployment.upstreams]
+            seen += [(served, route.name) for name in names[:1] if (served := self._deployment.find(name)) is not None]
         return seen
 
 

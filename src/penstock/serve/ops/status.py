@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NotRequired
+from typing import TYPE_CHECKING, NotRequired
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -19,7 +19,10 @@ from penstock.obs.signals import WINDOW_S
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
 from penstock.serve.shapes import Count, Status, Version
-from penstock.types.stats import AdapterCounts, AdapterStats, ReplicaLoad
+from penstock.types.stats import AdapterCounts, AdapterStats, ReplicaLoad, UpstreamStats
+
+if TYPE_CHECKING:  # with an HTTP client, which few servers need
+    from penstock.serve.upstream import Upstream
 
 
 class ModelLoad(TypedDict):
@@ -73,8 +76,8 @@ class Load(TypedDict):
 
 
 class StatusEndpoint:
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: Deployment, upstreams: Mapping[str, Upstream]) -> None:
+        self._deployment, self._upstreams = deployment, upstreams
 
     async def health(self, _http: HttpRequest) -> Status:
         """Report whether the process is alive. 503 means that a restart of the process is needed."""
@@ -152,7 +155,8 @@ class StatusEndpoint:
     async def metrics(self, _http: HttpRequest) -> Response:
         """Return metrics in Prometheus' text format."""
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
-        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served])
+        upstreams = [one.stats() for one in self._upstreams.values()]
+        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served], upstreams)
 
 
 def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
@@ -195,7 +199,7 @@ def _replica(one: ReplicaLoad) -> Replica:
     }
 
 
-def _render(metrics: Sequence[Metrics]) -> Response:
+def _render(metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats]) -> Response:
     from penstock.obs.prometheus import CONTENT_TYPE, expose
 
-    return Response(expose(*metrics), headers={"content-type": CONTENT_TYPE})
+    return Response(expose(*metrics, upstreams=upstreams), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,106 @@
+"""The `[[upstreams]]` tables of a config file: models of other servers that speak OpenAI's API, for routes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.types.errors import ConfigError
+
+UPSTREAMS = "upstreams"
+DEFAULT_SILENCE_S, DEFAULT_CONCURRENT = 60.0, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamConfig:
+    name: str
+    """Its name in routes."""
+    url: str
+    """Such as `https://api.example.com/v1`: paths such as `/chat/completions` follow."""
+    model: str
+    """The model's name there."""
+    key: str = field(default="", repr=False)
+    max_silence_s: float = DEFAULT_SILENCE_S
+    """Longest time without a byte of the answer."""
+    max_concurrent: int = DEFAULT_CONCURRENT
+    never_keys: tuple[str, ...] = ()
+    """Names of API keys whose requests stay here."""
+    never_matching: tuple[re.Pattern[str], ...] = ()
+    """A request stays here if one of these is found in a text of it."""
+
+
+_KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_concurrent", "never_keys", "never_matching")
+
+
+def parse_upstreams(tables: object, place: str) -> tuple[UpstreamConfig, ...]:
+    """Check the tables, and read their keys from the environment. `place` begins the message of a ConfigError."""
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{place}{UPSTREAMS} are tables.", remedy=f"Begin each with a line [[{UPSTREAMS}]].")
+    upstreams = [_parse(table, f"{place}[[{UPSTREAMS}]] {number}: ") for number, table in enumerate(tables, 1)]
+    names = [one.name for one in upstreams]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{place}two upstreams are called {name!r}.", remedy="Rename one of them.")
+    return tuple(upstreams)
+
+
+def _parse(table: Mapping[str, object], place: str) -> UpstreamConfig:
+    if unknown := table.keys() - {*_KEYS}:
+        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(_KEYS)}.")
+    name, url = (_text(table, key, place) for key in ("name", "url"))
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise ConfigError(f"{place}{url!r} is not the address of a server.", remedy="Write it as https://api.example.com/v1.")
+    return UpstreamConfig(
+        name=name,
+        url=url.rstrip("/"),
+        model=_text(table, "model", place) if "model" in table else name,
+        key=_key(_text(table, "key_env", place), place) if "key_env" in table else "",
+        max_silence_s=_number(table, "max_silence_s", DEFAULT_SILENCE_S, place),
+        max_concurrent=int(_number(table, "max_concurrent", DEFAULT_CONCURRENT, place)),
+        never_keys=_texts(table, "never_keys", place),
+        never_matching=tuple(_pattern(text, place) for text in _texts(table, "never_matching", place)),
+    )
+
+
+def _key(variable: str, place: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(f"{place}the environment variable {variable} has no key.", remedy=f"Set {variable}.")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{place}the key in {variable} has characters that no header can have.", remedy="Set it anew.")
+    return key
+
+
+def _text(table: Mapping[str, object], key: str, place: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ConfigError(f"{place}{key!r} is missing, or not a text.", remedy="docs/routes.md shows an upstream.")
+    return value
+
+
+def _texts(table: Mapping[str, object], key: str, place: str) -> tuple[str, ...]:
+    value: Any = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise ConfigError(f"{place}{key} is not a list of texts.", remedy="docs/routes.md shows an upstream.")
+    return tuple(value)
+
+
+def _number(table: Mapping[str, object], key: str, default: float, place: str) -> float:
+    value = table.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1 <= value <= 86_400:
+        raise ConfigError(f"{place}{key} is not a number from 1 to 86400.", remedy=f"Leave it out for {default:g}.")
+    return value
+
+
+def _pattern(text: str, place: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(
+            f"{place}{text!r} is not a regular expression: {error}.", remedy="Python's re describes them."
+        ) from None

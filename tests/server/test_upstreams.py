@@ -1,0 +1,501 @@
+"""Models of other servers in routes: each fault has its answer, nothing is said twice, and the key stays secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.config.routes import Routing
+from penstock.config.sources import read_config_file
+from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.routes import Route
+from penstock.serve import breaker
+from penstock.testing import HashExecutor
+from penstock.types.errors import ConfigError
+from support.deployments import deployment_of
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, until
+
+KEY = "sk-very-secret-0123456789"
+FAR_FIRST = Route(name="auto", models=("far", "near"))
+NEAR_FIRST = Route(name="auto", models=("near", "far"))
+BODY = {"model": "auto", "messages": [{"role": "user", "content": "What is red?"}], "max_tokens": 4, "temperature": 0}
+CHAT = "/v1/chat/completions"
+
+
+def whole(text: str = "far away") -> dict:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": None, "logprobs": None}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0}}
+    about = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "system_fingerprint": "f"}
+    return about | {"choices": [choice], "usage": usage}
+
+
+def event(text: str | None, **fields: object) -> bytes:
+    choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": None, "logprobs": None}
+    about = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
+    return b"data: " + json.dumps(about | {"choices": [choice | fields]}).encode() + b"\n\n"
+
+
+END = event(None, finish_reason="stop")
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Asked:
+    path: str
+    headers: dict[str, str]
+    body: dict
+
+
+Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class Server:
+    """Answers each request by the next script, the last one again and again."""
+
+    scripts: list[Script]
+    asked: list[Asked] = field(default_factory=list)
+    url: str = ""
+    listener: asyncio.Server | None = None
+    connections: set[asyncio.Task] = field(default_factory=set)
+
+    async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self.connections.add(task)
+        task.add_done_callback(self.connections.discard)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *lines = head.decode().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
+                body = json.loads(await reader.readexactly(int(headers["content-length"])))
+                self.asked.append(Asked(first.split()[1], headers, body))
+                await self.scripts[min(len(self.asked), len(self.scripts)) - 1](writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            with suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
+
+
+@asynccontextmanager
+async def serving(*scripts: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    server = Server(list(scripts))
+    listener = await asyncio.start_server(server.on_connection, "127.0.0.1", 0, ssl=tls)
+    server.listener = listener
+    port = listener.sockets[0].getsockname()[1]
+    server.url = f"{'http' if tls is None else 'https'}://localhost:{port}/v1"
+    try:
+        yield server
+    finally:
+        listener.close()
+        for task in server.connections:
+            task.cancel()
+        await asyncio.gather(*server.connections, return_exceptions=True)
+
+
+def answers(status: int, value: object, **headers: str) -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        lines = [f"HTTP/1.1 {status} Said", f"Content-Length: {len(data)}", "Content-Type: application/json"]
+        lines += [f"{name.replace('_', '-')}: {content}" for name, content in headers.items()]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+
+    return script
+
+
+def streams(*pieces: bytes, ends: bool = True, pause: asyncio.Event | None = None) -> Script:
+    """Pieces of a stream; without `ends` the connection then breaks. `pause`: waited for before the last piece."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for number, piece in enumerate(pieces, 1):
+            if pause is not None and number == len(pieces):
+                await pause.wait()
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
+        if ends:
+            writer.write(b"0\r\n\r\n")
+        else:
+            writer.transport.abort()
+
+    return script
+
+
+async def silence(writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(30)
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+def far(url: str, **fields: object) -> UpstreamConfig:
+    return UpstreamConfig(name="far", url=url, model="large-7b", key=KEY, **fields)
+
+
+@asynccontextmanager
+async def clients(near, *scripts: Script, route: Route = FAR_FIRST, tls=None, config=None, **fields: object):
+    """A client of a server with a route between `near` and a server with these scripts, and that server."""
+    async with serving(*scripts, tls=tls) as server:
+        upstream = far(server.url, **fields)
+        async with make_client(near, routes=[route], upstreams=[upstream], **(config or {})) as client:
+            yield client, server
+            for one in client.app.state.upstreams:
+                assert one.num_open == 0
+                await one.close()
+
+
+@pytest.fixture
+def near():
+    made = make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("near",), aliases=())
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_secret(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """The key is in no line of the log."""
+    monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
+    caplog.set_level(logging.DEBUG)
+    yield
+    assert KEY not in caplog.text
+
+
+async def test_the_body_goes_there_with_the_key_and_its_models_name(near) -> None:
+    async with clients(near, answers(200, whole())) as (client, server):
+        answer = await client.post(CHAT, json=BODY | {"top_p": 0.5})
+        assert (answer.status_code, answer.json()["choices"]) == (200, whole()["choices"])
+        assert answer.headers["x-route"] == "auto; model=far"
+        [asked] = server.asked
+        assert asked.path == "/v1/chat/completions"
+        assert asked.body == BODY | {"model": "large-7b", "top_p": 0.5}
+        assert asked.headers["authorization"] == f"Bearer {KEY}"
+        told = (await client.get("/metrics")).text
+        assert 'penstock_upstream_requests_total{result="ok",upstream="far"} 1.0' in told
+        assert 'penstock_upstream_tokens_total{kind="completion",upstream="far"} 2.0' in told
+        assert KEY not in told
+
+
+@pytest.mark.parametrize("last", [END + DONE, END], ids=["done", "closed"])
+async def test_a_stream_comes_as_it_is(near, last: bytes) -> None:
+    pieces = (event("far")[:20], event("far")[20:] + b": waits\n\n" + event(" away")[:-1], b"\n" + last)
+    async with clients(near, streams(*pieces)) as (client, _server):
+        answer = await client.post(CHAT, json=BODY | {"stream": True})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.content == event("far") + b": waits\n\n" + event(" away") + END + DONE
+
+
+FAULTS = {
+    "500": answers(500, {"error": {"message": f"the key {KEY} broke something"}}),
+    "503": answers(503, {}),
+    "401": answers(401, {"error": {"message": f"Incorrect API key provided: {KEY}"}}),
+    "404": answers(404, {"error": {"message": "no such model"}}),
+    "moved": answers(301, {}, Location="http://localhost:1/"),
+    "429": answers(429, {"error": {"message": "slow down"}}, Retry_After="7"),
+    "not JSON": answers(200, b"<html>"),
+    "not an answer": answers(200, {"hello": 1}),
+    "hangs up": hang_up,
+    "not HTTP": lambda writer: asyncio.sleep(0, writer.write(b"GARBAGE\r\n\r\n")),
+    "cut": answers(200, whole(), Content_Length="5000"),
+}
+FAULTS_OF_STREAMS = {
+    "no stream": answers(200, whole()),
+    "ends at once": streams(),
+    "cut at once": streams(event("far")[:20], ends=False),
+    "garbage": streams(b"data: {far\n\n"),
+    "no choices": streams(b'data: {"hello": 1}\n\n'),
+    "error": streams(b'data: {"error": {"message": "overloaded"}}\n\n'),
+    "endless": streams(b"data: " + b"x" * (1 << 20) + b"yy"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"), [*((name, False) for name in FAULTS), *((name, True) for name in [*FAULTS, *FAULTS_OF_STREAMS])]
+)
+async def test_after_a_fault_the_next_model_answers(near, fault: str, stream: bool) -> None:
+    script = (FAULTS | FAULTS_OF_STREAMS)[fault]
+    async with clients(near, script) as (client, server):
+        answer = await client.post(CHAT, json=BODY | {"stream": stream})
+        alone = await client.post(CHAT, json=BODY | {"stream": stream, "model": "near"})
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
+        assert texts(answer) == texts(alone)
+        assert 1 <= len(server.asked) <= 2
+        assert KEY not in answer.text
+
+
+def texts(answer) -> str:
+    return "".join(re.findall(r'"content":"((?:[^"\\]|\\.)*)"', answer.text))
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "says"),
+    [
+        ("500", 502, "far answered with status 500: the key *** broke something"),
+        ("503", 503, "far is unavailable"),
+        ("401", 502, "far refuses this server's key"),
+        ("404", 502, "far answered with status 404: no such model"),
+        ("429", 429, "far is busy"),
+        ("not JSON", 502, "it sent what is not a JSON object"),
+        ("not an answer", 502, "its answer has no choices"),
+        ("hangs up", 502, "the connection broke"),
+        ("cut", 502, "the connection broke"),
+    ],
+)
+async def test_without_a_next_model_the_fault_is_named(fault: str, status: int, says: str) -> None:
+    near = make_runtime(GatedExecutor(), served_names=("near",), aliases=(), max_queue=1)
+    near.leave()  # it is not there
+    async with clients(near, FAULTS[fault], route=NEAR_FIRST, config={"load_timeout_s": 0.01}) as (client, _server):
+        answer = await client.post(CHAT, json=BODY)
+    near.close()
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert KEY not in answer.text
+    if fault == "429":
+        assert answer.headers["retry-after"] == "7"
+
+
+async def test_what_is_wrong_with_the_request_is_told_and_nobody_else_is_asked(near) -> None:
+    wrong = answers(400, {"error": {"message": f"temperature is too hot for {KEY}"}})
+    async with clients(near, wrong) as (client, server):
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            400,
+            "far refuses the request: temperature is too hot for ***",
+        )
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (streams(event("far"), event(" away")[:30], ends=False), "the connection broke"),
+        (streams(event("far"), b"data: nonsense\n\n"), "it sent what is not a JSON object"),
+        (streams(event("far"), b'data: {"error": {"message": "out of memory"}}\n\n'), "with an error: out of memory"),
+        (streams(event("far")), "closed the connection before the end"),
+    ],
+)
+async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_said_twice(near, script: Script, says: str) -> None:
+    async with clients(near, script) as (client, server):
+        before = near.num_uses
+        answer = await client.post(CHAT, json=BODY | {"stream": True})
+        assert answer.content.startswith(event("far"))
+        error = json.loads(answer.text.removeprefix(event("far").decode()).removeprefix("data: "))["error"]
+        assert (error["code"], says in error["message"]) == ("upstream_failed", True), error
+        assert near.num_uses == before
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_silent_server_is_given_up(near, stream: bool) -> None:
+    async with clients(near, silence, max_silence_s=0.05) as (client, server):
+        answer = await client.post(CHAT, json=BODY | {"stream": stream})
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
+        assert len(server.asked) == 1, "it may be at work: it is not asked again"
+
+
+async def test_a_deadline_holds_there_too(near) -> None:
+    async with clients(near, silence) as (client, _server):
+        answer = await client.post(CHAT, json=BODY, headers={"X-Deadline-Ms": "50"})
+        assert (answer.status_code, "far did not answer within the time" in answer.text) == (408, True)
+
+
+async def test_a_stream_that_goes_silent_ends_at_the_deadline_or_when_it_is_given_up(near) -> None:
+    for headers, fields, says in (({"X-Deadline-Ms": "100"}, {}, "deadline"), ({}, {"max_silence_s": 0.1}, "was silent for")):
+        async with clients(near, streams(event("far"), event("!"), pause=asyncio.Event()), **fields) as (client, _server):
+            answer = await client.post(CHAT, json=BODY | {"stream": True}, headers=headers)
+        assert answer.content.startswith(event("far") + b'data: {"error":'), answer.text
+        assert says in answer.text
+
+
+async def test_nobody_listens(near) -> None:
+    async with clients(near, silence) as (client, server):
+        server.listener.close()
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
+        assert not server.asked
+
+
+async def test_a_certificate_that_nobody_signed_is_not_trusted(near, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, paper = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    subprocess.run(  # noqa: ASYNC221  # nothing else runs
+        [*command, "-subj", "/CN=localhost", "-keyout", key, "-out", paper], check=True, capture_output=True
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(paper, key)
+    async with clients(near, answers(200, whole()), tls=tls) as (client, server):
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
+        assert not server.asked
+    assert "its certificate is not trusted" in caplog.text
+
+
+async def test_a_passing_fault_is_tried_once_more(near) -> None:
+    async with clients(near, answers(503, {}), answers(200, whole())) as (client, server):
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.headers["x-route"], len(server.asked)) == ("auto; model=far", 2)
+
+
+async def test_a_server_that_fails_is_left_alone_and_then_probed(near, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "REST_NS", 10**17)
+    async with clients(near, *[answers(500, {})] * 5, answers(200, whole())) as (client, server):
+        for _ in range(12):
+            answer = await client.post(CHAT, json=BODY)
+            assert answer.headers["x-route"] == "auto; model=near; after=far"
+        assert len(server.asked) == 5
+        assert 'penstock_upstream_resting{upstream="far"} 1.0' in (await client.get("/metrics")).text
+        monkeypatch.setattr(breaker, "REST_NS", 0)
+        [upstream] = client.app.state.upstreams
+        upstream._breaker._open_until_ns = 0  # the rest is over
+        for _ in range(2):
+            answer = await client.post(CHAT, json=BODY)
+            assert answer.headers["x-route"] == "auto; model=far"
+        assert 'penstock_upstream_resting{upstream="far"} 0.0' in (await client.get("/metrics")).text
+
+
+async def test_keys_limits_hold_there_too(near, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\nrequests_per_minute = 2\n')
+    async with clients(near, answers(200, whole()), config={"api_keys_file": str(keys)}) as (client, server):
+        found = [await client.post(CHAT, json=BODY, headers={"Authorization": "Bearer the-key-of-a"}) for _ in range(3)]
+        assert [one.status_code for one in found] == [200, 200, 429]
+        assert "2 requests per minute" in found[2].text
+        assert len(server.asked) == 2
+
+
+async def test_at_most_so_many_requests_go_there_at_once(near) -> None:
+    pause = asyncio.Event()
+    async with clients(near, streams(event("far"), END + DONE, pause=pause), max_concurrent=1) as (client, server):
+        first = asyncio.create_task(client.post(CHAT, json=BODY | {"stream": True}))
+        await until(lambda: server.asked)
+        second = await client.post(CHAT, json=BODY)
+        assert second.headers["x-route"] == "auto; model=near; after=far"
+        pause.set()
+        assert (await first).content == event("far") + END + DONE
+        third = await client.post(CHAT, json=BODY | {"stream": True})
+        assert third.headers["x-route"] == "auto; model=far", "its place is free again"
+
+
+async def test_a_client_that_leaves_ends_the_request_there(near) -> None:
+    async with clients(near, silence) as (client, server):
+        asked = asyncio.create_task(client.post(CHAT, json=BODY))
+        await until(lambda: server.asked)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert 'upstream_requests_total{result="failed"' not in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "text"),
+    [
+        ({"never_matching": (re.compile("(?i)geheim|s\u00e9cret"),)}, {}, "this is S\u00c9CRET"),
+        ({}, {"X-Local-Only": "true"}, "hello"),
+        ({"never_keys": ("hr",)}, {"Authorization": "Bearer the-key-of-hr"}, "hello"),
+    ],
+)
+async def test_what_must_stay_here_stays_here(near, tmp_path: Path, fields: dict, headers: dict, text: str) -> None:
+    keys = {}
+    if "never_keys" in fields:
+        (tmp_path / "keys.toml").write_text('[[keys]]\nname = "hr"\nkey = "the-key-of-hr"\n')
+        keys = {"api_keys_file": str(tmp_path / "keys.toml")}
+    body = {"messages": [{"role": "system", "content": text}, {"role": "user", "content": "hello"}], "max_tokens": 2}
+    async with serving(answers(200, whole())) as server:
+        upstream = far(server.url, **fields)
+        async with make_client(near, routes=[FAR_FIRST], upstreams=[upstream], load_timeout_s=0.01, **keys) as client:
+            answer = await client.post(CHAT, json=body | {"model": "auto"}, headers=headers)
+            assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near")
+            near.leave()
+            answer = await client.post(CHAT, json=body | {"model": "auto"}, headers=headers)
+            assert answer.status_code == 503, "it fails rather than leaves"
+        assert not server.asked
+
+
+async def test_apis_that_are_not_openais_are_answered_here(near) -> None:
+    async with clients(near, answers(200, whole())) as (client, server):
+        answer = await client.post("/v1/messages", json=BODY)
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near")
+        assert not server.asked
+
+
+async def test_a_key_that_allows_the_route_allows_its_upstream(near, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    lines = [f'[[keys]]\nname = "{name}"\nkey = "the-key-of-{name}"\nmodels = ["{name}"]\n' for name in ("auto", "far", "near")]
+    keys.write_text("\n".join(lines))
+    async with clients(near, answers(200, whole()), config={"api_keys_file": str(keys)}) as (client, _server):
+        for name, model in (("auto", "far"), ("far", "far"), ("near", "near")):
+            answer = await client.post(CHAT, json=BODY, headers={"Authorization": f"Bearer the-key-of-{name}"})
+            assert answer.headers["x-route"] == f"auto; model={model}"
+            listed = await client.get("/v1/models", headers={"Authorization": f"Bearer the-key-of-{name}"})
+            assert KEY not in listed.text
+
+
+TABLES = """
+[[routes]]
+name = "auto"
+fallback = ["near", "far"]
+[[upstreams]]
+name = "far"
+url = "https://api.example.com/v1"
+key_env = "FAR_KEY"
+"""
+
+
+def test_upstreams_stand_in_the_file_and_their_keys_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAR_KEY", KEY)
+    path = tmp_path / "penstock.toml"
+    path.write_text(TABLES + 'model = "big"\nmax_silence_s = 5\nnever_keys = ["hr"]\nnever_matching = ["IBAN"]\n')
+    [upstream] = read_config_file(path).routing.upstreams
+    assert (upstream.url, upstream.model, upstream.key, upstream.max_silence_s) == ("https://api.example.com/v1", "big", KEY, 5)
+    assert (upstream.never_keys, upstream.never_matching) == (("hr",), (re.compile("IBAN"),))
+    assert KEY not in repr(read_config_file(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cause"),
+    [
+        ("https://", "ftp://", "is not the address of a server"),
+        ("https://", "https://me:pw@", "is not the address of a server"),
+        ('key_env = "FAR_KEY"', 'key_env = "NO_KEY"', "the environment variable NO_KEY has no key"),
+        ('key_env = "FAR_KEY"', 'key = "x"', "unknown key 'key'"),
+        ('key_env = "FAR_KEY"', "max_silence_s = 0", "max_silence_s is not a number"),
+        ('key_env = "FAR_KEY"', 'never_matching = ["("]', "is not a regular expression"),
+        ('key_env = "FAR_KEY"', 'never_keys = "hr"', "never_keys is not a list of texts"),
+        ("[[upstreams]]", "[upstreams]", "upstreams are tables"),
+    ],
+)
+def test_wrong_tables_are_refused(old: str, new: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAR_KEY", KEY)
+    path = tmp_path / "penstock.toml"
+    path.write_text(TABLES.replace(old, new))
+    with pytest.raises(ConfigError, match=cause):
+        read_config_file(path)
+
+
+@pytest.mark.parametrize(
+    ("routes", "name", "cause"),
+    [
+        ([FAR_FIRST], "near", "An upstream is called 'near'"),
+        ([FAR_FIRST], "auto", "An upstream is called 'auto'"),
+        ([], "far", "The upstream far is in no route"),
+        ([Route(name="auto", models=("far",))], "far", "needs a model of this server"),
+    ],
+)
+def test_an_upstream_that_no_route_can_use_is_refused(near, routes: list[Route], name: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        deployment_of(near, routes=routes, upstreams=[UpstreamConfig(name=name, url="http://x/v1", model="m")])
+    assert Routing() == Routing(routes=(), upstreams=())
