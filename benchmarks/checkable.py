@@ -180,7 +180,7 @@ class Function:
     parameters: str
     does: str
     expression: str
-    """What it should return."""
+    """The value that it should return."""
     cases: tuple[tuple[Any, ...], ...]
 
 

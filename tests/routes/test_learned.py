@@ -140,9 +140,28 @@ def test_the_small_model_begins_where_its_first_tokens_can_change_something() ->
     answers = answers_of([f"question {number}" for number in range(count)], weak, np.ones(count))
     route, _ = fit_route(answers, vectors, "toy", starts, starter="small", window=1)
     gains = route.by_question.gains(inputs_of(vectors, answers.prompts))
-    threshold = route.threshold(0.75)
+    threshold = 0.3
     tried = np.array([route.tries(gain, threshold) for gain in gains])
     assert tried[~is_hopeless].all()
+    assert not tried[is_hopeless].any()
+
+
+def test_a_share_of_a_cascade_is_the_share_that_it_sends() -> None:
+    """The question decides where the first tokens are not tried."""
+    rng = np.random.default_rng(10)
+    gains = rng.normal(scale=0.2, size=2000)
+    moved = gains + rng.normal(scale=0.1, size=2000)
+    margin = float(np.quantile(np.abs(moved - gains), 0.95))
+    found = thresholds_of(gains, moved, margin)
+    for share, threshold in zip(SHARES[1:-1], found[1:-1], strict=True):
+        sent = np.where(np.abs(gains - threshold) < margin, moved, gains) >= threshold
+        assert sent.mean() == pytest.approx(share, abs=0.01)
+
+
+def test_a_constant_is_learned_whatever_the_penalty() -> None:
+    answers = answers_of([f"question {number}" for number in range(60)], np.zeros(60), np.ones(60))
+    inputs = inputs_of(np.random.default_rng(1).normal(size=(60, WIDTH)), answers.prompts)
+    assert fit(inputs, answers, 10.0).gains(inputs).min() > 0.95
 
 
 @pytest.mark.parametrize(

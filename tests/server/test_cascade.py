@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Learned, Route
 from penstock.routes.learned import Cascade, Fit, LearnedRoute
+from penstock.serve import asking
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH, HashModel
 from support.server.harness import (
@@ -149,6 +151,24 @@ async def test_the_wait_for_the_small_model_is_told(models) -> None:
         assert 0 < float(parts["route"]) < float(parts["queue"])
         told = (await client.get(f"/v1/requests/{answer.headers['x-request-id']}")).json()
         assert "for its route to choose a model" in told["summary"], told
+
+
+async def test_if_the_large_model_has_gone_the_small_one_goes_on(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_client(*models, routes=[cascade()]) as client:
+        monkeypatch.setattr(asking, "models_of", lambda *_: ["small"])  # once the route has chosen
+        answer = await client.post("/v1/chat/completions", json=chat(HARD, model="auto"))
+        assert (answer.status_code, answer.json()["model"]) == (200, "small")
+
+
+async def test_the_small_model_answers_if_a_large_one_elsewhere_can_not(models) -> None:
+    small, _, vectors = models
+    route = replace(cascade(), models=("small", "far"))
+    upstream = UpstreamConfig(name="far", url="http://localhost:9/v1", model="m")  # nobody listens there
+    async with make_client(small, vectors, routes=[route], upstreams=[upstream]) as client:
+        answer = await client.post("/v1/chat/completions", json=chat(HARD, model="auto"))
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=small; after=far")
+        for one in client.app.state.upstreams:
+            await one.close()
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.routes import Routing
+from penstock.config.routing import Routing
 from penstock.config.sources import read_config_file
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.routes import Route
-from penstock.serve import breaker
+from penstock.serve import breaker, upstream_stream
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
@@ -70,8 +70,10 @@ class Server:
     url: str = ""
     listener: asyncio.Server | None = None
     connections: set[asyncio.Task] = field(default_factory=set)
+    num_connections: int = 0
 
     async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         task = asyncio.current_task()
         self.connections.add(task)
         task.add_done_callback(self.connections.discard)
@@ -167,12 +169,23 @@ def near():
 
 
 @pytest.fixture(autouse=True)
-def _no_secret(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def _no_secret(monkeypatch: pytest.MonkeyPatch):
     """The key is in no line of the log."""
     monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
-    caplog.set_level(logging.DEBUG)
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    root, handler = logging.getLogger(), Lines()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
     yield
-    assert KEY not in caplog.text
+    root.removeHandler(handler)
+    root.setLevel(before)
+    assert KEY not in "\n".join(lines)
 
 
 async def test_the_body_goes_there_with_the_key_and_its_models_name(near) -> None:
@@ -191,8 +204,10 @@ async def test_the_body_goes_there_with_the_key_and_its_models_name(near) -> Non
 
 
 @pytest.mark.parametrize("last", [END + DONE, END], ids=["done", "closed"])
-async def test_a_stream_comes_as_it_is(near, last: bytes) -> None:
-    pieces = (event("far")[:20], event("far")[20:] + b": waits\n\n" + event(" away")[:-1], b"\n" + last)
+@pytest.mark.parametrize("size", [1, 20, 100_000])
+async def test_a_stream_comes_as_it_is(near, last: bytes, size: int) -> None:
+    sent = b": first\n\n" + event("far") + b": waits\r\n\r\n" + event(" away") + last
+    pieces = [sent[begin : begin + size] for begin in range(0, len(sent), size)]
     async with clients(near, streams(*pieces)) as (client, _server):
         answer = await client.post(CHAT, json=BODY | {"stream": True})
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -300,7 +315,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_said_twice
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_server_is_given_up(near, stream: bool) -> None:
-    async with clients(near, silence, max_silence_s=0.05) as (client, server):
+    async with clients(near, silence, max_silence_s=0.05, max_answer_s=0.05) as (client, server):
         answer = await client.post(CHAT, json=BODY | {"stream": stream})
         assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near; after=far")
         assert len(server.asked) == 1, "it may be at work: it is not asked again"
@@ -378,6 +393,84 @@ async def test_keys_limits_hold_there_too(near, tmp_path: Path) -> None:
         assert len(server.asked) == 2
 
 
+async def test_a_stream_costs_its_key_tokens_whether_the_server_counts_them_or_not(near, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
+    script = streams(*[event("far")] * 200, END + DONE)
+    async with clients(near, script, config={"api_keys_file": str(keys)}) as (client, server):
+        body = BODY | {"stream": True, "max_tokens": 200}
+        found = [await client.post(CHAT, json=body, headers={"Authorization": "Bearer the-key-of-a"}) for _ in range(3)]
+        assert [one.status_code for one in found] == [200, 429, 429]
+        assert "300 tokens per minute" in found[2].text
+        assert len(server.asked) == 1
+
+
+async def test_what_failed_costs_its_key_nothing(near, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')
+    async with clients(near, answers(400, {}), config={"api_keys_file": str(keys)}) as (client, server):
+        for _ in range(5):
+            body = BODY | {"max_tokens": 200}
+            answer = await client.post(CHAT, json=body, headers={"Authorization": "Bearer the-key-of-a"})
+            assert answer.status_code == 400, answer.text
+        assert len(server.asked) == 5
+
+
+async def test_cookies_of_one_request_are_not_sent_with_the_next(near) -> None:
+    async with clients(near, answers(200, whole(), Set_Cookie="session=first; Path=/")) as (client, server):
+        for _ in range(2):
+            await client.post(CHAT, json=BODY)
+        assert "cookie" not in server.asked[1].headers
+
+
+async def test_connections_are_used_again_also_after_streams(near) -> None:
+    async with clients(near, streams(event("far"), END + DONE)) as (client, server):
+        for _ in range(3):
+            assert (await client.post(CHAT, json=BODY | {"stream": True})).content.endswith(DONE)
+        assert server.num_connections == 1
+
+
+async def test_comments_alone_are_silence(near) -> None:
+    async with clients(near, streams(*[b": ping\n\n"] * 50, pause=asyncio.Event()), max_silence_s=0.1) as (client, _):
+        answer = await client.post(CHAT, json=BODY | {"stream": True})
+        assert answer.headers["x-route"] == "auto; model=near; after=far"
+
+
+async def test_a_silent_stream_is_kept_alive(near, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_stream, "KEEPALIVE_S", 0.01)
+    pause = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, pause.set)
+    async with clients(near, streams(event("far"), END + DONE, pause=pause)) as (client, _):
+        answer = await client.post(CHAT, json=BODY | {"stream": True})
+        assert answer.text.count(": keepalive\n\n") > 1
+        assert answer.content.replace(b": keepalive\n\n", b"") == event("far") + END + DONE
+
+
+async def test_the_limit_of_the_first_token_is_not_one_of_whole_answers(near) -> None:
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        await answers(200, whole())(writer)
+
+    async with clients(near, slow) as (client, _):
+        answer = await client.post(CHAT, json=BODY, headers={"X-First-Token-Timeout-Ms": "50"})
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=far")
+
+
+async def test_a_server_that_ends_waits_for_what_is_open_and_takes_no_more(near) -> None:
+    pause = asyncio.Event()
+    async with clients(near, streams(event("far"), END + DONE, pause=pause)) as (client, server):
+        first = asyncio.create_task(client.post(CHAT, json=BODY | {"stream": True}))
+        await until(lambda: server.asked)
+        [upstream] = client.app.state.upstreams
+        ending = asyncio.create_task(upstream.drain(10))
+        await asyncio.sleep(0)
+        assert (await client.post(CHAT, json=BODY)).headers["x-route"] == "auto; model=near; after=far"
+        assert not ending.done()
+        pause.set()
+        assert (await first).content == event("far") + END + DONE
+        assert await ending
+
+
 async def test_at_most_so_many_requests_go_there_at_once(near) -> None:
     pause = asyncio.Event()
     async with clients(near, streams(event("far"), END + DONE, pause=pause), max_concurrent=1) as (client, server):
@@ -425,6 +518,47 @@ async def test_what_must_stay_here_stays_here(near, tmp_path: Path, fields: dict
         assert not server.asked
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"SECRET": {}}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "S\u00c9CRET"})}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c", "content": "1"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "SEC"}, {"type": "text", "text": "RET"}]}]},
+        {"messages": [{"role": "user", "content": "hi"}], "seed": 4111111111},
+    ],
+)
+async def test_secrets_are_found_wherever_they_stand(near, body: dict) -> None:
+    async with clients(near, answers(200, whole()), never_matching=(re.compile("S[E\u00c9]CRET|4111111111"),)) as (
+        client,
+        server,
+    ):
+        await client.post(CHAT, json=body | {"model": "auto", "max_tokens": 2})
+        assert not server.asked
+
+
+async def test_token_ids_are_of_this_servers_models(near) -> None:
+    async with clients(near, answers(200, whole())) as (client, server):
+        answer = await client.post("/v1/completions", json={"model": "auto", "prompt": [65, 66], "max_tokens": 2})
+        assert (answer.status_code, answer.headers["x-route"]) == (200, "auto; model=near")
+        assert not server.asked
+
+
+async def test_any_header_that_says_so_keeps_a_request_here(near) -> None:
+    async with clients(near, answers(200, whole())) as (client, server):
+        headers = [("X-Local-Only", "false"), ("X-Local-Only", "true")]
+        assert (await client.post(CHAT, json=BODY, headers=headers)).headers["x-route"] == "auto; model=near"
+        assert not server.asked
+
+
+def test_a_key_that_the_server_does_not_have_protects_nobody(near) -> None:
+    with pytest.raises(ConfigError, match="names the API key 'hr', which the server does not have"):
+        make_client(near, routes=[FAR_FIRST], upstreams=[far("http://localhost:1/v1", never_keys=("hr",))])
+
+
 async def test_apis_that_are_not_openais_are_answered_here(near) -> None:
     async with clients(near, answers(200, whole())) as (client, server):
         answer = await client.post("/v1/messages", json=BODY)
@@ -470,6 +604,11 @@ def test_upstreams_stand_in_the_file_and_their_keys_in_the_environment(tmp_path:
     [
         ("https://", "ftp://", "is not the address of a server"),
         ("https://", "https://me:pw@", "is not the address of a server"),
+        ("https://", "https://:pw@", "is not the address of a server"),
+        ("example.com", "example.com:99999", "is not the address of a server"),
+        ("api.example.com", "[::1", "is not the address of a server"),
+        ("api.example.com", "a..b", "is not the address of a server"),
+        ('"FAR_KEY"', '"BLANK_KEY"', "has blanks or signs that no key has"),
         ('key_env = "FAR_KEY"', 'key_env = "NO_KEY"', "the environment variable NO_KEY has no key"),
         ('key_env = "FAR_KEY"', 'key = "x"', "unknown key 'key'"),
         ('key_env = "FAR_KEY"', "max_silence_s = 0", "max_silence_s is not a number"),
@@ -480,6 +619,7 @@ def test_upstreams_stand_in_the_file_and_their_keys_in_the_environment(tmp_path:
 )
 def test_wrong_tables_are_refused(old: str, new: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAR_KEY", KEY)
+    monkeypatch.setenv("BLANK_KEY", KEY + " ")
     path = tmp_path / "penstock.toml"
     path.write_text(TABLES.replace(old, new))
     with pytest.raises(ConfigError, match=cause):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.pipelines import Pipeline
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
@@ -17,6 +18,7 @@ def deployment_of(
     splits: Sequence[Split] = (),
     routes: Sequence[Route] = (),
     upstreams: Sequence[UpstreamConfig] = (),
+    pipelines: Sequence[Pipeline] = (),
 ) -> Deployment:
     """Return a deployment of running models, which it never unloads. Closing the deployment closes the models."""
     served = [
@@ -31,7 +33,7 @@ def deployment_of(
         )
         for running in models
     ]
-    deployment = Deployment(served, MemoryBudget(), splits=splits, routes=routes, upstreams=upstreams)
+    deployment = Deployment(served, MemoryBudget(), splits=splits, routes=routes, upstreams=upstreams, pipelines=pipelines)
     deployment.sources = models[0].sources
     for one in served:
         deployment.want(one)

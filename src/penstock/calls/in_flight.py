@@ -79,7 +79,8 @@ class Arrival:
         life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
         life.waits = self.waits
         if self.waits_for in (MODEL, GRAMMAR):
-            life.waits = life.waits._replace(**{self.waits_for: waited_ns})
+            waited_ns += getattr(self.waits, self.waits_for)
+            life.waits = self.waits._replace(**{self.waits_for: waited_ns})
         age_ns = now_ns - self.arrival_ns
         choices = [(0, explain_arrival(life, now_ns, self.waits_for))]
         return Told(self.request_id, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)

@@ -25,6 +25,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.serve import check_access, set_up_logging
 from penstock.config import Config
+from penstock.config.routing import Routing
 from penstock.config.several import configs_of
 from penstock.types.errors import ConfigError, PenstockError, counted
 
@@ -79,8 +80,10 @@ def _read(
 
 
 def _configs(words: Sequence[str], tables: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> Sequence[Config]:
-    if routing_of_file().routes:
-        raise ConfigError("A cluster does not know [[routes]] yet.", remedy="Serve such models by one server.")
+    if routing_of_file() != Routing():
+        raise ConfigError(
+            "A cluster knows no [[routes]], [[upstreams]] and [[pipelines]] yet.", remedy="Serve such models by one server."
+        )
     return configs_of(values, words=words, tables=tables)
 
 

@@ -33,6 +33,7 @@ _COMMANDS = {
     "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that meets SLOs, its limit, replicas, cost."),
     "tune": ("penstock.cli.tune:tune", "Search the settings that suit a workload; write those that are surely better."),
     "route": ("penstock.cli.route:route", "Learn which questions need the large model, and what that saves."),
+    "index": ("penstock.cli.index:index", "Index a folder of documents, for a pipeline that answers from them."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from penstock.config.components import COMPONENTS
-from penstock.config.routes import Routing
+from penstock.config.routing import Routing
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.types.errors import ConfigError

@@ -45,6 +45,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
+    # Before NumPy: its threads spin after each product, on cores that the models' steps need.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return_large_blocks_when_freed()
     if address_space() is not None:
         share_one_arena()  # before the first thread

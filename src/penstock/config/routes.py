@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.upstreams import UpstreamConfig
 from penstock.types.errors import ConfigError
 
 ROUTES = "routes"
@@ -39,14 +38,6 @@ class RouteConfig:
     name: str
     """The name that clients ask for."""
     by: LearnedConfig | FallbackConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The tables of a config file that are about routes."""
-
-    routes: tuple[RouteConfig, ...] = ()
-    upstreams: tuple[UpstreamConfig, ...] = ()
 
 
 def parse_routes(tables: object, place: str, folder: Path) -> tuple[RouteConfig, ...]:

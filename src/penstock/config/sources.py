@@ -19,7 +19,9 @@ from penstock.config.components import (
     SchedulerConfig,
     SharingConfig,
 )
-from penstock.config.routes import ROUTES, Routing, parse_routes
+from penstock.config.pipelines import PIPELINES, parse_pipelines
+from penstock.config.routes import ROUTES, parse_routes
+from penstock.config.routing import Routing
 from penstock.config.setting import Setting, settings_of
 from penstock.config.upstreams import UPSTREAMS, parse_upstreams
 from penstock.types.errors import ConfigError
@@ -61,7 +63,7 @@ class ConfigFile:
     models: tuple[dict[str, object], ...] = ()
     """The file's `[[models]]` tables."""
     routing: Routing = field(default_factory=Routing)
-    """Its `[[routes]]` and `[[upstreams]]` tables."""
+    """Its tables that are about routes and pipelines."""
 
 
 def read_config_file(path: Path) -> ConfigFile:
@@ -78,13 +80,14 @@ def read_config_file(path: Path) -> ConfigFile:
     routing = Routing(
         routes=parse_routes(table.pop(ROUTES, []), f"{path}: ", path.parent),
         upstreams=parse_upstreams(table.pop(UPSTREAMS, []), f"{path}: "),
+        pipelines=parse_pipelines(table.pop(PIPELINES, []), f"{path}: ", path.parent),
     )
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):
             raise ConfigError(
                 f"{path}: there are no tables such as [{key}].",
-                remedy="Put all keys at the top level: only models, routes, upstreams and [policy_args] are tables.",
+                remedy="Put all keys at the top level: only models, routes, upstreams, pipelines and [policy_args] are tables.",
             )
     return ConfigFile(
         parse_settings(table, all_settings(), place=f"{path}: "),

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from penstock.types.errors import ConfigError
 
 UPSTREAMS = "upstreams"
-DEFAULT_SILENCE_S, DEFAULT_CONCURRENT = 60.0, 64
+DEFAULT_SILENCE_S, DEFAULT_ANSWER_S, DEFAULT_CONCURRENT = 60.0, 600.0, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,9 @@ class UpstreamConfig:
     """The model's name there."""
     key: str = field(default="", repr=False)
     max_silence_s: float = DEFAULT_SILENCE_S
-    """Longest time without a byte of the answer."""
+    """Longest time without a byte of a stream."""
+    max_answer_s: float = DEFAULT_ANSWER_S
+    """Longest time for an answer that comes whole."""
     max_concurrent: int = DEFAULT_CONCURRENT
     never_keys: tuple[str, ...] = ()
     """Names of API keys whose requests stay here."""
@@ -33,7 +35,7 @@ class UpstreamConfig:
     """A request stays here if one of these is found in a text of it."""
 
 
-_KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_concurrent", "never_keys", "never_matching")
+_KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_answer_s", "max_concurrent", "never_keys", "never_matching")
 
 
 def parse_upstreams(tables: object, place: str) -> tuple[UpstreamConfig, ...]:
@@ -52,8 +54,7 @@ def _parse(table: Mapping[str, object], place: str) -> UpstreamConfig:
     if unknown := table.keys() - {*_KEYS}:
         raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(_KEYS)}.")
     name, url = (_text(table, key, place) for key in ("name", "url"))
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+    if not _is_address(url):
         raise ConfigError(f"{place}{url!r} is not the address of a server.", remedy="Write it as https://api.example.com/v1.")
     return UpstreamConfig(
         name=name,
@@ -61,18 +62,29 @@ def _parse(table: Mapping[str, object], place: str) -> UpstreamConfig:
         model=_text(table, "model", place) if "model" in table else name,
         key=_key(_text(table, "key_env", place), place) if "key_env" in table else "",
         max_silence_s=_number(table, "max_silence_s", DEFAULT_SILENCE_S, place),
+        max_answer_s=_number(table, "max_answer_s", DEFAULT_ANSWER_S, place),
         max_concurrent=int(_number(table, "max_concurrent", DEFAULT_CONCURRENT, place)),
         never_keys=_texts(table, "never_keys", place),
         never_matching=tuple(_pattern(text, place) for text in _texts(table, "never_matching", place)),
     )
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        has_more = parts.username is not None or parts.password is not None or parts.query or parts.fragment
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and not has_more
+    except ValueError:  # also of a host that is no name, and a port that is no number
+        return False
+
+
 def _key(variable: str, place: str) -> str:
     key = os.environ.get(variable, "")
     if not key:
         raise ConfigError(f"{place}the environment variable {variable} has no key.", remedy=f"Set {variable}.")
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{place}the key in {variable} has characters that no header can have.", remedy="Set it anew.")
+    if not key.isascii() or not key.isprintable() or key != key.strip():
+        raise ConfigError(f"{place}the key in {variable} has blanks or signs that no key has.", remedy="Set it anew.")
     return key
 
 

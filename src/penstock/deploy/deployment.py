@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.clock import Clock, WallClock
 from penstock.config.units import format_size
 from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.pipelines import Pipeline, check_pipelines
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import leavers, room_at_ns
 from penstock.deploy.routes import Route, check_routes
@@ -54,6 +55,7 @@ class Deployment:
         splits: Sequence[Split] = (),
         routes: Sequence[Route] = (),
         upstreams: Sequence[UpstreamConfig] = (),
+        pipelines: Sequence[Pipeline] = (),
     ) -> None:
         """The first model is the default one. `find_new` returns models that were added to a folder since its last call.
 
@@ -72,6 +74,8 @@ class Deployment:
         self.routes = {route.name: route for route in routes}
         self.upstreams = {upstream.name: upstream for upstream in upstreams}
         check_routes(routes, self._by_name, self.upstreams)
+        self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
+        check_pipelines(pipelines, self._by_name, {*self.routes, *self.upstreams})
         self.update: Callable[[], Sequence[str]] | None = None
         """Reads the configuration again and applies it, if the server can do so. Returns what has changed, in words. Blocks,
         and raises PenstockError."""

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, Load, LoraConfig
-from penstock.config.routes import Routing
+from penstock.config.routing import Routing
 from penstock.config.units import format_size
 from penstock.deploy.build import EngineTap, Lasting, build, seat_of
 from penstock.deploy.executor import first_executor
 from penstock.deploy.experts import disk_words
+from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
 from penstock.deploy.resolve import aliases, decide, nanoseconds, resolve, served_names
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
@@ -88,6 +89,7 @@ def start_deployment(
         splits=[split for split in splits if split is not None],
         routes=open_routes(routing.routes),
         upstreams=routing.upstreams,
+        pipelines=open_pipelines(routing.pipelines),
     )
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment

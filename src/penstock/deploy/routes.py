@@ -77,7 +77,8 @@ def check_routes(routes: Sequence[Route], by_name: Mapping[str, object], upstrea
         here = [name for name in route.models if name not in upstreams]
         if not here or (route.learned is not None and route.models[0] not in here):
             raise ConfigError(
-                f"The route {route.name} needs a model of this server.", remedy="Name one, as the weak one if it has one."
+                f"The route {route.name} needs a model of this server.",
+                remedy="Name one. If the route has a weak model, it must be that.",
             )
         needed = here if route.learned is None else [*here, route.learned.route.embedder]
         for name in needed:

@@ -38,7 +38,7 @@ class Figures:
 
 
 def figures_of(answers: Answers, gains: F64, *, seed: int = 0) -> Figures:
-    """Return the figures of a route that expects these gains. NaN stands for those of a gain that is none."""
+    """Return the figures of a route that expects these gains. Those of a strong model that is not better are NaN."""
     rng, count = np.random.default_rng(seed), len(answers)
     differences = _differences(answers, gains, rng)
     half = float(answers.weak.mean() + differences[: count // 2].sum() / count)

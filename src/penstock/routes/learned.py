@@ -62,7 +62,7 @@ class Cascade:
     window: int
     """How many tokens those are."""
     margin: float
-    """For 19 of 20 questions, they change the expected gain by less."""
+    """The first tokens change the expected gain of 19 in 20 questions by less than this."""
     fit: Fit
 
 
@@ -73,7 +73,7 @@ class LearnedRoute:
     by_question: Fit
     cascade: Cascade | None = None
     thresholds: tuple[float, ...]
-    """Least gain with which the strong model answers, so that it answers each of `SHARES`."""
+    """For each of `SHARES`, the least gain of the questions that the strong model then answers."""
 
     def tries(self, gain: float, threshold: float) -> bool:
         """Return whether the weak model's first tokens can change what the question's gain says."""
@@ -160,9 +160,18 @@ def fit(inputs: F64, answers: Answers, penalty: float, *, has_starts: bool = Fal
     return Fit(mean, scale, *(_regress(rows, results, penalty) for results in (answers.weak, answers.strong)))
 
 
-def thresholds_of(gains: F64) -> tuple[float, ...]:
-    """Return the least gain for each of `SHARES`, from the gains of questions that the fit did not see."""
-    return tuple(np.quantile(gains, [1 - share for share in SHARES]).tolist())
+def thresholds_of(gains: F64, moved: F64 | None = None, margin: float = 0.0) -> tuple[float, ...]:
+    """Return the least gain for each of `SHARES`, from the gains of questions that the fit did not see.
+
+    `moved`: in a cascade, the gains with the first tokens, which count where they are tried (`margin`).
+    """
+    if moved is None:
+        return tuple(np.quantile(gains, [1 - share for share in SHARES]).tolist())
+    found = np.unique(np.concatenate([gains, moved]))
+    sent = np.array([(np.where(np.abs(gains - at) < margin, moved, gains) >= at).mean() for at in found])
+    sent = np.minimum.accumulate(sent)
+    best = [found[int(np.argmin(np.abs(sent - share)))] for share in SHARES]
+    return tuple(np.minimum.accumulate(best).tolist())
 
 
 def _counts(prompts: Sequence[str]) -> F64:
@@ -189,11 +198,12 @@ def _logistic(values: F64) -> F64:
 
 def _regress(rows: F64, results: F64, penalty: float) -> F64:
     """Return the weights that make `results` most likely, by Newton's method."""
-    weights = np.zeros(rows.shape[1])
+    weights, penalties = np.zeros(rows.shape[1]), np.full(rows.shape[1], penalty)
+    penalties[-1] = LEAST_SCALE  # the constant only says how often the model is right
     for _ in range(MAX_ROUNDS):
         shares = _logistic(rows @ weights)
-        slope = rows.T @ (shares - results) + penalty * weights
-        bend = (rows * (shares * (1 - shares))[:, None]).T @ rows + penalty * np.eye(len(weights))
+        slope = rows.T @ (shares - results) + penalties * weights
+        bend = (rows * (shares * (1 - shares))[:, None]).T @ rows + np.diag(penalties)
         step = np.linalg.solve(bend, slope)
         weights = weights - step
         if np.abs(step).max() < 1e-6:

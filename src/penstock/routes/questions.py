@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 MAX_QUESTION_CHARS = 16_384
@@ -9,16 +10,30 @@ MAX_QUESTION_CHARS = 16_384
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield all texts of a body."""
+    """Yield all texts of a body: also keys of objects, numbers, JSON within texts, and the parts of a message as one."""
     rest = [value]
     while rest:
         one = rest.pop()
         if isinstance(one, str):
             yield one
+            if one[:1] in "{[" and (inner := _json(one)) is not None:  # such as the arguments of a call
+                rest.append(inner)
         elif isinstance(one, dict):
-            rest += one.values()
+            rest += [*one, *one.values()]
         elif isinstance(one, list):
             rest += one
+            parts = [part["text"] for part in one if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            if len(parts) > 1:
+                yield "".join(parts)
+        elif isinstance(one, int | float) and not isinstance(one, bool):
+            yield str(one)
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def question_in(value: object) -> str:
@@ -30,8 +45,10 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from _texts(value.get("text") or value.get("content"))
+        if value.get("type") != "tool_result":  # which Anthropic's API has in a message of the user
+            yield from _texts(value.get("text") or value.get("content"))
     elif isinstance(value, list):
         users = [entry for entry in value if isinstance(entry, dict) and entry.get("role") == "user"]
-        for entry in users[-1:] or value:
+        asked = next((entry for entry in reversed(users) if any(_texts(entry))), None)
+        for entry in ([] if users else value) if asked is None else [asked]:
             yield from _texts(entry)

@@ -25,13 +25,12 @@ def fit_route(
     `vectors`, `starts`: as for `inputs_of`; with starts it is a cascade.
     """
     by_question, gains = _best(inputs_of(vectors, answers.prompts), answers, has_starts=False)
-    cascade = None
-    if starts is not None:
-        by_start, moved = _best(inputs_of(vectors, answers.prompts, starts), answers, has_starts=True)
-        margin = float(np.quantile(np.abs(moved - gains), MARGIN_SHARE))
-        cascade, gains = Cascade(starter, window, margin, by_start), moved
-    route = LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=thresholds_of(gains))
-    return route, gains
+    if starts is None:
+        return LearnedRoute(embedder=embedder, by_question=by_question, thresholds=thresholds_of(gains)), gains
+    by_start, moved = _best(inputs_of(vectors, answers.prompts, starts), answers, has_starts=True)
+    margin = float(np.quantile(np.abs(moved - gains), MARGIN_SHARE))
+    cascade, thresholds = Cascade(starter, window, margin, by_start), thresholds_of(gains, moved, margin)
+    return LearnedRoute(embedder=embedder, by_question=by_question, cascade=cascade, thresholds=thresholds), moved
 
 
 def _best(inputs: F64, answers: Answers, *, has_starts: bool) -> tuple[Fit, F64]:

@@ -46,13 +46,15 @@ from penstock.serve.openapi import Operation, write_document
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.routes import API as OPS
+from penstock.serve.pipelines import PipelineFiller
+from penstock.serve.questions import QuestionReader
 from penstock.serve.responses.routes import API as RESPONSES
 from penstock.serve.routes import RouteChooser
 from penstock.serve.tei.routes import API as TEI
 from penstock.serve.texts.endpoint import TextsEndpoint
 from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.vllm.routes import API as VLLM
-from penstock.types.errors import ModelAway
+from penstock.types.errors import ConfigError, ModelAway
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
@@ -83,7 +85,7 @@ def create_app(
         texts=TextsEndpoint(reader, in_flight),
         folder=FolderWatch(deployment),
         cards=ModelCards(),
-        upstreams=_upstreams(deployment),
+        upstreams=_upstreams(deployment, config),
     )
     keys = keys or key_ring(config)
     operations = _operations(apis, parts)
@@ -115,12 +117,20 @@ def create_app(
     return app
 
 
-def _upstreams(deployment: Deployment) -> dict[str, Upstream]:
+def _upstreams(deployment: Deployment, config: ServerConfig) -> dict[str, Upstream]:
     if not deployment.upstreams:
         return {}
+    names = {key.name for key in api_keys(config)}
+    for upstream in deployment.upstreams.values():
+        if unknown := {*upstream.never_keys} - names:
+            raise ConfigError(
+                f"The upstream {upstream.name} names the API key {min(unknown)!r}, which the server does not have.",
+                remedy="Correct never_keys, or the file of keys.",
+            )
     from penstock.serve.upstream import Upstream
 
-    return {name: Upstream(config, deployment.clock) for name, config in deployment.upstreams.items()}
+    clock, off_loop = deployment.clock, deployment.off_loop
+    return {name: Upstream(config, clock, off_loop) for name, config in deployment.upstreams.items()}
 
 
 def key_ring(config: ServerConfig) -> KeyRing | None:
@@ -145,8 +155,9 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
 
 
 def _mounted(operations: Sequence[Operation], parts: Parts) -> list[StarletteRoute]:
-    chooser = RouteChooser(parts.reader, parts.texts.desk, parts.upstreams)
-    waits = Waits(parts.deployment, parts.folder, parts.in_flight, chooser.choose, parts.upstreams)
+    questions = QuestionReader(parts.reader, parts.texts.desk)
+    choose = RouteChooser(parts.deployment, questions, parts.upstreams).choose
+    waits = Waits(parts.deployment, parts.folder, parts.in_flight, choose, PipelineFiller(questions).fill, parts.upstreams)
 
     def mount(operation: Operation) -> StarletteRoute:
         api, base = operation.routes[-1]

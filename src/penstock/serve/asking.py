@@ -34,6 +34,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.pipelines import Pipeline
 from penstock.deploy.routes import Route
 from penstock.deploy.running import RunningModel, ServedModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body, load_json
@@ -77,6 +78,8 @@ LOOKED_UP_KEY = "penstock.looked_up"
 """Key of a scope: a `LookedUp`, if the adapter's name was looked up on the disk."""
 LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
 """An adapter's name, and the result of `look_up`."""
+FILLED_KEY = "penstock.filled"
+"""Key of a scope: the name of the pipeline that has put its sources into the body."""
 KEPT_KEY = "penstock.kept_from"
 """Key of a scope: names of the upstreams that must not see the request."""
 ROUTED_KEY = "penstock.routed"
@@ -109,8 +112,8 @@ class Routed:
     route: str
     model: str
     why: str = ""
-    has_next: bool = False
-    """If this model refuses, another one is asked."""
+    rest: tuple[str, ...] = ()
+    """Models to ask one after another if this one refuses."""
     trial: Trial | None = None
     """In a cascade: decides whether this model goes on."""
 
@@ -120,8 +123,17 @@ class Routed:
         return "; ".join(parts).encode("ascii", "backslashreplace")
 
 
+class PipelineOpen(ApiError):
+    """A request names a pipeline, which has not looked up its question yet. The message is for routes without questions."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        message = f"{pipeline.name} is a pipeline, which answers questions. Name a model."
+        super().__init__(400, message, code="invalid_value", param="model")
+        self.pipeline = pipeline
+
+
 class UpstreamChosen(ApiError):
-    """The route of a request has chosen a model of another server. As an answer: there is no asking it for this."""
+    """The route of a request has chosen a model of another server. The message is for routes that can't go there."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -131,7 +143,7 @@ class UpstreamChosen(ApiError):
 
 
 class RouteOpen(ApiError):
-    """A request names a route, which has not chosen a model yet. As an answer: it is asked for no text."""
+    """A request names a route, which has not chosen a model yet. The message is for routes without questions."""
 
     def __init__(self, route: Route) -> None:
         models = ", ".join(route.models)
@@ -188,6 +200,8 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     try:
         if route is not None and not models_of(route, deployment, scope):
             raise _not_found(name, deployment)
+        if name in deployment.pipelines and name not in key.models:  # its documents are more than its model
+            raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
@@ -198,6 +212,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     known = [(one, deployment.find(one)) for one in deployment.names]
     names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
     names += [one.name for one in deployment.routes.values() if models_of(one, deployment, scope)]
+    names += [one for one in deployment.pipelines if one in key.models]
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 
@@ -207,6 +222,8 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
     Models come first, then known adapters, then the adapter that `look_up` found for this request. Raises 404, or
     `NameUnknown` if the name must be looked up on the disk.
     """
+    if name in deployment.pipelines:
+        name = deployment.pipelines[name].config.model
     if name in deployment.routes:
         routed: Routed | None = scope.get(ROUTED_KEY)
         if routed is None or routed.route != name:
@@ -253,7 +270,7 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
 
 def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool = False) -> ApiError:
     asked = deployment.default.name if name is None else name
-    return model_not_found(asked, (*deployment.names, *deployment.routes), is_no_adapter=is_no_adapter)
+    return model_not_found(asked, (*deployment.names, *deployment.routes, *deployment.pipelines), is_no_adapter=is_no_adapter)
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
@@ -301,7 +318,7 @@ def read_terms(
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
-        returns=routed is None or not routed.has_next,
+        returns=routed is None or not routed.rest,
         priority=_priority(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
@@ -439,6 +456,10 @@ ChooseModel = Callable[[Route, bytes, HttpRequest], Awaitable[None]]
 """Chooses the model of a route for a request by its body, and notes it in the scope. Raises `ModelAway` and `Rejected`."""
 
 
+FillPipeline = Callable[[Pipeline, bytes, HttpRequest], Awaitable[bytes]]
+"""Returns a request's body with what a pipeline has looked up. Raises `ModelAway`, `ApiError` and `Rejected`."""
+
+
 class Waits:
     """Makes requests wait for models to be loaded and for adapters to be found. For the event loop."""
 
@@ -448,6 +469,7 @@ class Waits:
         folder: FolderWatch,
         in_flight: InFlight,
         choose: ChooseModel,
+        fill: FillPipeline,
         upstreams: Mapping[str, Upstream],
     ) -> None:
         self._upstreams = upstreams
@@ -455,6 +477,7 @@ class Waits:
         self._folder = folder
         self._in_flight = in_flight
         self._choose = choose
+        self._fill = fill
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
@@ -467,7 +490,7 @@ class Waits:
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
             while True:
-                away = unknown = route = None
+                away = unknown = route = pipeline = None
                 asked_ns = self._deployment.clock.now_ns()
                 try:
                     try:
@@ -487,8 +510,13 @@ class Waits:
                     if not loads:
                         raise
                     route = error.route
+                except PipelineOpen as error:
+                    if not loads:
+                        raise
+                    pipeline = error.pipeline
                 except Unsure as error:
-                    self._ask_next(str(error), http)
+                    if not self._ask_next(str(error), http):  # the large model has gone
+                        http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY], trial=None)
                     self._count_wait("route", asked_ns, http)
                     continue
                 except (ApiError, Rejected) as error:
@@ -506,13 +534,21 @@ class Waits:
                     except ModelAway as error:
                         away = error.name
                     self._count_wait("route", asked_ns, http)
+                if pipeline is not None:
+                    http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+                    try:
+                        data = await self._fill(pipeline, data, http)
+                        http.scope[FILLED_KEY] = pipeline.name
+                    except ModelAway as error:
+                        away = error.name
+                    self._count_wait("pipeline", asked_ns, http)
                 if away is not None:
                     try:
                         await self._load(away, data, http)
                     except (ApiError, Rejected) as error:
                         if not self._falls_back(error, http):
                             raise
-                elif route is not None:
+                elif route is not None or pipeline is not None:
                     continue
                 elif unknown is not None:
                     http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
@@ -526,7 +562,7 @@ class Waits:
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Return whether a route has another model for a request that one of its models has refused, and choose that."""
         routed: Routed | None = http.scope.get(ROUTED_KEY)
-        if routed is None or not routed.has_next:
+        if routed is None or not routed.rest:
             return False
         known = from_rejected(error) if isinstance(error, Rejected) else error
         is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
@@ -538,11 +574,11 @@ class Waits:
         """Choose the next model of the request's route, and return whether there is one."""
         routed: Routed = http.scope[ROUTED_KEY]
         route = self._deployment.routes[routed.route]
-        after = route.models[route.models.index(routed.model) + 1 :]
-        rest = [name for name in models_of(route, self._deployment, http.scope) if name in after]
+        there = models_of(route, self._deployment, http.scope)
+        rest = [name for name in routed.rest if name in there]
         if not rest:
             return False
-        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], why, has_next=len(rest) > 1)
+        http.scope[ROUTED_KEY] = Routed(route.name, rest[0], why, rest=(*rest[1:],))
         return True
 
     def _count_wait(self, name: str, since_ns: int, http: HttpRequest) -> None:
@@ -575,7 +611,8 @@ class Waits:
         limit_ns = _wait_limit_ns(http.scope, arrival_ns, config)
         owner, request_id = read_owner(http.scope, config), identity_of(http.scope).request_id
         unix_time_s = self._deployment.sources.unix_time_s
-        with self._in_flight.arriving(Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns)):
+        waits = http.scope.get(WAITED_KEY, NO_WAITS)
+        with self._in_flight.arriving(Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=waits)):
             await unless_gone(http, _loaded(self._deployment, served, limit_ns, len(data)))
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)
@@ -717,6 +754,9 @@ class Asked:
     def call(self, request: ChatRequest | CompletionRequest) -> Call:
         """Check a request and return its call. Also begin to load its adapter. Raises `ApiError` and `Rejected`."""
         served, adapter = self.find(request.model, request.user)
+        pipeline = self.reader.deployment.pipelines.get(request.model or "")
+        if pipeline is not None and self.scope.get(FILLED_KEY) != pipeline.name:
+            raise PipelineOpen(pipeline)
         running = served.answerer()
         if request.model in self.reader.deployment.routes:
             request = replace(request, model=running.name)  # the answer says which model it is of

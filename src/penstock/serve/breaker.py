@@ -1,57 +1,87 @@
-"""Spares a server that fails, and those who wait for it: no more requests for a while, and few second attempts."""
+"""Spares a server that fails, and those who wait for it: no requests for a while, and few second attempts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from penstock.clock import Clock
 
 MAX_FAILURES = 5
-"""Failures in a row after which requests are refused."""
+"""Failures in a row after which requests are refused for `REST_NS`."""
 REST_NS = 10_000_000_000
-"""How long they are. Then one is let through: the next one follows if it succeeds."""
 RETRY_SHARE, MAX_RETRIES = 0.1, 10.0
-"""Second attempts for each request, and the most that are saved up."""
+"""Second attempts that each request adds, and the most that are saved up."""
 
 
 class Breaker:
-    """For one event loop. Each request that `wait_ns` lets through ends with `succeed`, `fail` or `forget`."""
+    """For one event loop. It is open after failures; after a rest one request at a time probes whether the server is back."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._num_failures = 0
         self._open_until_ns: int | None = None
-        self._is_probing = False
+        self._probe: Turn | None = None
         self._num_retries = MAX_RETRIES
 
     @property
     def is_open(self) -> bool:
         return self._open_until_ns is not None
 
-    def wait_ns(self) -> int:
-        """Return 0 to let a request through, or how long to wait."""
+    def begin(self) -> Turn | int:
+        """Return a turn for a request, or how long to wait in ns."""
+        turn = Turn(self)
         if self._open_until_ns is None:
             self._num_retries = min(MAX_RETRIES, self._num_retries + RETRY_SHARE)
-            return 0
+            return turn
         rest_ns = self._open_until_ns - self._clock.now_ns()
-        if rest_ns > 0 or self._is_probing:
+        if rest_ns > 0 or self._probe is not None:
             return max(rest_ns, 1_000_000_000)
-        self._is_probing = True
-        return 0
+        self._probe = turn
+        return turn
 
     def may_retry(self) -> bool:
-        """Return whether a failed request may be sent again, and count that. Not if all of them fail."""
-        if self._open_until_ns is not None or self._num_retries < 1:
+        """Return whether a failed request may be sent again, and count it. An open breaker allows none."""
+        if self.is_open or self._num_retries < 1:
             return False
         self._num_retries -= 1
         return True
 
+    def works(self, turn: Turn) -> None:
+        if turn is self._probe:
+            self._num_failures, self._open_until_ns, self._probe = MAX_FAILURES - 1, None, None
+
+    def succeed(self, turn: Turn) -> None:
+        if not self.is_open or turn is self._probe:
+            self._num_failures, self._open_until_ns, self._probe = 0, None, None
+
+    def fail(self, turn: Turn) -> None:
+        if turn is self._probe or not self.is_open:
+            self._num_failures += 1
+            if turn is self._probe or self._num_failures >= MAX_FAILURES:
+                self._open_until_ns, self._probe = self._clock.now_ns() + REST_NS, None
+
+    def close(self, turn: Turn) -> None:
+        if turn is self._probe:
+            self._probe = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A request that the breaker has let through. The caller closes it."""
+
+    breaker: Breaker
+
+    def works(self) -> None:
+        """The server begins to answer. Others may ask, but the next failure closes it to them again."""
+        self.breaker.works(self)
+
     def succeed(self) -> None:
-        self._num_failures, self._open_until_ns, self._is_probing = 0, None, False
+        """The server has answered."""
+        self.breaker.succeed(self)
 
     def fail(self) -> None:
-        self._num_failures += 1
-        if self._is_probing or self._num_failures >= MAX_FAILURES:
-            self._open_until_ns, self._is_probing = self._clock.now_ns() + REST_NS, False
+        self.breaker.fail(self)
 
-    def forget(self) -> None:
-        """Count neither: the client left, or the request was wrong."""
-        self._is_probing = False
+    def close(self) -> None:
+        """The request has ended, well or not."""
+        self.breaker.close(self)

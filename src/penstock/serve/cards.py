@@ -20,6 +20,7 @@ from penstock.deploy.off_loop import give_way
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelFacts, ServedModel
 from penstock.serve.asking import FolderWatch, find_allowed, may_ask, models_of
+from penstock.serve.http.checks import key_of
 from penstock.serve.shapes import Count
 
 
@@ -117,19 +118,27 @@ class ModelsEndpoint:
         for route in self._deployment.routes.values():
             if (one := self._of_route(route, scope)) is not None:
                 found.append(one)
-        return found
+        return [*found, *(one for name in self._deployment.pipelines if (one := self._of_pipeline(name, scope)) is not None)]
+
+    def _of_pipeline(self, name: str, scope: Scope) -> Listed | None:
+        """Return a pipeline as its model if the key allows it, or None."""
+        key, served = key_of(scope), self._deployment.find(self._deployment.pipelines[name].config.model)
+        is_allowed = key is None or key.models is None or name in key.models
+        return Listed(name, served) if is_allowed and served is not None else None
 
     def _of_route(self, route: Route, scope: Scope) -> Listed | None:
-        """Return a route as its first model here that the key allows, or None."""
-        found = [self._deployment.find(name) for name in models_of(route, self._deployment, scope)]
-        served = next(filter(None, found), None)
-        return None if served is None else Listed(route.name, served)
+        """Return a route as its first model here, if the key allows one of its models, or None."""
+        names = models_of(route, self._deployment, scope)
+        served = next(filter(None, map(self._deployment.find, [*names, *route.models])), None)
+        return Listed(route.name, served) if names and served is not None else None
 
     async def get(self, http: HttpRequest) -> ModelCard:
         """Describe the model with this name."""
         model_id = http.path_params["model_id"]
         route = self._deployment.routes.get(model_id)
         if route is not None and (found := self._of_route(route, http.scope)) is not None:
+            return found.card()
+        if model_id in self._deployment.pipelines and (found := self._of_pipeline(model_id, http.scope)) is not None:
             return found.card()
         served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:

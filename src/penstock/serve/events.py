@@ -1,10 +1,11 @@
-"""Reads the server-sent events of another server, as they come, and checks that they are complete.
+"""Reads the server-sent events of another server, as they come.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,13 @@ from penstock import fast_json
 
 MAX_EVENT_BYTES = 1 << 20
 DONE = b"[DONE]"
+_END = re.compile(rb"(?>\r\n|\n|\r){2}")
+_LINE = re.compile(rb"\r\n|\n|\r")
+_LONGEST_END = 4
 
 
 class Garbage(ValueError):
-    """What came is not a stream of OpenAI's API. The message says why."""
+    """Bytes that are no answer of OpenAI's API. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +33,28 @@ class Event:
 
 class EventReader:
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._looked = 0
+        """Bytes of `_rest` in which no event ends."""
 
     def push(self, piece: bytes) -> list[Event]:
         """Return the events that are complete now. Raises Garbage."""
-        *whole, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._rest += piece
+        events, begin = [], 0
+        for end in _END.finditer(self._rest, self._looked):
+            events.append(_event(bytes(self._rest[begin : end.start()])))
+            begin = end.end()
+        del self._rest[:begin]
+        self._looked = max(0, len(self._rest) - _LONGEST_END + 1)
         if len(self._rest) > MAX_EVENT_BYTES:
             raise Garbage(f"it sent an event of more than {MAX_EVENT_BYTES} bytes")
-        return [_event(lines) for lines in whole]
+        return events
 
 
-def _event(lines: bytes) -> Event:
-    data = b"\n".join([line[5:].removeprefix(b" ") for line in lines.split(b"\n") if line.startswith(b"data:")])
-    raw = lines + b"\n\n"
+def _event(block: bytes) -> Event:
+    lines = [line for line in _LINE.split(block.removeprefix(b"\xef\xbb\xbf")) if line]
+    data = b"\n".join([line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")])
+    raw = b"\n".join(lines) + b"\n\n"
     if not data:
         return Event(raw, None)
     if data == DONE:

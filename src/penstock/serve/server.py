@@ -223,10 +223,11 @@ class Server:
             _log.info("shutting down")
         try:
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
-            self.ended_cleanly, *_ = await asyncio.gather(
+            ends = await asyncio.gather(
                 asyncio.to_thread(self._deployment.close, timeout_s),
                 *(upstream.drain(timeout_s) for upstream in self._app.state.upstreams),
             )
+            self.ended_cleanly = all(ends)
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:

@@ -462,12 +462,12 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
 
 
 def server_timing(parts_ms: Sequence[float], waits: WaitTimes) -> str:
-    """Return the value of `Server-Timing`: `parts_ms`, and as `route` and `model` the parts of `queue` spent on these.
+    """Return the value of `Server-Timing`: `parts_ms`, and the parts of `queue` spent on a route, a pipeline and the model.
 
     https://www.w3.org/TR/server-timing/
     """
     parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
-    before = (("route", waits.route), ("model", waits.model))
+    before = (("route", waits.route), ("pipeline", waits.pipeline), ("model", waits.model))
     parts += [f"{name};dur={wait_ns / 1e6:.3f}" for name, wait_ns in before if wait_ns]
     return ", ".join(parts)
 

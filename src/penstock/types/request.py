@@ -17,6 +17,8 @@ class WaitTimes(NamedTuple):
 
     route: int = 0
     """For its route to choose a model, with the beginning of an answer that another model then gave."""
+    pipeline: int = 0
+    """For its pipeline to look up its question."""
     model: int = 0
     """For its model to load."""
     grammar: int = 0

@@ -217,9 +217,12 @@ def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningMo
     return make_runtime(executor, chat_template=None, encoder=encoder, **fields)
 
 
-def make_client(*models: RunningModel, splits=(), routes=(), upstreams=(), **config_fields) -> httpx.AsyncClient:
+def make_client(*models: RunningModel, splits=(), routes=(), upstreams=(), pipelines=(), **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole, and are checked against the OpenAPI document."""
-    app = create_app(deployment_of(*models, splits=splits, routes=routes, upstreams=upstreams), ServerConfig(**config_fields))
+    app = create_app(
+        deployment_of(*models, splits=splits, routes=routes, upstreams=upstreams, pipelines=pipelines),
+        ServerConfig(**config_fields),
+    )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [AnswerCheck(app)]}
     client = httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30, event_hooks=hooks)

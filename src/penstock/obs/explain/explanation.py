@@ -16,6 +16,8 @@ from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReaso
 
 ROUTE = "route"
 """Waiting for its route to choose a model, with what another one began to answer."""
+PIPELINE = "pipeline"
+"""Waiting for its pipeline to look up its question."""
 MODEL = "model"
 """Waiting for its model to be loaded."""
 GRAMMAR = "grammar"
@@ -221,7 +223,7 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     """Split the time from arrival to the first step by what the request waited for."""
     queued_ns = until.at_ns if life.queued is None else life.queued.at_ns
     waits = life.waits
-    before = {ROUTE: waits.route, MODEL: waits.model, GRAMMAR: waits.grammar}
+    before = {ROUTE: waits.route, PIPELINE: waits.pipeline, MODEL: waits.model, GRAMMAR: waits.grammar}
     before[INTAKE] = queued_ns - life.arrival_ns - sum(waits)
     if life.queued is None:
         return _some(before)
@@ -260,6 +262,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
 
 _WAITS = {
     ROUTE: "for its route to choose a model",
+    PIPELINE: "for its pipeline to look it up",
     MODEL: "for its model to load",
     GRAMMAR: "for its grammar",
     PROMPT: "for its prompt to be tokenised",

@@ -106,8 +106,8 @@ def open_model(
     """Return the model and the terms. Raises 400 unless the model is an encoder."""
     if request_id is not None:
         identity_of(asked.scope).adopt(request_id)  # first, so that any later refusal has this id
-    if model in asked.reader.deployment.routes:
-        raise invalid(f"{model} is a route between models that write text: name an encoder.", "model")
+    if model in asked.reader.deployment.routes or model in asked.reader.deployment.pipelines:
+        raise invalid(f"{model} writes text: name an encoder.", "model")
     running = asked.find(model, user or "")[0].answerer()
     encoder = running.model.encoder
     if encoder is None:

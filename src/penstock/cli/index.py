@@ -1,0 +1,49 @@
+"""`penstock index`: an index of a folder's documents, for pipelines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:  # with NumPy
+    from penstock.search.index import F32
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FOLDER.index, here.")
+@click.option("--embedder", default="minilm", show_default=True, metavar="MODEL", help="Embedding model.")
+def index(folder: Path, output: Path | None, embedder: str) -> None:
+    """Index the documents in FOLDER (.txt, .md, .rst, .html, .pdf) for a pipeline.
+
+    A second run reads what has changed since the first, and forgets what is gone. Servers that read the index see it at once.
+    """
+    import numpy as np
+
+    from penstock.llm import LLM
+    from penstock.search.index import Reader, create, update
+
+    path = output or Path(f"{folder.resolve().name}.index")
+    with LLM(embedder) as llm:
+        llm.embed(["Is it an embedding model?"])  # before a file is made
+        create(path, folder, embedder)
+
+        def embed(texts: Sequence[str]) -> F32:
+            found = llm.embed(list(texts), truncate_prompt_tokens=-1)
+            return np.array([one.outputs.embedding for one in found], np.float32)
+
+        for changes in update(path, folder, embed):
+            print(f"\r{changes.num_new} files read", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    for name, why in changes.unreadable.items():
+        print(f"{name or folder} is left out: {why}", file=sys.stderr)
+    reader = Reader(path)
+    print(
+        f"{path}: {changes.num_new} files new or changed, {changes.num_same} as they were, {changes.num_gone} gone; "
+        f"{reader.num_passages:,} passages."
+    )
+    reader.close()

@@ -1,0 +1,270 @@
+"""An index of documents: one SQLite file with the passages of a folder and their vectors.
+
+Files are replaced whole, some hundred passages in a transaction, so a process that is killed leaves each file as it was or as
+it is. Several processes may update an index while others read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.search.documents import MAX_BYTES, Unreadable, find, read
+from penstock.search.passages import Passage, cut
+from penstock.types.errors import ConfigError
+
+F32 = NDArray[np.float32]
+FORMAT = "1"
+AT_ONCE = 256
+"""Passages that are embedded, and written, together."""
+LOCKED_S = 30.0
+Embed = Callable[[Sequence[str]], F32]
+"""Returns the vectors of texts. [texts, width]"""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, digest BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS passages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, heading TEXT NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS passages_of_files ON passages (path);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    path: str
+    heading: str
+    text: str
+    score: float
+    """Cosine of the angle to the question."""
+
+
+@dataclass(slots=True)
+class Changes:
+    num_new: int = 0
+    """Files that are new or have changed."""
+    num_same: int = 0
+    num_gone: int = 0
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """File or folder -> why it is left out. Its passages of before stay."""
+
+
+def create(path: Path, folder: Path, embedder: str) -> None:
+    """Create an index of a folder, or check that it is one, by this embedding model. Raises ConfigError."""
+    wanted = {"format": FORMAT, "embedder": embedder, "folder": str(folder.resolve())}
+    with _opened(path) as base:
+        base.executescript(_SCHEMA)
+        with base:
+            base.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", wanted.items())
+        found = _about(base, path)
+        for key in ("embedder", "folder"):
+            if found[key] != wanted[key]:
+                raise ConfigError(
+                    f"{path} is an index by the {key} {found[key]}, not {wanted[key]}.", remedy="Name another file with -o."
+                )
+
+
+def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
+    """Make an index that was created one of the files in this folder. Yields what has changed so far. Raises ConfigError."""
+    changes, kept = Changes(), list[str]()
+
+    def leave_out(name: str, why: str) -> None:
+        changes.unreadable[_printable(name)] = why
+        kept.append(name)
+
+    def on_error(error: OSError) -> None:
+        name = os.path.relpath(error.filename, folder)
+        leave_out("" if name == "." else name + "/", f"it can't be listed: {error.strerror}")
+
+    with _opened(path) as base:
+        known = dict(base.execute("SELECT path, digest FROM files"))
+        seen: set[str] = set()
+        pending: list[tuple[str, bytes, list[Passage]]] = []
+        for file in find(folder, on_error):
+            name = file.relative_to(folder).as_posix()
+            try:
+                digest, passages = _read(file, known.get(_printable(name)))
+            except (Unreadable, OSError) as error:
+                leave_out(name, str(error))
+                continue
+            seen.add(name)
+            if passages is None:
+                changes.num_same += 1
+                continue
+            pending.append((name, digest, passages))
+            if sum([len(passages) for _, _, passages in pending]) >= AT_ONCE:
+                _write(base, path, pending, embed)
+                changes.num_new += len(pending)
+                pending.clear()
+                yield changes
+        _write(base, path, pending, embed)
+        changes.num_new += len(pending)
+        gone = [name for name in known.keys() - seen if not name.startswith(tuple(kept))]
+        with base:
+            for name in gone:
+                base.execute("DELETE FROM passages WHERE path = ?", (name,))
+                base.execute("DELETE FROM files WHERE path = ?", (name,))
+        changes.num_gone = len(gone)
+        yield changes
+
+
+def _read(file: Path, digest_before: bytes | None) -> tuple[bytes, list[Passage] | None]:
+    """Return a hash of a file, and its passages unless it is as before. Raises Unreadable and OSError."""
+    if _printable(file.name) != file.name:
+        raise Unreadable("its name is not UTF-8")
+    most = MAX_BYTES[file.suffix.lower()]
+    if not file.is_file() or file.stat().st_size > most:
+        raise Unreadable(f"it has more than {most >> 20} MiB, or is not a file")
+    data = file.read_bytes()
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    return digest, None if digest == digest_before else [*cut(read(file, data))]
+
+
+def _printable(text: str) -> str:
+    """Return a text with a mark in place of what is not Unicode."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _write(base: sqlite3.Connection, path: Path, files: Sequence[tuple[str, bytes, list[Passage]]], embed: Embed) -> None:
+    texts = [_printable(_shown(passage)) for _, _, passages in files for passage in passages]
+    if texts:
+        vectors = embed(texts)
+        vectors = (vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+    rows = iter(vectors if texts else ())
+    with base:
+        if texts:
+            base.execute("INSERT OR IGNORE INTO about VALUES ('width', ?)", (str(vectors.shape[1]),))
+            if (width := int(_about(base, path)["width"])) != vectors.shape[1]:
+                raise ConfigError(f"{path} has vectors of {width} numbers, not {vectors.shape[1]}.", remedy="Make it anew.")
+        for name, digest, passages in files:
+            base.execute("DELETE FROM passages WHERE path = ?", (name,))
+            base.execute("INSERT OR REPLACE INTO files VALUES (?, ?)", (name, digest))
+            base.executemany(
+                "INSERT INTO passages (path, heading, text, vector) VALUES (?, ?, ?, ?)",
+                [(name, _printable(one.heading), _printable(one.text), next(rows).tobytes()) for one in passages],
+            )
+
+
+def _shown(passage: Passage) -> str:
+    return f"{passage.heading}\n{passage.text}" if passage.heading else passage.text
+
+
+class Reader:
+    """Searches an index, whose vectors it keeps in memory. Its methods raise ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self.lock = threading.Lock()
+        """A caller holds it, unless no other thread has the reader."""
+        self._path = path
+        self._base: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and number of the open file."""
+        self._version = -1
+        self._ids = np.empty(0, np.int64)
+        self._vectors = np.empty((0, 0), np.float32)
+        self.embedder = ""
+        self.refresh()
+
+    @property
+    def num_passages(self) -> int:
+        return len(self._ids)
+
+    def refresh(self) -> None:
+        """Read the vectors again if the index has changed, or is another file."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            raise ConfigError(f"There is no index {self._path}.", remedy="`penstock index FOLDER` makes one.") from None
+        with self._errors():
+            if self._base is None or self._file != (found.st_dev, found.st_ino):
+                self.close()
+                # Not to write, but to roll back what a killed process has left. SQLite reads alone where it can't write.
+                place = f"{self._path.resolve().as_uri()}?mode=rw"
+                self._base = sqlite3.connect(place, uri=True, timeout=LOCKED_S, check_same_thread=False)
+                self._file, self._version = (found.st_dev, found.st_ino), -1
+            base = self._base
+            if (version := base.execute("PRAGMA data_version").fetchone()[0]) == self._version:
+                return
+            base.execute("BEGIN")  # all that follows is read of one state
+            try:
+                about = _about(base, self._path)
+                self.embedder, width = about["embedder"], int(about.get("width", 0))
+                (num,) = base.execute("SELECT count(*) FROM passages").fetchone()
+                ids, vectors = np.empty(num, np.int64), np.empty((num, width), np.float32)
+                for row, (passage_id, vector) in enumerate(base.execute("SELECT id, vector FROM passages")):
+                    ids[row], vectors[row] = passage_id, np.frombuffer(vector, np.float32)
+            finally:
+                base.execute("COMMIT")
+            self._ids, self._vectors, self._version = ids, vectors, version
+
+    def nearest(self, questions: F32, num: int) -> list[list[Hit]]:
+        """Return the nearest passages of each question, the nearest first. `questions`: [questions, width]"""
+        self.refresh()
+        num = min(num, len(self._ids))
+        if not num:
+            return [[] for _ in questions]
+        if questions.shape[1] != self._vectors.shape[1]:
+            width = self._vectors.shape[1]
+            raise ConfigError(f"{self._path} has vectors of {width} numbers, not {questions.shape[1]}.", remedy="Make it anew.")
+        scores = (questions / np.maximum(np.linalg.norm(questions, axis=1, keepdims=True), 1e-12)) @ self._vectors.T
+        found = []
+        with self._errors():
+            for row in scores:
+                best = np.argpartition(-row, num - 1)[:num]
+                ordered = best[np.argsort(-row[best], kind="stable")]
+                found.append(self._hits([(int(self._ids[idx]), float(row[idx])) for idx in ordered]))
+        return found
+
+    def _hits(self, scored: Sequence[tuple[int, float]]) -> list[Hit]:
+        hits = []
+        assert self._base is not None, "it was refreshed"
+        for passage_id, score in scored:
+            row = self._base.execute("SELECT path, heading, text FROM passages WHERE id = ?", (passage_id,)).fetchone()
+            if row is not None:  # else it was replaced meanwhile
+                path, heading, text = row
+                hits.append(Hit(path, heading, text, score))
+        return hits
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"{self._path} is not an index that can be read: {error}.", remedy="`penstock index FOLDER` makes one."
+            ) from error
+
+    def close(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open an index to write it. Raises ConfigError."""
+    try:
+        base = sqlite3.connect(path, timeout=LOCKED_S, check_same_thread=False)
+        try:
+            yield base
+        finally:
+            base.close()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} can't be written as an index: {error}.", remedy="Name another file with -o.") from error
+
+
+def _about(base: sqlite3.Connection, path: Path) -> dict[str, str]:
+    about = dict(base.execute("SELECT key, value FROM about"))
+    if about.get("format") != FORMAT or "embedder" not in about:
+        raise ConfigError(f"{path} is not an index of format {FORMAT}.", remedy="Make it anew with `penstock index FOLDER`.")
+    return about

@@ -1,0 +1,147 @@
+"""Fills a pipeline's template with what its index has for a question, before the model is asked.
+
+Questions are embedded with everybody else's texts. While one search runs, the questions that come wait, and are searched for
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from starlette.requests import Request as HttpRequest
+
+from penstock import fast_json
+from penstock.config.pipelines import PipelineConfig
+from penstock.deploy.pipelines import Pipeline
+from penstock.routes.questions import question_in
+from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
+from penstock.serve.errors import invalid, unavailable
+from penstock.serve.http.checks import add_header, unless_gone
+from penstock.serve.questions import FIELDS, QuestionReader
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:  # with NumPy
+    from penstock.search.index import Hit, Reader
+
+
+MAX_HEADER_BYTES = 4000
+"""Clients and proxies refuse longer headers."""
+
+
+class PipelineFiller:
+    def __init__(self, questions: QuestionReader) -> None:
+        self._questions = questions
+        self._searchers: dict[str, Searcher] = {}
+
+    async def fill(self, pipeline: Pipeline, data: bytes, http: HttpRequest) -> bytes:
+        """Return the body with the template in place of the question. Raises `ModelAway`, `ApiError` and `Rejected`."""
+        config = pipeline.config
+        question = await self._questions.read(data)
+        if not question:
+            raise invalid(f"{config.name} answers questions from documents, and this request has no text.", "messages")
+        searcher = self._searchers.setdefault(config.name, Searcher(pipeline.reader, config.top))
+        states = await self._questions.embed(pipeline.reader.embedder, question, data, http)
+        try:
+            hits = await unless_gone(http, searcher.find(states))
+        except ConfigError as error:
+            raise unavailable(f"{config.name} can't search: {error}") from None
+        add_header(http.scope, b"x-sources", _names(hits).encode("ascii"))
+        fill = partial(_filled, data, config, hits)
+        return await self._questions.off_loop.run(len(data), fill, limit=INLINE_MAX_BYTES)
+
+
+class Searcher:
+    """Searches for all questions that wait, in a thread. For one event loop."""
+
+    def __init__(self, reader: Reader, num_hits: int) -> None:
+        self._reader = reader
+        self._num_hits = num_hits
+        self._waiting: list[tuple[bytes, asyncio.Future[list[Hit]]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def find(self, states: bytes) -> list[Hit]:
+        """Return the nearest passages. `states`: of the question, float32, [width]. Raises ConfigError."""
+        found: asyncio.Future[list[Hit]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((states, found))
+        if self._task is None:  # a task of its own goes on if its first asker leaves
+            self._task = asyncio.create_task(self._search())
+        return await found
+
+    async def _search(self) -> None:
+        try:
+            while self._waiting:
+                together, self._waiting = self._waiting, []
+                try:
+                    results = await asyncio.to_thread(self._nearest, [states for states, _ in together])
+                except Exception as error:
+                    for _, found in together:
+                        if not found.done():
+                            found.set_exception(error)
+                    continue
+                for (_, found), hits in zip(together, results, strict=True):
+                    if not found.done():
+                        found.set_result(hits)
+        finally:
+            self._task = None
+
+    def _nearest(self, questions: Sequence[bytes]) -> list[list[Hit]]:
+        import numpy as np
+
+        vectors = np.frombuffer(b"".join(questions), np.float32).reshape(len(questions), -1)
+        with self._reader.lock:  # several pipelines may have one index
+            return self._reader.nearest(vectors, self._num_hits)
+
+
+def fill_template(template: str, question: str, hits: Sequence[Hit]) -> str:
+    sources = "\n\n".join(_source(number, hit) for number, hit in enumerate(hits, 1)) or "(none)"
+    # The question is put in last: nothing of it is taken for a part of the template.
+    return question.join([part.replace("{sources}", sources) for part in template.split("{question}")])
+
+
+def _source(number: int, hit: Hit) -> str:
+    heading = f", {hit.heading}" if hit.heading else ""
+    return f"[{number}] {hit.path}{heading}\n{hit.text}"
+
+
+def _filled(data: bytes, config: PipelineConfig, hits: Sequence[Hit]) -> bytes:
+    body = load_json(data)
+    name = next(name for name in FIELDS if body.get(name))
+    if name != "messages" and isinstance(body[name], list) and sum(isinstance(one, str) for one in body[name]) > 1:
+        raise invalid(f"{config.name} answers one question at a time.", name)
+    filled = fill_template(config.template, question_in(body[name]), hits)
+    body[name] = _replaced(body[name], filled)
+    return fast_json.dumps(body)
+
+
+def _replaced(value: Any, text: str) -> Any:
+    """Return a prompt, or messages, with this text in place of the question."""
+    if isinstance(value, str):
+        return text
+    if isinstance(value, dict):
+        key = "text" if value.get("text") else "content"
+        return value | {key: _replaced(value[key], text)}
+    asked = [idx for idx, one in enumerate(value) if question_in([one])]
+    users = [idx for idx in asked if isinstance(value[idx], dict) and value[idx].get("role") == "user"]
+    if users:
+        at = users[-1]
+        return [*value[:at], _replaced(value[at], text), *value[at + 1 :]]
+    # Parts of one message: the question is that of all texts.
+    return [_replaced(one, text) if idx == asked[0] else one for idx, one in enumerate(value) if idx not in asked[1:]]
+
+
+def _names(hits: Sequence[Hit]) -> str:
+    """Return the files of the passages for a header, percent-encoded: `1,3=guide/install.md; 2=faq.md`. The first of many."""
+    numbers: dict[str, list[str]] = {}
+    for number, hit in enumerate(hits, 1):
+        numbers.setdefault(hit.path, []).append(str(number))
+    told = ""
+    for path, of_path in numbers.items():
+        more = f"{'; ' if told else ''}{','.join(of_path)}={quote(path)}"
+        if len(told) + len(more) > MAX_HEADER_BYTES:
+            break
+        told += more
+    return told
