@@ -7,7 +7,8 @@ import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Self
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.cli.main import cli, main
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
+from penstock.config.routes import LearnedConfig
 from penstock.config.several import configs_of
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import choose_policies
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
+from penstock.routes.answers import read_answers
 from penstock.types.kv_dtype import KvDtype
 from support.parity.executors import ParityExecutor
 from support.parity.tiny import case_token_ids, kept_positions, load_golden, write_case
@@ -33,8 +36,8 @@ HOW_TOS = [
     *(
         page
         for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
-        if page.stem not in ("several-models", "deploy", "release")
-    ),  # no Python
+        if page.stem not in ("several-models", "deploy", "release", "cascade")
+    ),  # no Python, or a test of its own
     ROOT / "docs" / "tutorial" / "your-own-policy.md",
 ]
 SIZES = {"num_blocks": 8, "block_size": 16, "max_rows": 32, "max_step_tokens": 64, "max_model_len": 256}
@@ -51,6 +54,40 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
     return module
+
+
+class Calculator:
+    """A model that adds and multiplies; the small one errs with numbers above 9."""
+
+    def __init__(self, model: str) -> None:
+        self._is_small = model == "smollm2:135m"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def chat(self, chats: list[list[dict[str, str]]], _params: object) -> list[SimpleNamespace]:
+        sums = [chat[-1]["content"] for chat in chats]
+        results = [eval(text) + (self._is_small and len(text) > 5) for text in sums]
+        texts = [f"{text} = {result}" for text, result in zip(sums, results, strict=True)]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+
+
+def test_the_page_of_cascades_makes_answers_that_a_fit_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.LLM", Calculator)
+    page = ROOT / "docs" / "how-to" / "cascade.md"
+    run_page(page, monkeypatch)
+    answers = read_answers(tmp_path / "answers.jsonl", weak="small", strong="large")
+    assert (len(answers), answers.strong.mean()) == (300, 1.0)
+    assert 0.1 < answers.weak.mean() < 0.9
+    assert all(len(chat) == 13 for chat in answers.chats)
+    config = tmp_path / "penstock.toml"
+    config.write_text(re.search(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
+    [route] = read_config_file(config).routing.routes
+    assert isinstance(route.by, LearnedConfig)
+    assert (route.by.weak, route.by.file) == ("smollm2:135m", str(tmp_path / "answers.jsonl.route.json"))
 
 
 def test_the_file_of_several_models_is_read(tmp_path: Path) -> None:

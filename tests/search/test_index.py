@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -86,9 +87,19 @@ def test_what_can_not_be_read_is_named_and_what_was_read_of_it_stays(folder: Pat
     assert asked(Reader(tmp_path / "a.index"), "cat") == [["The cat sleeps."]]
 
 
-def update_until_killed(path: Path, folder: Path) -> None:
-    for _ in update(path, folder, slowly):
-        pass
+SLOW_UPDATE = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from penstock.search.index import update
+
+def embed(texts):
+    time.sleep(0.05)
+    return np.ones((len(texts), 5), np.float32)
+
+for _ in update(Path(sys.argv[1]), Path(sys.argv[2]), embed):
+    pass
+"""
 
 
 def test_a_killed_update_leaves_whole_files_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -99,16 +110,13 @@ def test_a_killed_update_leaves_whole_files_and_the_next_one_goes_on(tmp_path: P
         (folder / f"{number:03}.txt").write_text(text)
     assert len(passages_of(text)) == 3
     create(path, folder, "toy")
-    spawn = multiprocessing.get_context("spawn")
     for _ in range(3):
-        process = spawn.Process(target=update_until_killed, args=(path, folder))
-        process.start()
-        deadline = time.monotonic() + 60
         before = Reader(path).num_passages
-        while Reader(path).num_passages == before and process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        process.kill()
-        process.join()
+        with subprocess.Popen([sys.executable, "-c", SLOW_UPDATE, path, folder]) as process:
+            deadline = time.monotonic() + 60
+            while Reader(path).num_passages == before and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            process.kill()
         reader = Reader(path)
         counts = reader._base.execute("SELECT count(*) FROM passages GROUP BY path").fetchall()
         assert counts
@@ -125,7 +133,7 @@ def test_two_updates_at_once_end_as_one_would(tmp_path: Path) -> None:
     for number in range(300):
         (folder / f"{number}.txt").write_text(f"red {number}\n\n" + "word " * 200)
     create(path, folder, "toy")
-    threads = [threading.Thread(target=update_until_killed, args=(path, folder)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: list(update(path, folder, slowly))) for _ in range(3)]
     for thread in threads:
         thread.start()
     reader = Reader(path)

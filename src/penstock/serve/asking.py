@@ -481,83 +481,72 @@ class Waits:
         self._looks = _AdapterLooks(deployment)
 
     def around(self, answer: JsonEndpoint, *, loads: bool) -> JsonEndpoint:
-        """Wrap `answer`: if it misses a model or an adapter, search for that on disk, and call `answer` again. Also if it names
-        a route, once that has chosen a model.
+        """Wrap `answer`: when it lacks something that can be loaded, found or chosen, do that, and call it again.
 
-        The second call answers 404 if the search found nothing. `loads`: also load models, and wait for that.
+        The call answers 404 if a search on disk found nothing. `loads`: also load models, and wait for that.
         """
 
         async def answer_when_there(data: bytes, http: HttpRequest) -> Response:
             has_looked = not self._deployment.may_grow
             while True:
-                away = unknown = route = pipeline = None
                 asked_ns = self._deployment.clock.now_ns()
                 try:
-                    try:
-                        answered = await answer(data, http)
-                    except UpstreamChosen as chosen:
-                        if not loads:
-                            raise
-                        answered = await self._ask_upstream(chosen.name, data, http)
+                    answered = await self._here_or_upstream(answer, data, http)
                     self._tell_route(http)
-                except ModelAway as error:
-                    if not loads:
+                    return answered
+                except (ModelAway, NameUnknown, RouteOpen, PipelineOpen) as lack:
+                    if not loads and not isinstance(lack, NameUnknown):
                         raise
-                    away = error.name
-                except NameUnknown as error:
-                    unknown = error.name
-                except RouteOpen as error:
-                    if not loads:
-                        raise
-                    route = error.route
-                except PipelineOpen as error:
-                    if not loads:
-                        raise
-                    pipeline = error.pipeline
+                    data = await self._supply(lack, data, http, asked_ns)
                 except Unsure as error:
                     if not self._ask_next(str(error), http):  # the large model has gone
                         http.scope[ROUTED_KEY] = replace(http.scope[ROUTED_KEY], trial=None)
                     self._count_wait("route", asked_ns, http)
-                    continue
                 except (ApiError, Rejected) as error:
                     if self._falls_back(error, http):
                         self._count_wait("route", asked_ns, http)
-                        continue
-                    if isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
+                    elif isinstance(error, Rejected) or error.code != MODEL_NOT_FOUND or has_looked:
                         raise
-                else:
-                    return answered
-                if route is not None:
-                    http.scope.setdefault(ARRIVAL_KEY, asked_ns)
-                    try:
-                        await self._choose(route, data, http)
-                    except ModelAway as error:
-                        away = error.name
-                    self._count_wait("route", asked_ns, http)
-                if pipeline is not None:
-                    http.scope.setdefault(ARRIVAL_KEY, asked_ns)
-                    try:
-                        data = await self._fill(pipeline, data, http)
-                        http.scope[FILLED_KEY] = pipeline.name
-                    except ModelAway as error:
-                        away = error.name
-                    self._count_wait("pipeline", asked_ns, http)
-                if away is not None:
-                    try:
-                        await self._load(away, data, http)
-                    except (ApiError, Rejected) as error:
-                        if not self._falls_back(error, http):
-                            raise
-                elif route is not None or pipeline is not None:
-                    continue
-                elif unknown is not None:
-                    http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
-                    http.scope[LOOKED_UP_KEY] = unknown, await unless_gone(http, self._looks.find(unknown, len(data)))
-                else:
-                    has_looked = True
-                    await self._folder.look()
+                    else:
+                        has_looked = True
+                        await self._folder.look()
 
         return answer_when_there
+
+    async def _here_or_upstream(self, answer: JsonEndpoint, data: bytes, http: HttpRequest) -> Response:
+        try:
+            return await answer(data, http)
+        except UpstreamChosen as chosen:
+            name = chosen.name
+        return await self._ask_upstream(name, data, http)
+
+    async def _supply(
+        self, lack: ModelAway | NameUnknown | RouteOpen | PipelineOpen, data: bytes, http: HttpRequest, asked_ns: int
+    ) -> bytes:
+        """Load, find or choose what a request lacks, and return its body, which a pipeline changes.
+
+        Raises `ApiError` and `Rejected`, unless the request's route has another model.
+        """
+        http.scope.setdefault(ARRIVAL_KEY, asked_ns)
+        try:
+            try:
+                if isinstance(lack, RouteOpen):
+                    await self._choose(lack.route, data, http)
+                    self._count_wait("route", asked_ns, http)
+                elif isinstance(lack, PipelineOpen):
+                    data = await self._fill(lack.pipeline, data, http)
+                    http.scope[FILLED_KEY] = lack.pipeline.name
+                    self._count_wait("pipeline", asked_ns, http)
+                elif isinstance(lack, NameUnknown):
+                    http.scope[LOOKED_UP_KEY] = lack.name, await unless_gone(http, self._looks.find(lack.name, len(data)))
+                else:
+                    await self._load(lack.name, data, http)
+            except ModelAway as away:  # the one that embeds the question
+                await self._load(away.name, data, http)
+        except (ApiError, Rejected) as error:
+            if not self._falls_back(error, http):
+                raise
+        return data
 
     def _falls_back(self, error: ApiError | Rejected, http: HttpRequest) -> bool:
         """Return whether a route has another model for a request that one of its models has refused, and choose that."""
