@@ -189,7 +189,7 @@ def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(
     assert asked(Reader(place / "a.index"), "dog") == [["The dog barks."]]
     place.chmod(0o755)
     (place / "a.index").unlink()
-    with pytest.raises(ConfigError, match="There is no index"):
+    with pytest.raises(ConfigError, match="does not exist"):
         asked(reader, "dog")
 
 

@@ -172,7 +172,7 @@ async def test_a_failing_search_is_an_error_and_the_next_one_works(models, pipel
             assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})).status_code == 500
         Path(pipeline.config.index).rename(pipeline.config.index + ".away")  # noqa: ASYNC240
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})
-        assert (answer.status_code, "There is no index" in answer.text) == (503, True)
+        assert (answer.status_code, "does not exist" in answer.text) == (503, True)
         Path(pipeline.config.index + ".away").rename(pipeline.config.index)  # noqa: ASYNC240
         assert (await client.post("/v1/chat/completions", json=CHAT | {"model": "docs"})).status_code == 200
 

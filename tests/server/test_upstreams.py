@@ -157,7 +157,7 @@ async def clients(near, *scripts: Script, route: Route = FAR_FIRST, tls=None, co
         async with make_client(near, routes=[route], upstreams=[upstream], **(config or {})) as client:
             yield client, server
             for one in client.app.state.upstreams:
-                assert one.num_open == 0
+                assert await one.drain(0)
                 await one.close()
 
 

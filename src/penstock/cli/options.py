@@ -28,7 +28,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TABLES_KEY = "penstock.cli.tables"
 """Key in the `meta` of click's context for the [[models]] tables of the --config file."""
 _ROUTING_KEY = "penstock.cli.routing"
-"""The same for its [[routes]] and [[upstreams]]."""
+"""The same for its [[routes]], [[upstreams]] and [[pipelines]]."""
 _WORDS_KEY = "penstock.cli.words"
 """Key of the words that a command was given."""
 EPILOG = (
@@ -170,7 +170,7 @@ def tables_of_file() -> tuple[dict[str, object], ...]:
 
 
 def routing_of_file() -> Routing:
-    """Return the [[routes]] and [[upstreams]] tables of the --config file."""
+    """Return the [[routes]], [[upstreams]] and [[pipelines]] tables of the --config file."""
     routing: Routing = click.get_current_context().meta.get(_ROUTING_KEY, Routing())
     return routing
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # with NumPy
 
 LEAST_QUESTIONS = 50
 MAX_TRANSFERRED = 4
-"""With more groups, none is judged by a fit to another one."""
+"""Most groups that are also judged by fits to each other."""
 _HEAD = ("", "questions", "weak", "strong", "half of the calls", "APGR", "calls for 80 % of the gain", "for all but a point")
 
 _answers = add_options(

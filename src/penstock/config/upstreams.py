@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.config.tables import Table, check_keys, name_of, parse_tables, text_of
 from penstock.types.errors import ConfigError
 
 UPSTREAMS = "upstreams"
@@ -40,27 +40,19 @@ _KEYS = ("name", "url", "model", "key_env", "max_silence_s", "max_answer_s", "ma
 
 def parse_upstreams(tables: object, place: str) -> tuple[UpstreamConfig, ...]:
     """Check the tables, and read their keys from the environment. `place` begins the message of a ConfigError."""
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{place}{UPSTREAMS} are tables.", remedy=f"Begin each with a line [[{UPSTREAMS}]].")
-    upstreams = [_parse(table, f"{place}[[{UPSTREAMS}]] {number}: ") for number, table in enumerate(tables, 1)]
-    names = [one.name for one in upstreams]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{place}two upstreams are called {name!r}.", remedy="Rename one of them.")
-    return tuple(upstreams)
+    return parse_tables(tables, UPSTREAMS, place, _parse)
 
 
-def _parse(table: Mapping[str, object], place: str) -> UpstreamConfig:
-    if unknown := table.keys() - {*_KEYS}:
-        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(_KEYS)}.")
-    name, url = (_text(table, key, place) for key in ("name", "url"))
+def _parse(table: Table, place: str) -> UpstreamConfig:
+    check_keys(table, _KEYS, place)
+    name, url = name_of(table, place), text_of(table, "url", place)
     if not _is_address(url):
         raise ConfigError(f"{place}{url!r} is not the address of a server.", remedy="Write it as https://api.example.com/v1.")
     return UpstreamConfig(
         name=name,
         url=url.rstrip("/"),
-        model=_text(table, "model", place) if "model" in table else name,
-        key=_key(_text(table, "key_env", place), place) if "key_env" in table else "",
+        model=text_of(table, "model", place) if "model" in table else name,
+        key=_key(text_of(table, "key_env", place), place) if "key_env" in table else "",
         max_silence_s=_number(table, "max_silence_s", DEFAULT_SILENCE_S, place),
         max_answer_s=_number(table, "max_answer_s", DEFAULT_ANSWER_S, place),
         max_concurrent=int(_number(table, "max_concurrent", DEFAULT_CONCURRENT, place)),
@@ -75,7 +67,7 @@ def _is_address(url: str) -> bool:
         host = (parts.hostname or "").encode("idna")
         has_more = parts.username is not None or parts.password is not None or parts.query or parts.fragment
         return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and not has_more
-    except ValueError:  # also of a host that is no name, and a port that is no number
+    except ValueError:  # such as a port of 99999
         return False
 
 
@@ -88,21 +80,14 @@ def _key(variable: str, place: str) -> str:
     return key
 
 
-def _text(table: Mapping[str, object], key: str, place: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise ConfigError(f"{place}{key!r} is missing, or not a text.", remedy="docs/routes.md shows an upstream.")
-    return value
-
-
-def _texts(table: Mapping[str, object], key: str, place: str) -> tuple[str, ...]:
+def _texts(table: Table, key: str, place: str) -> tuple[str, ...]:
     value: Any = table.get(key, [])
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ConfigError(f"{place}{key} is not a list of texts.", remedy="docs/routes.md shows an upstream.")
     return tuple(value)
 
 
-def _number(table: Mapping[str, object], key: str, default: float, place: str) -> float:
+def _number(table: Table, key: str, default: float, place: str) -> float:
     value = table.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 1 <= value <= 86_400:
         raise ConfigError(f"{place}{key} is not a number from 1 to 86400.", remedy=f"Leave it out for {default:g}.")

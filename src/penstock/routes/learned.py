@@ -73,7 +73,7 @@ class LearnedRoute:
     by_question: Fit
     cascade: Cascade | None = None
     thresholds: tuple[float, ...]
-    """For each of `SHARES`, the least gain of the questions that the strong model then answers."""
+    """Least gain for which the strong model is asked, one for each of `SHARES`."""
 
     def tries(self, gain: float, threshold: float) -> bool:
         """Return whether the weak model's first tokens can change what the question's gain says."""

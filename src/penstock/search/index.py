@@ -184,7 +184,7 @@ class Reader:
         try:
             found = self._path.stat()
         except OSError:
-            raise ConfigError(f"There is no index {self._path}.", remedy="`penstock index FOLDER` makes one.") from None
+            raise ConfigError(f"The index {self._path} does not exist.", remedy="`penstock index FOLDER` makes one.") from None
         with self._errors():
             if self._base is None or self._file != (found.st_dev, found.st_ino):
                 self.close()

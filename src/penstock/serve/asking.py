@@ -170,6 +170,12 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
     return served
 
 
+def allows(scope: Scope, *names: str) -> bool:
+    """Return whether the request's key allows one of these names themselves."""
+    key = key_of(scope)
+    return key is None or key.models is None or not {*names}.isdisjoint(key.models)
+
+
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
     """Return whether the request's key allows this model, or its adapter, under `name`."""
     key = key_of(scope)
@@ -180,15 +186,21 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 def models_of(route: Route, deployment: Deployment, scope: Scope) -> list[str]:
     """Return the models of a route that the request may ask. A key that allows the route allows them all."""
-    key, kept_from = key_of(scope), scope.get(KEPT_KEY, frozenset())
+    kept_from = scope.get(KEPT_KEY, frozenset())
 
     def may_be_asked(name: str) -> bool:
         if name in deployment.upstreams:
-            return name not in kept_from and (key is None or key.models is None or bool({name, route.name} & {*key.models}))
+            return name not in kept_from and allows(scope, name, route.name)
         served = deployment.find(name)
         return served is not None and may_ask(scope, served, route.name, deployment)
 
     return [name for name in route.models if may_be_asked(name)]
+
+
+def pipelines_of(deployment: Deployment, scope: Scope) -> dict[str, ServedModel]:
+    """Return the pipelines that the request's key allows, by name, and their models."""
+    found = {name: deployment.find(one.config.model) for name, one in deployment.pipelines.items() if allows(scope, name)}
+    return {name: served for name, served in found.items() if served is not None}
 
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
@@ -200,7 +212,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     try:
         if route is not None and not models_of(route, deployment, scope):
             raise _not_found(name, deployment)
-        if name in deployment.pipelines and name not in key.models:  # its documents are more than its model
+        if name in deployment.pipelines and not allows(scope, name):  # its documents are more than its model
             raise _not_found(name, deployment)
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
@@ -212,7 +224,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     known = [(one, deployment.find(one)) for one in deployment.names]
     names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
     names += [one.name for one in deployment.routes.values() if models_of(one, deployment, scope)]
-    names += [one for one in deployment.pipelines if one in key.models]
+    names += pipelines_of(deployment, scope)
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 

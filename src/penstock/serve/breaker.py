@@ -1,4 +1,4 @@
-"""Spares a server that fails, and those who wait for it: no requests for a while, and few second attempts."""
+"""A circuit breaker: after failures in a row, requests to a server are refused for a while. It also limits retries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ RETRY_SHARE, MAX_RETRIES = 0.1, 10.0
 
 
 class Breaker:
-    """For one event loop. It is open after failures; after a rest one request at a time probes whether the server is back."""
+    """Open after failures. After a rest, it lets one request at a time through, to see whether the server works again.
+
+    For one event loop.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

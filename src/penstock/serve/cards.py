@@ -19,8 +19,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ModelFacts, ServedModel
-from penstock.serve.asking import FolderWatch, find_allowed, may_ask, models_of
-from penstock.serve.http.checks import key_of
+from penstock.serve.asking import FolderWatch, find_allowed, may_ask, models_of, pipelines_of
 from penstock.serve.shapes import Count
 
 
@@ -118,13 +117,7 @@ class ModelsEndpoint:
         for route in self._deployment.routes.values():
             if (one := self._of_route(route, scope)) is not None:
                 found.append(one)
-        return [*found, *(one for name in self._deployment.pipelines if (one := self._of_pipeline(name, scope)) is not None)]
-
-    def _of_pipeline(self, name: str, scope: Scope) -> Listed | None:
-        """Return a pipeline as its model if the key allows it, or None."""
-        key, served = key_of(scope), self._deployment.find(self._deployment.pipelines[name].config.model)
-        is_allowed = key is None or key.models is None or name in key.models
-        return Listed(name, served) if is_allowed and served is not None else None
+        return [*found, *(Listed(name, served) for name, served in pipelines_of(self._deployment, scope).items())]
 
     def _of_route(self, route: Route, scope: Scope) -> Listed | None:
         """Return a route as its first model here, if the key allows one of its models, or None."""
@@ -137,8 +130,6 @@ class ModelsEndpoint:
         model_id = http.path_params["model_id"]
         route = self._deployment.routes.get(model_id)
         if route is not None and (found := self._of_route(route, http.scope)) is not None:
-            return found.card()
-        if model_id in self._deployment.pipelines and (found := self._of_pipeline(model_id, http.scope)) is not None:
             return found.card()
         served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:

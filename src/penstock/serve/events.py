@@ -19,7 +19,7 @@ _LONGEST_END = 4
 
 
 class Garbage(ValueError):
-    """Bytes that are no answer of OpenAI's API. The message says why."""
+    """The other server sent something that OpenAI's API does not have. The message says what."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def _question(data: bytes, model: str) -> Question:
 
 
 class Upstream:
-    """For one event loop."""
+    """A model of another server. All methods but `keeps_out` are for the event loop."""
 
     def __init__(self, config: UpstreamConfig, clock: Clock, off_loop: OffLoop) -> None:
         """`off_loop`: threads that parse large bodies and answers."""
@@ -119,13 +119,8 @@ class Upstream:
             return True
         return any(pattern.search(text) for pattern in config.never_matching for text in texts)
 
-    @property
-    def num_open(self) -> int:
-        """Number of requests that have not ended."""
-        return self._num_open
-
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and wait for those that are open. Return whether all have ended."""
+        """Refuse new requests, and wait until those under way have ended. Return whether all of them have."""
         self._when_idle = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

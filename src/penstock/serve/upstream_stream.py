@@ -160,7 +160,7 @@ class UpstreamStream(Response):
         return self._rest() + (b"" if self._is_done else DONE)
 
     async def _read_patiently(self, send: Send) -> bool:
-        """As `_read`, with keepalives meanwhile."""
+        """Do the same as `_read`, and send keepalives while it takes long."""
         reading = asyncio.ensure_future(self._read())
         try:
             while not (await asyncio.wait({reading}, timeout=KEEPALIVE_S))[0]:

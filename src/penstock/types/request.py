@@ -16,13 +16,13 @@ class WaitTimes(NamedTuple):
     """How long a request waited for each of these between its arrival and the queue, in ns."""
 
     route: int = 0
-    """For its route to choose a model, with the beginning of an answer that another model then gave."""
+    """Time until its route had chosen a model, including an answer that the small model of a cascade began in vain."""
     pipeline: int = 0
-    """For its pipeline to look up its question."""
+    """Time in which its pipeline searched for documents."""
     model: int = 0
-    """For its model to load."""
+    """Time in which its model was loaded."""
     grammar: int = 0
-    """For its grammar to compile."""
+    """Time in which its grammar was compiled."""
 
 
 NO_WAITS = WaitTimes()

@@ -16,10 +16,9 @@ import penstock
 from penstock import fast_json
 from penstock.deploy.running import ModelFacts, ModelState, ServedModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed, may_ask, models_of
+from penstock.serve.asking import find_allowed, may_ask, models_of, pipelines_of
 from penstock.serve.bodies import Body, Unread, parse_body
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.http.checks import key_of
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
 from penstock.serve.shapes import Count, Object, Version
@@ -164,12 +163,7 @@ class OllamaModels:
         for route in self._deployment.routes.values():
             names = [name for name in models_of(route, self._deployment, http.scope) if name not in self._deployment.upstreams]
             seen += [(served, route.name) for name in names[:1] if (served := self._deployment.find(name)) is not None]
-        key = key_of(http.scope)
-        for name, pipeline in self._deployment.pipelines.items():
-            served = self._deployment.find(pipeline.config.model)
-            if served is not None and (key is None or key.models is None or name in key.models):
-                seen.append((served, name))
-        return seen
+        return seen + [(served, name) for name, served in pipelines_of(self._deployment, http.scope).items()]
 
 
 def _not_done(message: str) -> ApiError:

@@ -1,0 +1,57 @@
+"""Reads the tables of a config file that stand in a list, such as `[[routes]]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol, TypeVar
+
+from penstock.types.errors import ConfigError
+
+_NAME = re.compile(r"[!-~]{1,200}")
+Table = Mapping[str, object]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Entry = TypeVar("_Entry", bound=_Named)
+
+
+def parse_tables(tables: object, key: str, place: str, parse: Callable[[Table, str], _Entry]) -> tuple[_Entry, ...]:
+    """Parse each table. `parse` takes it, and where it stands, which begins the message of a ConfigError as `place` does here.
+
+    Raises ConfigError, also if two have one name.
+    """
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{place}{key} are tables.", remedy=f"Begin each with a line [[{key}]].")
+    entries = [parse(table, f"{place}[[{key}]] {number}: ") for number, table in enumerate(tables, 1)]
+    names = [entry.name for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{place}two {key} are called {name!r}.", remedy="Rename one of them.")
+    return tuple(entries)
+
+
+def check_keys(table: Table, known: Collection[str], place: str) -> None:
+    if unknown := table.keys() - {*known}:
+        raise ConfigError(f"{place}unknown key {min(unknown)!r}.", remedy=f"The keys are {', '.join(known)}.")
+
+
+def text_of(table: Table, key: str, place: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{place}{key!r} is missing, or not a text.", remedy="The documentation shows such a table.")
+    return value
+
+
+def name_of(table: Table, place: str) -> str:
+    """Return the name that clients ask for."""
+    name = text_of(table, "name", place)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{place}{name!r} can't be a name.", remedy="Use up to 200 printable ASCII characters, and no spaces."
+        )
+    return name
