@@ -69,6 +69,8 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
         )
         with pytest.raises(OSError, match="no space") as failure:
             start_model(config, source, resources, lasting)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)  # it was told to end, and a busy machine may take a while
     assert (set(threading.enumerate()) - before, resources.memory.left_bytes()) == (set(), free_bytes)
     assert lasting.metrics.read_load().num_blocks_total == 0, "its metrics read no engine that is gone"
     running = start_model(config, source, resources, lasting)
