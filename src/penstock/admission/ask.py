@@ -30,6 +30,7 @@ class Ask:
     """Limits of the call's tenant. None: the defaults."""
     priority: int = 0
     """Lower is served first, if the scheduling order reads priorities."""
+    background: bool = False
     deadline_ns: int | None = None
     queue_deadline_ns: int | None = None
     first_token_deadline_ns: int | None = None

@@ -279,6 +279,8 @@ class Terms:
     returns: bool = True
     """False: a refusal is not told to the client, since another model is asked next."""
     priority: int = 0
+    background: bool = False
+    """As `Request.background`. No client can ask for it."""
     cache_salt: bytes = b""
     waits: WaitTimes = NO_WAITS
     """Its waits so far, after its arrival."""

@@ -84,6 +84,8 @@ KEPT_KEY = "penstock.kept_from"
 """Key of a scope: names of the upstreams that must not see the request."""
 ROUTED_KEY = "penstock.routed"
 """Key of a scope: the `Routed` of a request that names a route."""
+BACKGROUND_KEY = "penstock.background"
+"""Key of a scope: true for a line of a batch, which the server itself asks."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -334,6 +336,7 @@ def read_terms(
         priority=_priority(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
+        background=scope.get(BACKGROUND_KEY, False),
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),

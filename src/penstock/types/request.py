@@ -53,6 +53,8 @@ class Request:
     parent_id: str = ""
     """Shared by the requests of one call: the beams of a search, the texts of a list."""
     priority: int = 0  # lower is served first (as in vLLM)
+    background: bool = False
+    """Runs in what other requests leave, whatever their classes."""
     deadline_ns: int | None = None
     """The request is aborted if it has not ended by then."""
     queue_deadline_ns: int | None = None  # for its first step to begin

@@ -43,8 +43,9 @@ _Key = tuple[str, Text]
 
 
 class Urgency(NamedTuple):
-    """Priority and time limits of a call's input texts. Smaller is stricter, and None means no limit."""
+    """Class and time limits of a call's input texts. Smaller is stricter, and None means no limit."""
 
+    background: bool = False
     priority: int = 0
     deadline_ns: int | None = None
     queue_deadline_ns: int | None = None
@@ -154,6 +155,7 @@ class RunningTexts:
         """The urgency of the remaining texts. After the first output, limits of waiting no longer apply."""
         terms, has_begun = self.terms, self._last is not None
         return Urgency(
+            background=terms.background,
             priority=terms.priority,
             deadline_ns=terms.deadline_ns,
             queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
@@ -172,6 +174,7 @@ class RunningTexts:
             waits=terms.waits,
             parent_id=self._engine_id,
             priority=urgency.priority,
+            background=urgency.background,
             deadline_ns=urgency.deadline_ns,
             queue_deadline_ns=urgency.queue_deadline_ns,
             first_token_deadline_ns=urgency.first_token_deadline_ns,
