@@ -522,6 +522,13 @@ class ServerConfig(Component):
         "Memory for kept responses (POST /v1/responses); 0: none is kept.",
         minimum=0,
     )
+    jobs_dir: str | None = path(
+        None, "Folder for files and batches (/v1/files, /v1/batches).", default_doc="none: they are off"
+    )
+    jobs_bytes: int = size(8 << 30, "Most bytes in the files of one API key.", minimum=1024)
+    batch_hours: str | None = setting(
+        None, "Hours of the day in which lines of batches begin, such as 22-6.", default_doc="always"
+    )
     response_ttl_s: float = duration(86400.0, "Time since its last use after which a kept response is forgotten.", minimum=1.0)
     explained_requests: int = count(
         1000,

@@ -21,6 +21,7 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
+from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.texts.endpoint import TextsEndpoint
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
@@ -55,6 +56,8 @@ class Parts:
     folder: FolderWatch
     cards: ModelCards
     upstreams: Mapping[str, Upstream]
+    batches: BatchRunner | None = None
+    """None if the server keeps no files."""
 
     @property
     def off_loop(self) -> OffLoop:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
+from penstock.jobs.store import Store
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits
@@ -31,12 +33,16 @@ from penstock.serve.http.checks import (
     JsonEndpoint,
     KeyRing,
     RequestChecks,
+    Sender,
     headers_of,
     takes_json,
     use_words,
     words_of,
 )
 from penstock.serve.http.cors import Cors
+from penstock.serve.jobs.own_requests import OwnRequests
+from penstock.serve.jobs.routes import API as JOBS
+from penstock.serve.jobs.runner import BatchRunner, read_hours
 from penstock.serve.llama_cpp.routes import api as llama_cpp
 from penstock.serve.ollama.routes import API as OLLAMA
 from penstock.serve.openai.read import read_chat
@@ -60,7 +66,7 @@ if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
 
 _LLAMA_CPP = llama_cpp(read_chat, ChatCompletionBody)
-APIS: Sequence[Api] = (OPENAI, RESPONSES, ANTHROPIC, _LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
+APIS: Sequence[Api] = (OPENAI, RESPONSES, JOBS, ANTHROPIC, _LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
 """All APIs. On a shared path, the first one with a true condition answers."""
 
 
@@ -75,6 +81,9 @@ def create_app(
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     in_flight = InFlight(config)
     reader = Reader(deployment, config, ignored)
+    keys = keys or key_ring(config)
+    admin_keys = KeyRing(config.admin_api_keys) if config.admin_api_keys else None
+    own = OwnRequests(partial(_sender, keys, admin_keys))
     parts = Parts(
         deployment=deployment,
         config=config,
@@ -86,8 +95,8 @@ def create_app(
         folder=FolderWatch(deployment),
         cards=ModelCards(),
         upstreams=_upstreams(deployment, config),
+        batches=_batches(deployment, config, own),
     )
-    keys = keys or key_ring(config)
     operations = _operations(apis, parts)
     routes = [
         *_mounted(operations, parts),
@@ -103,18 +112,39 @@ def create_app(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
                 keys=keys,
-                admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
+                admin_keys=admin_keys,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 more_open_paths=PAGE_PATHS if config.page else frozenset(),
                 wordings=[api.wording for api in apis],
                 max_body_bytes=config.max_body_bytes,
+                max_upload_bytes=config.jobs_bytes,
             ),
         ],
         exception_handlers={HTTPException: _http_exception_handler(routes), ModelAway: _on_model_away},
     )
     app.router.redirect_slashes = False
     app.state.upstreams = [*parts.upstreams.values()]
+    app.state.batches = parts.batches
+    own.app = app
     return app
+
+
+def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests) -> BatchRunner | None:
+    if config.jobs_dir is None:
+        return None
+    hours = None if config.batch_hours is None else read_hours(config.batch_hours)
+    store = Store(Path(config.jobs_dir), max_bytes=config.jobs_bytes)
+    return BatchRunner(store, deployment, own, max_line_bytes=config.max_body_bytes, hours=hours)
+
+
+def _sender(keys: KeyRing | None, admin_keys: KeyRing | None, name: str) -> Sender | None:
+    """Return the rights of a key by its name, or None if there is no such key any more."""
+    if admin_keys is not None and admin_keys.named(name) is not None:
+        return Sender(is_admin=True, key_name=name)
+    if keys is None:  # everybody may ask
+        return Sender(is_admin=admin_keys is None)
+    key = keys.named(name)
+    return None if key is None else Sender(key=key, key_name=name)
 
 
 def _upstreams(deployment: Deployment, config: ServerConfig) -> dict[str, Upstream]:

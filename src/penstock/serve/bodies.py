@@ -256,6 +256,17 @@ LogitBias = Annotated[
 
 TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
+"""OpenAI's own limits."""
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=MAX_METADATA_CHARS)],
+    ],
+    at_most(MAX_METADATA),
+]
+"""Type of `metadata`, which is kept and returned with what it describes."""
+
 
 Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
 

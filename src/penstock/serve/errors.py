@@ -163,11 +163,11 @@ def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = 
     return ApiError(404, message, code=MODEL_NOT_FOUND, param="model")
 
 
-def request_too_large(max_body_bytes: int) -> ApiError:
+def request_too_large(max_body_bytes: int, setting: str = "--max-body-size") -> ApiError:
     # The rest of the body is not read, so the connection cannot be used again.
     return ApiError(
         413,
-        f"The request body is larger than {max_body_bytes} bytes (--max-body-size).",
+        f"The request body is larger than {max_body_bytes} bytes ({setting}).",
         code="request_too_large",
         headers={"Connection": "close"},
     )

@@ -139,6 +139,8 @@ class Server:
             warn_if_open(config, self._listener)
             self._announce(ready_text(self._deployment, config, self._listener))
             notify(READY)
+            if (batches := self._app.state.batches) is not None:
+                batches.start()
             await self._has_ended.wait()
             self.acceptor.close()
         if self._watch is not None:
@@ -222,6 +224,8 @@ class Server:
         else:
             _log.info("shutting down")
         try:
+            if (batches := self._app.state.batches) is not None:
+                await batches.close()
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             ends = await asyncio.gather(
                 asyncio.to_thread(self._deployment.close, timeout_s),

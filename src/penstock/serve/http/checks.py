@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key, and are answered even when too many connections are busy."""
+UPLOAD_PATH = "/v1/files"
+"""Bodies there are written to the disk as they come."""
 ID_HEADER = b"x-request-id"
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
@@ -52,6 +54,8 @@ _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "p
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 ENTRY_KEY = "penstock.access_entry"
 """Keys of a scope for facts about the request."""
+SENDER_KEY = "penstock.sender"
+"""Key of a scope: the `Sender` of a request that the server sends itself. No client can set it."""
 CLIENT_LEFT = "the client closed the connection"
 _Result = TypeVar("_Result")
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -95,6 +99,15 @@ class Wording:
         """Return whether errors at this path have this form."""
         paths = self.paths.split()
         return path in paths or path[: path.find("/", 1) + 1] in paths
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The rights of a request that was checked when it came."""
+
+    key: ApiKey | None = None
+    is_admin: bool = False
+    key_name: str = ""
 
 
 @dataclass(slots=True)
@@ -184,6 +197,7 @@ class RequestChecks:
         more_open_paths: frozenset[str] = frozenset(),
         wordings: Sequence[Wording] = (),
         max_body_bytes: int,
+        max_upload_bytes: int = 0,
     ) -> None:
         """Wrap the app in the checks.
 
@@ -202,11 +216,15 @@ class RequestChecks:
         self._words_of_path = {path: wording.words for wording in wordings for path in wording.paths.split()}
         self._of_clients = [wording for wording in wordings if wording.client_header]
         self._max_body_bytes = max_body_bytes
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         scope[_WORDS_KEY] = self._find_words(scope)
-        exchange = _Exchange(identity, receive, send, self._max_body_bytes)
+        limit = (self._max_body_bytes, "--max-body-size")
+        if scope["path"] == UPLOAD_PATH:
+            limit = (self._max_upload_bytes, "--jobs-bytes")
+        exchange = _Exchange(identity, receive, send, *limit)
         if self._cors is not None:
             exchange.more_headers = self._cors.headers(headers_of(scope))
             if preflight := self._cors.preflight(scope["method"], headers_of(scope)):
@@ -250,6 +268,10 @@ class RequestChecks:
         if not identity.is_from_header and (given := values_of(scope, ID_HEADER)):
             rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
             raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")
+        sender: Sender | None = scope.get(SENDER_KEY)
+        if sender is not None:
+            scope[_KEY_KEY], scope[_KEY_NAME_KEY], scope[_IS_ADMIN_KEY] = sender.key, sender.key_name, sender.is_admin
+            return
         if self._keys is None:
             _keep_other_sites_out(scope)
         if self._admin_keys is None:
@@ -273,11 +295,12 @@ class RequestChecks:
 class _Exchange:
     """Wraps ASGI's `receive` and `send`: limits the body's bytes, and adds headers to the answer."""
 
-    def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int) -> None:
+    def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int, setting: str) -> None:
         self._identity = identity
         self._receive = receive
         self._send = send
         self._max_body_bytes = max_body_bytes
+        self._setting = setting
         self._num_body_bytes = 0
         self.has_begun = False
         """Whether the head of the answer was sent."""
@@ -286,7 +309,7 @@ class _Exchange:
     def check_length(self, num_body_bytes: int) -> None:
         """Raise `ApiError` if a body of this length is too large."""
         if num_body_bytes > self._max_body_bytes:
-            raise request_too_large(self._max_body_bytes)
+            raise request_too_large(self._max_body_bytes, self._setting)
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -329,6 +352,10 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = one
         return found
+
+    def named(self, name: str) -> ApiKey | None:
+        """Return the key of this name, or None."""
+        return next((key for key in self._keys.values() if key.name == name), None)
 
     def _seal(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")

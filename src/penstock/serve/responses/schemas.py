@@ -16,13 +16,13 @@ from penstock.serve.bodies import (
     MAX_TOOLS,
     Body,
     LogitBias,
+    Metadata,
     NoEffect,
     ReasoningBudget,
     Schema,
     StopStrings,
     TemplateVariables,
     Unread,
-    at_most,
     has_not_yet,
     has_sampling,
     has_unread,
@@ -31,16 +31,6 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 512
 """The longest id of an item or a response. The server's own ids are shorter."""
-MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
-"""OpenAI's own limits."""
-Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
-        Annotated[str, Field(max_length=MAX_METADATA_CHARS)],
-    ],
-    at_most(MAX_METADATA),
-]
-"""Type of `metadata`, which is stored and returned with a response."""
 ItemId = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"

@@ -1,0 +1,356 @@
+"""The folder of files and batches: a SQLite database of what there is, and the contents beside it.
+
+    jobs.db        files and batches
+    files/ID       the content of a file, also the answers of a batch that still runs
+    lines/ID       the lines of an unfinished batch that have no answer yet (`lines`)
+
+One process has the folder at a time. Whatever a killed process has left behind is deleted at the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock import fast_json
+from penstock.types.errors import ConfigError
+
+FORMAT = 1
+UPLOAD, OUTPUT = "batch", "batch_output"
+"""Purposes of files: lines to run, and their answers."""
+MAX_FILES = 10_000
+"""Most files of one owner."""
+MAX_UNFINISHED = 100
+"""Most unfinished batches of one owner."""
+
+Owner = tuple[str, str]
+"""Names of an API key and of a tenant. Others see nothing of theirs."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, name TEXT NOT NULL,
+    purpose TEXT NOT NULL, num_bytes INTEGER NOT NULL, created_s INTEGER NOT NULL, expires_s INTEGER
+);
+CREATE INDEX IF NOT EXISTS files_of_owners ON files (owner, number);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL,
+    is_ended INTEGER NOT NULL, record BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, kind, number);
+CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
+"""
+
+
+class NoRoom(Exception):
+    """An owner has too much already. The text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    id: str
+    owner: Owner
+    name: str
+    """As the client named it. Not a path here."""
+    purpose: str
+    num_bytes: int
+    created_s: int
+    """Unix time, as the next one."""
+    expires_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    id: str
+    owner: Owner
+    kind: str
+    """The API that it belongs to."""
+    url: str
+    """Path that all lines are for. Empty: each line has its own."""
+    input_file: str
+    window_s: int
+    """Time after which lines that have no answer are given up."""
+    created_s: int
+    status: str = "validating"
+    times_s: Mapping[str, int] = field(default_factory=dict)
+    """Status -> Unix time since which the batch has had it."""
+    output_file: str = ""
+    error_file: str = ""
+    """Reserved when the batch is created. The files exist when it has ended, unless they would be empty."""
+    files_expire_s: int | None = None
+    """Time after its end until these files are deleted."""
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    usage: Mapping[str, int] = field(default_factory=dict)
+    """Sums of the tokens that the answers report."""
+    errors: Sequence[Mapping[str, Any]] = ()
+    """Why it could not begin."""
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.status in ("completed", "failed", "expired", "cancelled")
+
+    @property
+    def due_s(self) -> int:
+        return self.created_s + self.window_s
+
+    def turned(self, status: str, now_s: int, **changes: Any) -> Batch:
+        """Return the batch with another status."""
+        return replace(self, status=status, times_s={**self.times_s, status: now_s}, **changes)
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}{uuid.uuid4().hex}"
+
+
+class Store:
+    """Any thread may call its methods. They block on the disk, and raise sqlite3.Error and OSError when it fails."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        """Open or make a folder. `max_bytes`: most bytes in the files of one owner. Raises ConfigError."""
+        self.folder, self.max_bytes = folder, max_bytes
+        self._files, self._lines = folder / "files", folder / "lines"
+        self._uploading: dict[Owner, int] = {}
+        """Bytes that are being uploaded."""
+        self._guard = threading.RLock()
+        try:
+            for one in (folder, self._files, self._lines):
+                one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+            self._base = sqlite3.connect(folder / "jobs.db", check_same_thread=False, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy="Check --jobs-dir.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._base.execute("PRAGMA journal_mode = WAL")
+            self._base.execute("PRAGMA synchronous = FULL")
+            (found,) = self._base.execute("PRAGMA user_version").fetchone()
+            if found not in (0, FORMAT):
+                raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy="Name another --jobs-dir.")
+            self._base.executescript(_SCHEMA)
+            self._base.execute(f"PRAGMA user_version = {FORMAT}")
+            self._tidy()
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"Another process has the jobs in {folder}.", remedy="Give each its own --jobs-dir.") from None
+        except (OSError, sqlite3.Error) as error:
+            self.close()
+            raise ConfigError(f"The jobs in {folder} can't be read: {error}.", remedy="Check --jobs-dir.") from None
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        with self._guard:
+            self._base.close()
+            self._lock.close()
+
+    def _tidy(self) -> None:
+        """Delete what no file and no unfinished batch has."""
+        unfinished = self.unfinished()
+        kept = {one for (one,) in self._base.execute("SELECT id FROM files")}
+        kept.update(*[(batch.output_file, batch.error_file) for batch in unfinished])
+        for path in self._files.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        ids = {batch.id for batch in unfinished}
+        for path in self._lines.iterdir():
+            if path.name.partition("-")[0].partition(".")[0] not in ids:
+                path.unlink()
+
+    # files
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content. `file_id`: of a known file, never as a client sent it."""
+        return self._files / file_id
+
+    def lines(self, batch: Batch) -> Path:
+        return self._lines / batch.id
+
+    def file(self, file_id: str, owner: Owner) -> File | None:
+        with self._guard:
+            row = self._base.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, _text(owner))).fetchone()
+        return None if row is None else _file(row)
+
+    def files(
+        self, owner: Owner, *, purpose: str | None = None, after: str | None = None, limit: int, ascending: bool = False
+    ) -> list[File]:
+        """Return files of an owner, the newest first, or `ascending`; those behind `after`, if it is given."""
+        where, values = "owner = ?", [_text(owner)]
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
+        return [_file(row) for row in self._page("files", where, values, after, limit, ascending)]
+
+    def _page(
+        self, table: str, where: str, values: Sequence[str], after: str | None, limit: int, ascending: bool
+    ) -> list[tuple[Any, ...]]:
+        order, beyond = ("ASC", ">") if ascending else ("DESC", "<")
+        if after is not None:
+            where += f" AND number {beyond} (SELECT number FROM {table} WHERE id = ?)"  # noqa: S608 (no word is a client's)
+            values = [*values, after]
+        query = f"SELECT * FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"  # noqa: S608 (as above)
+        with self._guard:
+            return self._base.execute(query, (*values, limit)).fetchall()
+
+    def num_bytes(self, owner: Owner) -> int:
+        """Return the bytes in an owner's files, including those that are being uploaded."""
+        query = "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?"
+        with self._guard:
+            (found,) = self._base.execute(query, (_text(owner),)).fetchone()
+            return int(found) + self._uploading.get(owner, 0)
+
+    @contextmanager
+    def uploading(self, owner: Owner) -> Iterator[Upload]:
+        """Yield what writes a new file. Unless it is kept, nothing is left of it. Raises NoRoom."""
+        with self._guard:
+            (num,) = self._base.execute("SELECT count(*) FROM files WHERE owner = ?", (_text(owner),)).fetchone()
+        if num >= MAX_FILES:
+            raise NoRoom(f"There are {num} files already. Delete some.")
+        file_id = new_id("file-")
+        path = self._files / file_id
+        upload = Upload(self, owner, file_id, path.open("xb"))
+        try:
+            yield upload
+        finally:
+            with self._guard:
+                self._uploading[owner] = self._uploading.get(owner, 0) - upload.num_bytes
+                if not self._uploading[owner]:
+                    del self._uploading[owner]
+            upload.stream.close()
+            if not upload.is_kept:
+                path.unlink()
+
+    def claim(self, owner: Owner, num_bytes: int) -> None:
+        """Count bytes that are being uploaded. Raises NoRoom."""
+        with self._guard:
+            if (found := self.num_bytes(owner) + num_bytes) > self.max_bytes:
+                most = f"at most {self.max_bytes} are kept (--jobs-bytes)"
+                raise NoRoom(f"The files would have {found} bytes; {most}. Delete some.")
+            self._uploading[owner] = self._uploading.get(owner, 0) + num_bytes
+
+    def add(self, file: File) -> None:
+        """Add a file whose content is there."""
+        row = (file.id, _text(file.owner), file.name, file.purpose, file.num_bytes, file.created_s, file.expires_s)
+        columns = "id, owner, name, purpose, num_bytes, created_s, expires_s"
+        with self._guard:
+            self._base.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608 (as above)
+
+    def delete(self, file: File) -> None:
+        with self._guard:
+            self._base.execute("DELETE FROM files WHERE id = ?", (file.id,))
+        self.content(file.id).unlink(missing_ok=True)
+
+    def expire(self, now_s: int) -> None:
+        """Delete the files whose time has come, unless an unfinished batch reads them."""
+        with self._guard:
+            rows = self._base.execute("SELECT * FROM files WHERE expires_s <= ?", (now_s,)).fetchall()
+        read = {batch.input_file for batch in self.unfinished()} if rows else ()
+        for row in rows:
+            if (file := _file(row)).id not in read:
+                self.delete(file)
+
+    # batches
+
+    def put(self, batch: Batch) -> None:
+        """Add or replace a batch. Raises NoRoom for a new one too many."""
+        told = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name not in ("id", "owner", "kind")}
+        with self._guard:
+            is_known = self._base.execute("SELECT 1 FROM batches WHERE id = ?", (batch.id,)).fetchone()
+            if not is_known and sum(one.owner == batch.owner for one in self.unfinished()) >= MAX_UNFINISHED:
+                raise NoRoom(f"{MAX_UNFINISHED} batches have not ended yet. Wait for one, or cancel it.")
+            self._base.execute(
+                "INSERT INTO batches (id, owner, kind, is_ended, record) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET is_ended = excluded.is_ended, record = excluded.record",
+                (batch.id, _text(batch.owner), batch.kind, batch.is_ended, fast_json.dumps(told)),
+            )
+
+    def end(self, batch: Batch, files: Sequence[File]) -> None:
+        """Note the end of a batch, and add its files, together."""
+        with self._guard:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                for file in files:
+                    self.add(file)
+                self.put(batch)
+                self._base.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._base.execute("ROLLBACK")
+                raise
+        for path in self._lines.glob(f"{batch.id}*"):
+            path.unlink()
+
+    def batch(self, batch_id: str, owner: Owner, kind: str) -> Batch | None:
+        with self._guard:
+            row = self._base.execute(
+                "SELECT * FROM batches WHERE id = ? AND owner = ? AND kind = ?", (batch_id, _text(owner), kind)
+            ).fetchone()
+        return None if row is None else _batch(row)
+
+    def batches(self, owner: Owner, kind: str, *, after: str | None = None, limit: int, ascending: bool = False) -> list[Batch]:
+        """Return batches of an owner, as `files`."""
+        values = [_text(owner), kind]
+        return [_batch(row) for row in self._page("batches", "owner = ? AND kind = ?", values, after, limit, ascending)]
+
+    def unfinished(self) -> list[Batch]:
+        with self._guard:
+            return [_batch(row) for row in self._base.execute("SELECT * FROM batches WHERE NOT is_ended ORDER BY number")]
+
+    def delete_batch(self, batch: Batch) -> None:
+        with self._guard:
+            self._base.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+
+
+@dataclass(slots=True)
+class Upload:
+    """A file that is being written."""
+
+    store: Store
+    owner: Owner
+    file_id: str
+    stream: BinaryIO
+    num_bytes: int = 0
+    is_kept: bool = False
+
+    def write(self, data: bytes) -> None:
+        """Append bytes. Raises NoRoom and OSError."""
+        self.store.claim(self.owner, len(data))
+        self.num_bytes += len(data)
+        self.stream.write(data)
+
+    def keep(self, name: str, purpose: str, now_s: int, expires_s: int | None = None) -> File:
+        """Make it a file, whose content is on the disk by then. Raises OSError."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        file = File(self.file_id, self.owner, name, purpose, self.num_bytes, now_s, expires_s)
+        self.store.add(file)
+        self.is_kept = True
+        return file
+
+
+def _text(owner: Owner) -> str:
+    return "\n".join(owner)
+
+
+def _owner(text: str) -> Owner:
+    key, _, tenant = text.partition("\n")
+    return key, tenant
+
+
+def _file(row: Sequence[Any]) -> File:
+    _, file_id, owner, *rest = row
+    return File(file_id, _owner(owner), *rest)
+
+
+def _batch(row: Sequence[Any]) -> Batch:
+    _, batch_id, owner, kind, _, record = row
+    return Batch(id=batch_id, owner=_owner(owner), kind=kind, **fast_json.loads(record))

@@ -1,0 +1,216 @@
+"""OpenAI's batches: a file of requests is answered in the background, and the answers are another file."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from penstock import fast_json
+from penstock.jobs.store import Batch, NoRoom, new_id
+from penstock.serve.api import Parts
+from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
+from penstock.serve.errors import ApiError, invalid, overloaded, shorten
+from penstock.serve.jobs.files import batches_of, listed, owner_of, page_of, read_expiry
+from penstock.serve.jobs.runner import BatchRunner
+
+KIND = "openai"
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MAX_WINDOW_S = 30 * 24 * 3600
+_UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+class Expiry(Body):
+    anchor: str
+    seconds: int
+
+
+class BatchBody(Body):
+    input_file_id: Annotated[str, Field(max_length=64)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    completion_window: Annotated[str, Field(max_length=16)] = "24h"
+    """A number of minutes, hours or days: `30m`, `24h`, `7d`. Lines without an answer by then are given up."""
+    metadata: Metadata | None = None
+    output_expires_after: Expiry | None = None
+
+
+class LineError(TypedDict):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class LineErrors(TypedDict):
+    object: Literal["list"]
+    data: list[LineError]
+
+
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class BatchUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: LineErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+    usage: BatchUsage
+    estimated_end_at: int | None
+
+
+class BatchList(TypedDict):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchesEndpoint:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def _batches(self) -> BatchRunner:
+        return batches_of(self._parts)
+
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer the lines of a file in the background, in what other requests leave of the machine."""
+        batches, owner = self._batches, owner_of(http, self._parts)
+        body = await self._parts.off_loop.run(
+            len(data), lambda: parse_body(data, BatchBody, self._parts.ignored), limit=INLINE_MAX_BYTES
+        )
+        expiry = body.output_expires_after
+        batch = Batch(
+            id=new_id("batch_"),
+            owner=owner,
+            kind=KIND,
+            url=body.endpoint,
+            input_file=body.input_file_id,
+            window_s=read_window(body.completion_window),
+            created_s=batches.now_s(),
+            metadata=body.metadata,
+            files_expire_s=None if expiry is None else read_expiry(expiry.anchor, expiry.seconds),
+        )
+        if batches.store.file(body.input_file_id, owner) is None:
+            raise ApiError(
+                404, f"There is no file {shorten(body.input_file_id)!r}.", code="file_not_found", param="input_file_id"
+            )
+        try:
+            batch = await batches.create(batch)
+        except NoRoom as full:
+            raise overloaded(str(full), None) from None
+        return Response(fast_json.dumps(self._told(batch)), media_type="application/json")
+
+    async def list(self, http: HttpRequest) -> BatchList:
+        """List the batches, the newest first."""
+        limit, after = page_of(http, 20, 100)
+        store, owner = self._batches.store, owner_of(http, self._parts)
+        if after is not None and store.batch(after, owner, KIND) is None:
+            raise _not_found(after, "after")
+        found = store.batches(owner, KIND, after=after, limit=limit + 1)
+        return listed([self._told(batch) for batch in found], limit)  # type: ignore[return-value]
+
+    async def get(self, http: HttpRequest) -> BatchObject:
+        """Describe a batch: its status, how many lines are answered, and when it is expected to end."""
+        return self._told(self._find(http))
+
+    async def cancel(self, http: HttpRequest) -> BatchObject:
+        """Cancel a batch. Its answers so far stay."""
+        batch = self._find(http)
+        if batch.is_ended:
+            raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
+        return self._told(await self._batches.cancel(batch))
+
+    def _find(self, http: HttpRequest) -> Batch:
+        batch_id = http.path_params["batch_id"]
+        batch = self._batches.store.batch(batch_id, owner_of(http, self._parts), KIND)
+        if batch is None:
+            raise _not_found(batch_id)
+        return batch
+
+    def _told(self, batch: Batch) -> BatchObject:
+        batch = self._batches.current(batch)
+        usage = batch.usage
+        num_prompt, num_generated = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
+        told: dict[str, Any] = {
+            "id": batch.id,
+            "object": "batch",
+            "endpoint": batch.url,
+            "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+            "input_file_id": batch.input_file,
+            "completion_window": _window(batch.window_s),
+            "status": batch.status,
+            "output_file_id": (batch.output_file or None) if batch.is_ended else None,
+            "error_file_id": (batch.error_file or None) if batch.is_ended else None,
+            "created_at": batch.created_s,
+            "expires_at": batch.due_s,
+            **{f"{status}_at": batch.times_s.get(status) for status in _TIMES},
+            "request_counts": {"total": batch.num_lines, "completed": batch.num_completed, "failed": batch.num_failed},
+            "metadata": batch.metadata,
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
+                "output_tokens": num_generated,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt + num_generated,
+            },
+            "estimated_end_at": self._batches.ends_s(batch),
+        }
+        return told  # type: ignore[return-value]
+
+
+def read_window(text: str) -> int:
+    """Return the seconds of a completion window. Raises 400."""
+    found = re.fullmatch("([1-9][0-9]{0,4})([mhd])", text)
+    if found is None or (window_s := int(found[1]) * _UNITS[found[2]]) > MAX_WINDOW_S:
+        raise invalid("'completion_window' must be minutes, hours or days, such as 24h, and at most 30d.", "completion_window")
+    return window_s
+
+
+def _window(window_s: int) -> str:
+    return f"{window_s // 3600}h" if window_s % 3600 == 0 else f"{window_s // 60}m"
+
+
+def _not_found(batch_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"There is no batch {shorten(batch_id)!r}.", code="batch_not_found", param=param)

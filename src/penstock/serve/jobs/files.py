@@ -1,0 +1,192 @@
+"""OpenAI's files: upload, list, get, read and delete. Only lines of batches, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+from typing_extensions import TypedDict
+
+from penstock.jobs.store import UPLOAD, File, NoRoom, Owner, Store
+from penstock.serve.api import Parts
+from penstock.serve.asking import read_owner
+from penstock.serve.errors import ApiError, invalid, shorten, unavailable
+from penstock.serve.http.checks import headers_of
+from penstock.serve.jobs.form import FILE, Form
+from penstock.serve.jobs.runner import BatchRunner
+
+WRITTEN_AT_ONCE = 1 << 20
+MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
+"""OpenAI's own limits: an hour and 30 days."""
+MAX_PAGE = 10_000
+_KNOWN = {"purpose", FILE, "expires_after[anchor]", "expires_after[seconds]"}
+_Listed = TypeVar("_Listed", bound=Mapping[str, Any])
+
+
+class FileObject(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(TypedDict):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def batches_of(parts: Parts) -> BatchRunner:
+    """Return what runs batches. Raises 501 if the server keeps no files."""
+    if parts.batches is None:
+        message = "This server keeps no files and batches. Start it with --jobs-dir and a folder."
+        raise ApiError(501, message, code="not_enabled")
+    return parts.batches
+
+
+def owner_of(http: HttpRequest, parts: Parts) -> Owner:
+    owner = read_owner(http.scope, parts.config)
+    return owner.key, owner.tenant
+
+
+def read_expiry(anchor: str | None, seconds: object) -> int | None:
+    """Return the seconds of `expires_after`, or None without it. Raises 400."""
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise invalid("'expires_after.anchor' must be 'created_at'.", "expires_after")
+    if not re.fullmatch("[0-9]{1,8}", str(seconds)) or not MIN_EXPIRES_S <= int(str(seconds)) <= MAX_EXPIRES_S:
+        raise invalid(f"'expires_after.seconds' must be from {MIN_EXPIRES_S} to {MAX_EXPIRES_S}.", "expires_after")
+    return int(str(seconds))
+
+
+def page_of(http: HttpRequest, default: int, most: int) -> tuple[int, str | None]:
+    """Return the length of a page, and the id before it. Raises 400."""
+    limit = http.query_params.get("limit", str(default))
+    if not re.fullmatch("[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
+        raise invalid(f"'limit' must be an integer from 1 to {most}.", "limit")
+    return int(limit), http.query_params.get("after")
+
+
+def listed(data: list[_Listed], limit: int) -> dict[str, Any]:
+    """Return a page of a list, of which one more was read than the page has."""
+    page = data[:limit]
+    ids = [one["id"] for one in page]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+        "has_more": len(data) > limit,
+    }
+
+
+class FilesEndpoint:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @property
+    def _store(self) -> Store:
+        return batches_of(self._parts).store
+
+    async def create(self, http: HttpRequest) -> FileObject:
+        """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
+        store, owner = self._store, owner_of(http, self._parts)
+        form = Form(headers_of(http.scope).get(b"content-type", b"").decode("latin-1"))
+        try:
+            with store.uploading(owner) as upload:
+                pending, num_pending = list[bytes](), 0
+                async for data in http.stream():
+                    pending.append(form.feed(data))
+                    num_pending += len(pending[-1])
+                    if num_pending >= WRITTEN_AT_ONCE:
+                        await asyncio.to_thread(upload.write, b"".join(pending))
+                        pending, num_pending = [], 0
+                form.end()
+                fields = form.fields
+                if unknown := fields.keys() - _KNOWN:
+                    raise invalid(f"Unknown parameter: {shorten(min(unknown))!r}.", shorten(min(unknown)))
+                if fields.get("purpose") != UPLOAD:
+                    raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")
+                expires_s = read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
+                await asyncio.to_thread(upload.write, b"".join(pending))
+                now_s = batches_of(self._parts).now_s()
+                name = form.file_name or "unnamed"
+                until_s = None if expires_s is None else now_s + expires_s
+                return _told(await asyncio.to_thread(upload.keep, name, UPLOAD, now_s, until_s))
+        except NoRoom as full:
+            raise ApiError(413, str(full), code="quota_exceeded", param=FILE, headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise invalid("The client left before the file was there.") from None
+        except OSError as error:
+            raise unavailable(f"The file can't be written: {error.strerror}.") from None
+
+    async def list(self, http: HttpRequest) -> FileList:
+        """List the files, the newest first."""
+        limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
+        purpose, order = http.query_params.get("purpose"), http.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise invalid("'order' must be 'asc' or 'desc'.", "order")
+        store, owner = self._store, owner_of(http, self._parts)
+        if after is not None and store.file(after, owner) is None:
+            raise _not_found(after, "after")
+        files = store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=order == "asc")
+        return listed([_told(one) for one in files], limit)  # type: ignore[return-value]
+
+    async def get(self, http: HttpRequest) -> FileObject:
+        """Describe a file."""
+        return _told(self._find(http))
+
+    async def content(self, http: HttpRequest) -> Response:
+        """Return the content of a file."""
+        file = self._find(http)
+        return FileResponse(self._store.content(file.id), media_type="application/octet-stream")
+
+    async def delete(self, http: HttpRequest) -> FileDeleted:
+        """Delete a file."""
+        file, store = self._find(http), self._store
+        if any(file.id == batch.input_file for batch in store.unfinished()):
+            raise ApiError(409, "An unfinished batch reads this file. Cancel that first.", code="file_in_use")
+        await asyncio.to_thread(store.delete, file)
+        return {"id": file.id, "object": "file", "deleted": True}
+
+    def _find(self, http: HttpRequest) -> File:
+        file_id = http.path_params["file_id"]
+        file = self._store.file(file_id, owner_of(http, self._parts))
+        if file is None:
+            raise _not_found(file_id)
+        return file
+
+
+def _not_found(file_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"There is no file {shorten(file_id)!r}.", code="file_not_found", param=param)
+
+
+def _told(file: File) -> FileObject:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_s,
+        "expires_at": file.expires_s,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

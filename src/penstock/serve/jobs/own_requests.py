@@ -1,0 +1,77 @@
+"""Requests that the server sends itself, for someone who does not wait: lines of batches.
+
+They pass the whole app, so each is answered as the same request of a client would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message
+
+from penstock.calls.call import Owner
+from penstock.serve.asking import BACKGROUND_KEY
+from penstock.serve.http.checks import SENDER_KEY, Sender
+
+
+class Answered(NamedTuple):
+    status: int
+    retry_after_s: float | None
+    body: bytes
+
+
+class OwnRequests:
+    app: ASGIApp
+    """Set when the app is there."""
+
+    def __init__(self, sender: Callable[[str], Sender | None]) -> None:
+        """`sender` returns the rights of the API key of this name, or None if it was withdrawn."""
+        self._sender = sender
+
+    async def ask(self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event) -> Answered | None:
+        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up."""
+        sender = self._sender(owner.key)
+        if sender is None:
+            return None
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+        if owner.tenant != owner.key:
+            headers.append((b"x-tenant", owner.tenant.encode()))
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": "POST",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": None,
+            SENDER_KEY: sender,
+            BACKGROUND_KEY: True,
+        }
+        pieces: list[bytes] = []
+        status, retry_after_s, is_sent = 500, None, False
+
+        async def receive() -> Message:
+            nonlocal is_sent
+            if not is_sent:
+                is_sent = True
+                return {"type": "http.request", "body": body}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status, retry_after_s
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                found = [value for name, value in message["headers"] if name.lower() == b"retry-after"]
+                retry_after_s = float(found[0]) if found else None
+            else:
+                pieces.append(message.get("body", b""))
+
+        await self.app(scope, receive, send)
+        return Answered(status, retry_after_s, b"".join(pieces))

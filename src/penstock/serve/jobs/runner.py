@@ -1,0 +1,460 @@
+"""Runs batches: feeds their lines to the server as background requests, and writes the answers.
+
+    validating ---> in_progress ---> finalizing ---> completed, expired
+        |                |
+        v                v
+      failed         cancelling ---> cancelled
+
+One task drives each batch. Their lines take turns by owner. Twice as many lines are under way as requests run at once, so that
+the engine always has some to choose from. For the event loop; files and databases are read and written in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock import fast_json
+from penstock.calls.call import Owner
+from penstock.deploy.deployment import Deployment
+from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
+from penstock.jobs.store import OUTPUT, Batch, File, Store, new_id
+from penstock.serve.jobs.own_requests import Answered, OwnRequests
+from penstock.types.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+MIN_UNDER_WAY = 8
+TAKEN_AT_ONCE = 16
+"""Lines that are read together."""
+GATHERED_S = 0.2
+"""Time in which answers gather to be written together."""
+TRIED_AGAIN_S = 5.0
+"""Time until a full or broken disk, or a server that refused a line without saying when, is tried again."""
+MAX_RETRY_AFTER_S = 60.0
+GONE = 499
+"""Status of a request that was given up."""
+REFUSALS = (429, 502, 503, 504)
+"""Statuses after which a line is asked again."""
+TIDIED_EACH_S = 60.0
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
+"""Paths that lines may be for."""
+Hours = tuple[int, int]
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    batch: Batch
+    is_cancelled: bool = False
+    lines: Lines | None = None
+    """None until the lines are checked."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no more lines are asked, and those under way are given up."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no line is under way any more."""
+    under_way: set[asyncio.Task[None]] = field(default_factory=set)
+    answers: list[Answer] = field(default_factory=list)
+    """Not written yet."""
+    is_writable: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the disk takes answers."""
+    began_s: float = 0.0
+    began_with: int = 0
+    """Lines that had an answer then."""
+    disk: asyncio.Lock = field(default_factory=asyncio.Lock)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def owner(self) -> Owner:
+        key, tenant = self.batch.owner
+        return Owner(key=key, tenant=tenant)
+
+    @property
+    def now(self) -> Batch:
+        """The batch with its progress so far."""
+        if self.lines is None:
+            return self.batch
+        done = self.lines.progress
+        return replace(self.batch, num_completed=done.num_completed, num_failed=done.num_failed, usage=done.usage)
+
+    async def on_disk(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Do work with the lines in a thread, one after another."""
+        async with self.disk:
+            return await asyncio.to_thread(work, *arguments)
+
+
+class BatchRunner:
+    def __init__(
+        self,
+        store: Store,
+        deployment: Deployment,
+        requests: OwnRequests,
+        *,
+        max_line_bytes: int,
+        hours: Hours | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`hours`: of the day, local time, in which lines begin. `now` returns Unix time."""
+        self.store = store
+        self._deployment = deployment
+        self._requests = requests
+        self._max_line_bytes = max_line_bytes
+        self._hours = hours
+        self._now = now
+        self._running: dict[str, _Running] = {}
+        self._turns = _Turns(deployment)
+        self._is_closing = False
+        self._tidying: asyncio.Task[None] | None = None
+
+    def now_s(self) -> int:
+        return int(self._now())
+
+    def start(self) -> None:
+        """Go on with all unfinished batches."""
+        for batch in self.store.unfinished():
+            self._drive(batch)
+        self._tidying = asyncio.create_task(self._tidy())
+
+    async def close(self) -> None:
+        """Stop. Lines under way are given up, and run again when the server is started again."""
+        self._is_closing = True
+        if self._tidying is not None:
+            self._tidying.cancel()
+        running = [*self._running.values()]
+        for one in running:
+            one.left.set()
+        await asyncio.gather(*[one.task for one in running if one.task is not None])
+        self.store.close()
+
+    async def _tidy(self) -> None:
+        while True:
+            with contextlib.suppress(sqlite3.Error, OSError):
+                await asyncio.to_thread(self.store.expire, self.now_s())
+            await asyncio.sleep(TIDIED_EACH_S)
+
+    # what the APIs call
+
+    async def create(self, batch: Batch) -> Batch:
+        """Begin a batch. Raises NoRoom."""
+        batch = replace(batch, output_file=new_id("file-"), error_file=new_id("file-"))
+        await asyncio.to_thread(self.store.put, batch)
+        self._drive(batch)
+        return batch
+
+    async def cancel(self, batch: Batch) -> Batch:
+        """Ask no more lines of a batch. If it has ended, nothing changes."""
+        running = self._running.get(batch.id)
+        if running is None:
+            return batch
+        if not running.is_cancelled:
+            running.is_cancelled = True
+            await self._enter(running, "cancelling")
+            running.left.set()
+        return running.now
+
+    def current(self, batch: Batch) -> Batch:
+        """Return a batch with its progress so far."""
+        running = self._running.get(batch.id)
+        return batch if running is None else running.now
+
+    def ends_s(self, batch: Batch) -> int | None:
+        """Return when a batch ends if its lines go on as they did since the server's start. None: it is not known."""
+        running = self._running.get(batch.id)
+        if running is None or running.lines is None:
+            return None
+        progress = running.lines.progress
+        num_answered = progress.num_answered - running.began_with
+        if not num_answered:
+            return None
+        return int(self._now() + progress.num_left * (self._now() - running.began_s) / num_answered)
+
+    # driving a batch
+
+    def _drive(self, batch: Batch) -> None:
+        running = self._running[batch.id] = _Running(batch, is_cancelled=batch.status == "cancelling")
+        running.task = asyncio.create_task(self._run(running), name=f"batch {batch.id}")
+
+    async def _run(self, running: _Running) -> None:
+        try:
+            while not (self._is_closing or running.batch.is_ended):
+                try:
+                    await self._work(running)
+                except (sqlite3.Error, OSError) as error:
+                    _log.warning("batch %s waits, since the disk fails: %s", running.batch.id, error)
+                    await _is_set_within(running.left, TRIED_AGAIN_S)
+        except Exception:
+            _log.exception("batch %s stands still until the server is started again", running.batch.id)
+        finally:
+            if running.lines is not None:
+                running.lines.close()
+            if running.batch.is_ended:
+                del self._running[running.batch.id]
+
+    async def _work(self, running: _Running) -> None:
+        """Take a batch as far as it goes. After an error of the disk, it is called again."""
+        store, batch = self.store, running.batch
+        if batch.status == "validating" and not await self._check(running):
+            return
+        if running.lines is None and store.lines(batch).exists():
+            files = [store.content(file_id) for file_id in (batch.input_file, batch.output_file, batch.error_file)]
+            running.lines = await running.on_disk(Lines, store.lines(batch), *files)
+            running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
+        is_expired = running.lines is not None and await self._ask_lines(running, running.lines)
+        if running.is_cancelled:
+            await self._end(running, "cancelled")
+        elif not self._is_closing:
+            await self._enter(running, "finalizing")
+            await self._end(running, "expired" if is_expired else "completed")
+
+    async def _check(self, running: _Running) -> bool:
+        """Check the lines of a batch. Return whether they can be asked."""
+        batch, store = running.batch, self.store
+        urls = (batch.url,) if batch.url else URLS
+        path, source = store.lines(batch), store.content(batch.input_file)
+        try:
+            num = await running.on_disk(prepare, path, source, urls, self._max_line_bytes, running.left.is_set)
+        except BadLines as bad:
+            running.batch = replace(batch, errors=bad.errors)
+            await self._end(running, "failed")
+            return False
+        except Stopped:
+            if running.is_cancelled:
+                await self._end(running, "cancelled")
+            return False
+        running.batch = replace(running.batch, num_lines=num)
+        if not running.is_cancelled:
+            await self._enter(running, "in_progress")
+        return True
+
+    async def _enter(self, running: _Running, status: str) -> None:
+        if running.batch.status != status:
+            running.batch = running.batch.turned(status, self.now_s())
+            await asyncio.to_thread(self.store.put, running.batch)
+
+    async def _end(self, running: _Running, status: str) -> None:
+        now_s = self.now_s()
+        batch = running.now.turned(status, now_s)
+        sizes = (0, 0)
+        if running.lines is not None:
+            sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
+        expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
+        files: list[File] = []
+        ids = (batch.output_file, batch.error_file)
+        for file_id, what, num_bytes in zip(ids, ("output", "error"), sizes, strict=True):
+            if num_bytes:
+                files.append(File(file_id, batch.owner, f"{batch.id}_{what}.jsonl", OUTPUT, num_bytes, now_s, expires_s))
+            else:
+                self.store.content(file_id).unlink(missing_ok=True)
+        kept = {file.id for file in files}
+        output_file, error_file = [file_id if file_id in kept else "" for file_id in ids]
+        batch = replace(batch, output_file=output_file, error_file=error_file)
+        await asyncio.to_thread(self.store.end, batch, files)
+        running.batch = batch
+
+    # its lines
+
+    async def _ask_lines(self, running: _Running, lines: Lines) -> bool:
+        """Ask the lines of a batch that have no answer yet. Return whether its time was over before all had one."""
+        if running.is_cancelled or self._is_closing:
+            return False
+        running.left, running.is_over = asyncio.Event(), asyncio.Event()
+        await running.on_disk(lines.rewind)
+        feeding, writing = asyncio.create_task(self._feed(running, lines)), asyncio.create_task(self._write(running, lines))
+        stopping = asyncio.create_task(running.left.wait())
+        done, _ = await asyncio.wait(
+            [feeding, stopping], timeout=max(0.0, running.batch.due_s - self._now()), return_when=asyncio.FIRST_COMPLETED
+        )
+        running.left.set()
+        feeding.cancel()
+        await asyncio.wait([feeding, stopping, *running.under_way])
+        running.is_over.set()
+        await writing
+        if feeding in done:
+            feeding.result()  # raises what the disk raised
+        if not done:
+            await self._give_up(running, lines)
+        return not done
+
+    async def _feed(self, running: _Running, lines: Lines) -> None:
+        """Ask lines as their turns come, until all are answered."""
+        while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
+            for line in taken:
+                await self._wait_for_hours()
+                await running.is_writable.wait()
+                await self._turns.take(running)
+                task = asyncio.create_task(self._ask(running, line))
+                running.under_way.add(task)
+                task.add_done_callback(running.under_way.discard)
+        if running.under_way:
+            await asyncio.wait(running.under_way)
+
+    async def _wait_for_hours(self) -> None:
+        while self._hours is not None and not is_within(self._hours, time.localtime(self._now()).tm_hour):  # noqa: ASYNC110
+            await asyncio.sleep(TRIED_AGAIN_S)
+
+    async def _ask(self, running: _Running, line: Line) -> None:
+        """Ask a line until it is answered, or given up for now."""
+        batch, left = running.batch, running.left
+        try:
+            request = read_line(line.data)
+            name = f"{batch.id}-{line.place}"
+            while True:
+                answered = await self._requests.ask(running.owner, request.url, bytes(request.body), name, left)
+                if answered is None or answered.status not in REFUSALS:
+                    break
+                if await _is_set_within(left, min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)):
+                    return
+            if answered is None:
+                running.answers.append(_failure(line, "invalid_api_key", "The batch's API key was withdrawn."))
+            elif answered.status != GONE or not left.is_set():
+                running.answers.append(_answer(line, request, answered, name))
+        except Exception:
+            _log.exception("line %d of batch %s failed", line.place, batch.id)
+            running.answers.append(_failure(line, "internal_error", "The server's log has the cause."))
+        finally:
+            self._turns.give_back(running)
+
+    async def _write(self, running: _Running, lines: Lines) -> None:
+        """Write answers some times a second, until no more come. If the disk takes none, no more lines are asked."""
+        while running.answers or not running.is_over.is_set():
+            await _is_set_within(running.is_over, GATHERED_S)
+            answers, running.answers = running.answers, []
+            try:
+                if answers:
+                    await running.on_disk(lines.write, answers)
+                running.is_writable.set()
+            except (sqlite3.Error, OSError) as error:
+                running.answers = answers + running.answers
+                if running.is_writable.is_set():
+                    _log.warning("batch %s waits, since its answers can't be written: %s", running.batch.id, error)
+                running.is_writable.clear()
+                if self._is_closing:
+                    return  # these lines are asked again
+                await asyncio.sleep(TRIED_AGAIN_S)
+
+    async def _give_up(self, running: _Running, lines: Lines) -> None:
+        """Answer the lines that are left with an error: their time is over."""
+        await running.on_disk(lines.rewind)
+        while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
+            told = "The batch's completion window ended before this line had its turn."
+            await running.on_disk(lines.write, [_failure(line, "batch_expired", told) for line in taken])
+
+
+class _Turns:
+    """How many lines are under way, and whose is next: the owner's with the fewest, then the batch's whose time ends first."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._under_way: Counter[Owner] = Counter()
+        self._waiting: list[tuple[_Running, asyncio.Future[None]]] = []
+
+    async def take(self, running: _Running) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((running, turn))
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove((running, turn))
+            else:
+                self.give_back(running)
+            raise
+
+    def give_back(self, running: _Running) -> None:
+        self._under_way[running.owner] -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._under_way.total() < self._limit():
+            first = min(self._waiting, key=lambda one: (self._under_way[one[0].owner], one[0].batch.due_s))
+            self._waiting.remove(first)
+            running, turn = first
+            self._under_way[running.owner] += 1
+            turn.set_result(None)
+
+    def _limit(self) -> int:
+        loads = [running.engine.load() for running in self._deployment.running]
+        return max([MIN_UNDER_WAY, *[2 * (load.num_running + load.num_rows_free) for load in loads]])
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+def _answer(line: Line, request: Request, answered: Answered, name: str) -> Answer:
+    """Return the line of the output or error file for an answer of the server, whose id is `name`."""
+    response = {"status_code": answered.status, "request_id": name, "body": fast_json.Raw(answered.body)}
+    told = {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
+    is_error = answered.status != 200
+    return Answer(line.place, fast_json.dumps(told) + b"\n", is_error, {} if is_error else _usage(answered.body))
+
+
+def _failure(line: Line, code: str, message: str) -> Answer:
+    """Return the line of the error file for a line that the server did not answer."""
+    error = {"code": code, "message": message}
+    told = {"id": f"batch_req_{line.place}", "custom_id": read_line(line.data).custom_id, "response": None, "error": error}
+    return Answer(line.place, fast_json.dumps(told) + b"\n", is_error=True, usage={})
+
+
+class _Told(msgspec.Struct):
+    """The counts of tokens in an answer, in the words of OpenAI's and Anthropic's APIs."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    completion_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: dict[str, int | None] | None = None
+    input_tokens_details: dict[str, int | None] | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class _Answered(msgspec.Struct):
+    usage: _Told | None = None
+
+
+_read_usage = msgspec.json.Decoder(_Answered).decode
+
+
+def _usage(body: bytes) -> dict[str, int]:
+    told = _read_usage(body).usage
+    if told is None:
+        return {}
+    details = told.prompt_tokens_details or told.input_tokens_details or {}
+    num_cached = details.get("cached_tokens") or told.cache_read_input_tokens or 0
+    num_prompt = told.prompt_tokens or told.input_tokens
+    if told.cache_read_input_tokens is not None:  # Anthropic's input tokens are without those
+        num_prompt += told.cache_read_input_tokens
+    return {
+        "input_tokens": num_prompt,
+        "cached_tokens": num_cached,
+        "output_tokens": told.completion_tokens or told.output_tokens,
+    }
+
+
+def is_within(hours: Hours, hour: int) -> bool:
+    """Return whether an hour of the day is within hours such as (22, 6), which go over midnight."""
+    first, last = hours
+    return first <= hour < last if first < last else hour >= first or hour < last
+
+
+def read_hours(text: str) -> Hours:
+    """Return the hours of a setting such as `22-6`. Raises ConfigError."""
+    found = re.fullmatch(r"([01]?[0-9]|2[0-3])-([01]?[0-9]|2[0-4])", text.strip())
+    if found is None or int(found[1]) == int(found[2]) % 24:
+        raise ConfigError(f"{text!r} are no hours of a day.", remedy="Write --batch-hours 22-6, for example.")
+    return int(found[1]), int(found[2]) % 24
