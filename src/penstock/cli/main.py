@@ -25,6 +25,7 @@ _COMMANDS = {
     "chat": ("penstock.cli.chat:chat", "Talk with a model in the terminal."),
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "embed": ("penstock.cli.embed:embed", "Turn a file of texts into a file of vectors."),
+    "batch": ("penstock.cli.batch:batch", "Answer a file of requests, in the form of OpenAI's batches."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
     "pack": ("penstock.cli.pack:pack", "Convert a model's weights once, so that it starts sooner."),
     "models": ("penstock.cli.models:models", "List known models, and which are fetched."),

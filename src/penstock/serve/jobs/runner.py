@@ -167,6 +167,9 @@ class BatchRunner:
         running = self._running.get(batch.id)
         return batch if running is None else running.now
 
+    def is_running(self, batch: Batch) -> bool:
+        return batch.id in self._running
+
     def ends_s(self, batch: Batch) -> int | None:
         """Return when a batch ends if its lines go on as they did since the server's start. None: it is not known."""
         running = self._running.get(batch.id)
