@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.cli import batch as command
 from penstock.jobs.store import Store
 from penstock.types.errors import PenstockError
 from support.deployments import deployment_of
-from support.server.harness import GatedExecutor, make_runtime
+from support.server.harness import CAPACITY, GatedExecutor, make_runtime
 
 
 @pytest.fixture
@@ -52,12 +53,12 @@ async def test_each_line_is_answered_or_failed(source: Path, tmp_path: Path) -> 
 
 
 async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) -> None:
-    folder, executor = tmp_path / "job", GatedExecutor()
+    folder, executor = tmp_path / "job", GatedExecutor(replace(CAPACITY, max_rows=2))
     runtime = make_runtime(executor, limits=AdmissionLimits(max_queue=4))
     running = asyncio.create_task(command._run(deployment_of(runtime), source, folder))
     while not any(path.stat().st_size for path in (folder / "files").glob("file-*") if not path.is_symlink()):
         executor.allow()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
     executor.open()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -69,14 +70,15 @@ async def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, capsys) 
     assert ended.num_completed + ended.num_failed == len((folder / "files" / ended.output_file).read_text().splitlines()) + 1
 
 
-async def test_the_folder_of_another_file_is_not_used(source: Path, tmp_path: Path) -> None:
+def test_the_folder_of_another_file_is_not_used(source: Path, tmp_path: Path) -> None:
     with source.open("a") as lines:
         lines.write("\n")
     store = Store(tmp_path / "job", max_bytes=1 << 20)
     made, is_new = command._batch_of(source, store)
     assert is_new
     store.put(made)
-    assert command._batch_of(source, store) == (made, False)
+    known, is_new = command._batch_of(source, store)
+    assert (known.id, is_new) == (made.id, False)
     source.write_text(source.read_text() + "\n")
     with pytest.raises(PenstockError, match="is of another file"):
         command._batch_of(source, store)
