@@ -44,6 +44,14 @@ def passages_of(text: str, name: str = "a.md") -> list[tuple[str, str]]:
     return [(passage.heading, passage.text) for passage in cut(read(Path(name), text.encode()))]
 
 
+def passages_of(text: str, name: str = "a.md") -> list[tuple[str, str]]:
+    return [(passage.heading, passage.text) for passage in cut(read(Path(name), text.encode()))]
+
+
+def passages_of(text: str, name: str = "a.md") -> list[tuple[str, str]]:
+    return [(passage.heading, passage.text) for passage in cut(read(Path(name), text.encode()))]
+
+
 def asked(reader: Reader, *questions: str, num: int = 1) -> list[list[str]]:
     return [[hit.text for hit in hits] for hits in reader.nearest(embed(questions), num)]
 
@@ -194,6 +202,108 @@ def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(
     place.chmod(0o755)
     (place / "a.index").unlink()
     with pytest.raises(ConfigError, match="does not exist"):
+        asked(reader, "dog")
+
+
+def test_odd_names_and_texts_stop_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / os.fsdecode(b"bad\xff.txt")).write_text("red")
+    monkeypatch.setattr("penstock.search.index.read", lambda path, data: [Block("\ud800 " + data.decode())])
+    changes = run(tmp_path / "a.index", folder)
+    assert changes.unreadable == {"bad?.txt": "its name is not UTF-8"}
+    assert asked(Reader(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
+
+
+def test_what_is_too_large_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAX_BYTES, ".txt", 1 << 20)
+    with (folder / "huge.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "it has more than 1 MiB" in run(tmp_path / "a.index", folder).unreadable["huge.txt"]
+
+
+def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a.txt").write_text("A red car.")
+    run(tmp_path / "a.index", folder)
+
+    def found(folder: Path, on_error) -> list[Path]:
+        error = PermissionError(13, "Permission denied", str(folder / "deep"))
+        on_error(error)
+        return [folder / "pets.txt"]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.search.index.find", found)
+        changes = run(tmp_path / "a.index", folder)
+    assert (changes.num_gone, changes.unreadable) == (1, {"deep/": "it can't be listed: Permission denied"})
+    assert asked(Reader(tmp_path / "a.index"), "red") == [["A red car."]]
+
+
+def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    run(place / "a.index", folder)
+    assert [path.name for path in place.iterdir()] == ["a.index"]
+    reader = Reader(place / "a.index")
+    (folder / "pets.txt").write_text("The dog barks.")
+    (folder / "colours.md").unlink()
+    run(tmp_path / "b.index", folder)
+    (tmp_path / "b.index").replace(place / "a.index")
+    assert asked(reader, "blue", num=9) == [["The dog barks."]]
+    place.chmod(0o555)
+    assert asked(Reader(place / "a.index"), "dog") == [["The dog barks."]]
+    place.chmod(0o755)
+    (place / "a.index").unlink()
+    with pytest.raises(ConfigError, match="There is no index"):
+        asked(reader, "dog")
+
+
+def test_odd_names_and_texts_stop_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / os.fsdecode(b"bad\xff.txt")).write_text("red")
+    monkeypatch.setattr("penstock.search.index.read", lambda path, data: [Block("\ud800 " + data.decode())])
+    changes = run(tmp_path / "a.index", folder)
+    assert changes.unreadable == {"bad?.txt": "its name is not UTF-8"}
+    assert asked(Reader(tmp_path / "a.index"), "cat") == [["? The cat sleeps."]]
+
+
+def test_what_is_too_large_is_not_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAX_BYTES, ".txt", 1 << 20)
+    with (folder / "huge.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "it has more than 1 MiB" in run(tmp_path / "a.index", folder).unreadable["huge.txt"]
+
+
+def test_a_folder_that_can_not_be_listed_is_not_gone(folder: Path, tmp_path: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a.txt").write_text("A red car.")
+    run(tmp_path / "a.index", folder)
+
+    def found(folder: Path, on_error) -> list[Path]:
+        error = PermissionError(13, "Permission denied", str(folder / "deep"))
+        on_error(error)
+        return [folder / "pets.txt"]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.search.index.find", found)
+        changes = run(tmp_path / "a.index", folder)
+    assert (changes.num_gone, changes.unreadable) == (1, {"deep/": "it can't be listed: Permission denied"})
+    assert asked(Reader(tmp_path / "a.index"), "red") == [["A red car."]]
+
+
+def test_an_index_is_one_file_that_can_be_replaced_and_read_where_nobody_writes(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    run(place / "a.index", folder)
+    assert [path.name for path in place.iterdir()] == ["a.index"]
+    reader = Reader(place / "a.index")
+    (folder / "pets.txt").write_text("The dog barks.")
+    (folder / "colours.md").unlink()
+    run(tmp_path / "b.index", folder)
+    (tmp_path / "b.index").replace(place / "a.index")
+    assert asked(reader, "blue", num=9) == [["The dog barks."]]
+    place.chmod(0o555)
+    assert asked(Reader(place / "a.index"), "dog") == [["The dog barks."]]
+    place.chmod(0o755)
+    (place / "a.index").unlink()
+    with pytest.raises(ConfigError, match="There is no index"):
         asked(reader, "dog")
 
 

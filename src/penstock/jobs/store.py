@@ -24,8 +24,8 @@ from penstock import fast_json
 from penstock.types.errors import ConfigError
 
 FORMAT = 1
-UPLOAD, OUTPUT = "batch", "batch_output"
-"""Purposes of files: lines to run, and their answers."""
+UPLOAD, OUTPUT, INTERNAL = "batch", "batch_output", "internal"
+"""Purposes of files: lines to run, their answers, and either for an API that shows no files."""
 MAX_FILES = 10_000
 """Most files of one owner."""
 MAX_UNFINISHED = 100
@@ -185,7 +185,7 @@ class Store:
         self, owner: Owner, *, purpose: str | None = None, after: str | None = None, limit: int, ascending: bool = False
     ) -> list[File]:
         """Return files of an owner, the newest first, or `ascending`; those behind `after`, if it is given."""
-        where, values = "owner = ?", [_text(owner)]
+        where, values = f"owner = ? AND purpose != '{INTERNAL}'", [_text(owner)]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
         return [_file(row) for row in self._page("files", where, values, after, limit, ascending)]

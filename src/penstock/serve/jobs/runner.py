@@ -28,7 +28,7 @@ from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
-from penstock.jobs.store import OUTPUT, Batch, File, Store, new_id
+from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
 from penstock.serve.jobs.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
 
@@ -47,6 +47,8 @@ GONE = 499
 REFUSALS = (429, 502, 503, 504)
 """Statuses after which a line is asked again."""
 TIDIED_EACH_S = 60.0
+EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+"""Codes of the errors of lines that were not asked."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
 """Paths that lines may be for."""
 Hours = tuple[int, int]
@@ -213,6 +215,8 @@ class BatchRunner:
             running.lines = await running.on_disk(Lines, store.lines(batch), *files)
             running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
         is_expired = running.lines is not None and await self._ask_lines(running, running.lines)
+        if running.is_cancelled and running.lines is not None:
+            await self._give_up(running, running.lines, CANCELLED, "The batch was cancelled before this line had its turn.")
         if running.is_cancelled:
             await self._end(running, "cancelled")
         elif not self._is_closing:
@@ -225,14 +229,12 @@ class BatchRunner:
         urls = (batch.url,) if batch.url else URLS
         path, source = store.lines(batch), store.content(batch.input_file)
         try:
-            num = await running.on_disk(prepare, path, source, urls, self._max_line_bytes, running.left.is_set)
+            num = await running.on_disk(prepare, path, source, urls, self._max_line_bytes, lambda: self._is_closing)
         except BadLines as bad:
             running.batch = replace(batch, errors=bad.errors)
             await self._end(running, "failed")
             return False
         except Stopped:
-            if running.is_cancelled:
-                await self._end(running, "cancelled")
             return False
         running.batch = replace(running.batch, num_lines=num)
         if not running.is_cancelled:
@@ -251,17 +253,22 @@ class BatchRunner:
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
         expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
+        asked = await asyncio.to_thread(self.store.file, batch.input_file, batch.owner)
+        is_internal = asked is not None and asked.purpose == INTERNAL
+        purpose = INTERNAL if is_internal else OUTPUT
         files: list[File] = []
         ids = (batch.output_file, batch.error_file)
         for file_id, what, num_bytes in zip(ids, ("output", "error"), sizes, strict=True):
             if num_bytes:
-                files.append(File(file_id, batch.owner, f"{batch.id}_{what}.jsonl", OUTPUT, num_bytes, now_s, expires_s))
+                files.append(File(file_id, batch.owner, f"{batch.id}_{what}.jsonl", purpose, num_bytes, now_s, expires_s))
             else:
                 self.store.content(file_id).unlink(missing_ok=True)
         kept = {file.id for file in files}
         output_file, error_file = [file_id if file_id in kept else "" for file_id in ids]
         batch = replace(batch, output_file=output_file, error_file=error_file)
         await asyncio.to_thread(self.store.end, batch, files)
+        if asked is not None and is_internal:
+            await asyncio.to_thread(self.store.delete, asked)
         running.batch = batch
 
     # its lines
@@ -285,7 +292,7 @@ class BatchRunner:
         if feeding in done:
             feeding.result()  # raises what the disk raised
         if not done:
-            await self._give_up(running, lines)
+            await self._give_up(running, lines, EXPIRED, "The batch's completion window ended before this line had its turn.")
         return not done
 
     async def _feed(self, running: _Running, lines: Lines) -> None:
@@ -345,12 +352,12 @@ class BatchRunner:
                     return  # these lines are asked again
                 await asyncio.sleep(TRIED_AGAIN_S)
 
-    async def _give_up(self, running: _Running, lines: Lines) -> None:
-        """Answer the lines that are left with an error: their time is over."""
+    async def _give_up(self, running: _Running, lines: Lines, code: str, message: str) -> None:
+        """Answer the lines that are left with an error."""
         await running.on_disk(lines.rewind)
         while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
-            told = "The batch's completion window ended before this line had its turn."
-            await running.on_disk(lines.write, [_failure(line, "batch_expired", told) for line in taken])
+            answers = [_failure(line, code, message)._replace(usage={code: 1}) for line in taken]
+            await running.on_disk(lines.write, answers)
 
 
 class _Turns:

@@ -1,0 +1,284 @@
+"""Anthropic's message batches, on the store of OpenAI's: their requests are the lines of a file that nobody sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
+
+from penstock import fast_json
+from penstock.jobs.store import INTERNAL, Batch, NoRoom, Store, new_id
+from penstock.serve.api import Parts, PlainText
+from penstock.serve.asking import read_owner
+from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
+from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
+from penstock.serve.jobs.files import batches_of
+from penstock.serve.jobs.runner import CANCELLED, EXPIRED
+
+KIND, URL = "anthropic", "/v1/messages"
+WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
+"""As at Anthropic: a batch has a day, and its results are kept for 29."""
+MAX_REQUESTS, MAX_PAGE = 100_000, 1000
+_WRITTEN_AT_ONCE = 1 << 16
+
+
+class BatchRequest(Body):
+    custom_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    params: dict[str, Any]
+
+
+class MessageBatchBody(Body):
+    requests: Annotated[list[BatchRequest], Field(min_length=1, max_length=MAX_REQUESTS, fail_fast=True)]
+
+
+class MessageCounts(TypedDict):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(TypedDict):
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: str | None
+    results_url: str | None
+
+
+class MessageBatchList(TypedDict):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class MessageBatchDeleted(TypedDict):
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
+Results = PlainText
+
+
+class MessageBatches:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer many messages in the background, in what other requests leave of the machine."""
+        batches, owner = batches_of(self._parts), self._owner(http)
+        num_requests, lines = await self._parts.off_loop.run(len(data), lambda: self._lines(data), limit=INLINE_MAX_BYTES)
+        now_s, file = batches.now_s(), None
+        try:
+            with batches.store.uploading(owner) as upload:
+                await asyncio.to_thread(upload.write, lines)
+                file = await asyncio.to_thread(upload.keep, "requests.jsonl", INTERNAL, now_s)
+            made = Batch(
+                id=new_id("msgbatch_"),
+                owner=owner,
+                kind=KIND,
+                url=URL,
+                input_file=file.id,
+                window_s=WINDOW_S,
+                created_s=now_s,
+                files_expire_s=KEPT_S,
+                num_lines=num_requests,
+            )
+            made = await batches.create(made)
+        except NoRoom as full:
+            if file is not None:
+                await asyncio.to_thread(batches.store.delete, file)
+            raise overloaded(str(full), None) from None
+        except OSError as error:
+            raise unavailable(f"The batch can't be written: {error.strerror}.") from None
+        return Response(fast_json.dumps(self._told(made, http)), media_type="application/json")
+
+    def _lines(self, data: bytes) -> tuple[int, bytes]:
+        requests = parse_body(data, MessageBatchBody, self._parts.ignored).requests
+        seen: set[str] = set()
+        for index, one in enumerate(requests):
+            if one.custom_id in seen:
+                place = f"requests[{index}].custom_id"
+                raise invalid(f"'{place}' is {one.custom_id!r}, as that of an earlier request.", place)
+            if one.params.get("stream"):
+                place = f"requests[{index}].params.stream"
+                raise invalid(f"'{place}': messages of a batch can't be streamed.", place)
+            seen.add(one.custom_id)
+        lines = [{"custom_id": one.custom_id, "method": "POST", "url": URL, "body": one.params} for one in requests]
+        return len(lines), b"\n".join(map(fast_json.dumps, lines)) + b"\n"
+
+    async def list(self, http: HttpRequest) -> MessageBatchList:
+        """List the batches, the newest first."""
+        query = http.query_params
+        limit = query.get("limit", "20")
+        if not (limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_PAGE):
+            raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
+        if "after_id" in query and "before_id" in query:
+            raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
+        store, owner = batches_of(self._parts).store, self._owner(http)
+        goes_back = "before_id" in query
+        place = query.get("before_id" if goes_back else "after_id")
+        if place is not None and store.batch(place, owner, KIND) is None:
+            raise _not_found(place)
+        found = store.batches(owner, KIND, after=place, limit=int(limit) + 1, ascending=goes_back)
+        page = found[: int(limit)]
+        if goes_back:
+            page.reverse()
+        return {
+            "data": [self._told(batch, http) for batch in page],
+            "has_more": len(found) > int(limit),
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+        }
+
+    async def get(self, http: HttpRequest) -> MessageBatch:
+        """Describe a batch."""
+        return self._told(self._find(http), http)
+
+    async def cancel(self, http: HttpRequest) -> MessageBatch:
+        """Cancel a batch. Messages without an answer get the result `canceled`."""
+        batch = self._find(http)
+        return self._told(await batches_of(self._parts).cancel(batch), http)
+
+    async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
+        """Delete a batch that has ended, and its results."""
+        batch, store = self._find(http), batches_of(self._parts).store
+        if not batch.is_ended:
+            raise invalid("The batch has not ended. Cancel it first.")
+        await asyncio.to_thread(_delete, store, batch)
+        return {"id": batch.id, "type": "message_batch_deleted"}
+
+    async def results(self, http: HttpRequest) -> Response:
+        """Return the results of a batch that has ended, one in each line, in any order."""
+        batch, store = self._find(http), batches_of(self._parts).store
+        if not batch.is_ended:
+            raise ApiError(404, "The batch has not ended: it has no results yet.", code="not_found")
+        files = [store.file(file_id, batch.owner) for file_id in (batch.output_file, batch.error_file) if file_id]
+        if None in files:
+            raise ApiError(404, "The results were deleted.", code="not_found")
+        paths = [store.content(file.id) for file in files if file is not None]
+        return StreamingResponse(_results(paths), media_type="application/x-jsonl")
+
+    def _owner(self, http: HttpRequest) -> tuple[str, str]:
+        owner = read_owner(http.scope, self._parts.config)
+        return owner.key, owner.tenant
+
+    def _find(self, http: HttpRequest) -> Batch:
+        batch_id = http.path_params["batch_id"]
+        batch = batches_of(self._parts).store.batch(batch_id, self._owner(http), KIND)
+        if batch is None:
+            raise _not_found(batch_id)
+        return batch
+
+    def _told(self, batch: Batch, http: HttpRequest) -> MessageBatch:
+        batch = batches_of(self._parts).current(batch)
+        num_cancelled, num_expired = batch.usage.get(CANCELLED, 0), batch.usage.get(EXPIRED, 0)
+        num_answered = batch.num_completed + batch.num_failed
+        ended_s = batch.times_s.get(batch.status) if batch.is_ended else None
+        cancelled_s = batch.times_s.get("cancelling")
+        status: Literal["in_progress", "canceling", "ended"] = "in_progress"
+        if batch.is_ended:
+            status = "ended"
+        elif batch.status == "cancelling":
+            status = "canceling"
+        return {
+            "id": batch.id,
+            "type": "message_batch",
+            "processing_status": status,
+            "request_counts": {
+                "processing": 0 if batch.is_ended else batch.num_lines - num_answered,
+                "succeeded": batch.num_completed,
+                "errored": batch.num_failed - num_cancelled - num_expired,
+                "canceled": num_cancelled,
+                "expired": num_expired,
+            },
+            "created_at": _time(batch.created_s),
+            "expires_at": _time(batch.due_s),
+            "ended_at": None if ended_s is None else _time(ended_s),
+            "cancel_initiated_at": None if cancelled_s is None else _time(cancelled_s),
+            "archived_at": None,
+            "results_url": f"{http.url.scheme}://{http.url.netloc}{URL}/batches/{batch.id}/results" if batch.is_ended else None,
+        }
+
+
+def _not_found(batch_id: str) -> ApiError:
+    return ApiError(404, f"There is no batch {shorten(batch_id)!r}.", code="batch_not_found")
+
+
+def _time(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _delete(store: Store, batch: Batch) -> None:
+    store.delete_batch(batch)
+    for file_id in (batch.output_file, batch.error_file):
+        if file_id and (file := store.file(file_id, batch.owner)) is not None:
+            store.delete(file)
+
+
+# Results, made of the lines that OpenAI's clients would read
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Failure(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None
+    error: _Failure | None
+
+
+_read_line = msgspec.json.Decoder(_Line).decode
+
+
+def _results(paths: list[Path]) -> Iterator[bytes]:
+    pieces, num_bytes = list[bytes](), 0
+    for path in paths:
+        with path.open("rb") as lines:
+            for line in lines:
+                pieces.append(_result(_read_line(line)))
+                num_bytes += len(pieces[-1])
+                if num_bytes >= _WRITTEN_AT_ONCE:
+                    yield b"".join(pieces)
+                    pieces, num_bytes = [], 0
+    yield b"".join(pieces)
+
+
+def _result(line: _Line) -> bytes:
+    result: dict[str, Any]
+    if line.response is not None and line.response.status_code == 200:
+        result = {"type": "succeeded", "message": line.response.body}
+    elif line.response is not None:
+        result = {"type": "errored", "error": line.response.body}
+    else:
+        assert line.error is not None, "it has either"
+        if line.error.code == CANCELLED:
+            result = {"type": "canceled"}
+        elif line.error.code == EXPIRED:
+            result = {"type": "expired"}
+        else:
+            error = {"type": "api_error", "message": line.error.message}
+            result = {"type": "errored", "error": {"type": "error", "error": error}}
+    return fast_json.dumps({"custom_id": line.custom_id, "result": result}) + b"\n"
