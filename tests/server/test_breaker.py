@@ -70,54 +70,6 @@ def test_a_server_that_begins_answers_and_breaks_them_off_is_spared_too() -> Non
     assert breaker.is_open
 
 
-def test_a_server_that_begins_answers_and_breaks_them_off_is_spared_too() -> None:
-    clock = VirtualClock()
-    breaker = Breaker(clock)
-    for _ in range(MAX_FAILURES):
-        turn = turn_of(breaker)
-        turn.works()
-        turn.fail()
-    assert breaker.is_open
-    clock.advance(REST_NS)
-    probe = turn_of(breaker)
-    probe.works()
-    assert not breaker.is_open, "others need not wait for its end"
-    turn_of(breaker).fail()
-    assert breaker.is_open
-
-
-def test_a_server_that_begins_answers_and_breaks_them_off_is_spared_too() -> None:
-    clock = VirtualClock()
-    breaker = Breaker(clock)
-    for _ in range(MAX_FAILURES):
-        turn = turn_of(breaker)
-        turn.works()
-        turn.fail()
-    assert breaker.is_open
-    clock.advance(REST_NS)
-    probe = turn_of(breaker)
-    probe.works()
-    assert not breaker.is_open, "others need not wait for its end"
-    turn_of(breaker).fail()
-    assert breaker.is_open
-
-
-def test_a_server_that_begins_answers_and_breaks_them_off_is_spared_too() -> None:
-    clock = VirtualClock()
-    breaker = Breaker(clock)
-    for _ in range(MAX_FAILURES):
-        turn = turn_of(breaker)
-        turn.works()
-        turn.fail()
-    assert breaker.is_open
-    clock.advance(REST_NS)
-    probe = turn_of(breaker)
-    probe.works()
-    assert not breaker.is_open, "others need not wait for its end"
-    turn_of(breaker).fail()
-    assert breaker.is_open
-
-
 def test_second_attempts_are_a_small_part_of_all() -> None:
     breaker = Breaker(VirtualClock())
     num_retries = 0

@@ -167,9 +167,16 @@ class SlowStore:
     """Another store: it waits before it answers, and has no bounds."""
 
     keeps = True
+    outlives = False
 
     def __init__(self):
         self.kept = {}
+
+    def read(self):
+        return []
+
+    async def settle(self):
+        pass
 
     async def get(self, owner, response_id, param=None):
         await asyncio.sleep(0)

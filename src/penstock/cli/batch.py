@@ -92,7 +92,8 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
     from penstock.serve.app import create_app
 
     config = ServerConfig(jobs_dir=str(folder), jobs_bytes=1 << 60, page=False)
-    batches: BatchRunner = create_app(deployment, config).state.batches
+    app = create_app(deployment, config)
+    batches: BatchRunner = app.state.batches
     try:
         batch, is_new = _batch_of(file, batches.store)
         batches.start()
@@ -108,7 +109,8 @@ async def _run(deployment: Deployment, file: Path, folder: Path) -> Batch:
         assert ended is not None, "it was created"
         return ended
     finally:
-        await batches.close()
+        for end in (*app.state.lifetime.stops, *app.state.lifetime.closes):
+            await end()
 
 
 def _batch_of(file: Path, store: Store) -> tuple[Batch, bool]:

@@ -46,6 +46,9 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 CREATE INDEX IF NOT EXISTS batches_of_owners ON batches (owner, kind, number);
 CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL, record BLOB NOT NULL, UNIQUE (owner, id)
+);
 """
 
 
@@ -275,17 +278,10 @@ class Store:
 
     def end(self, batch: Batch, files: Sequence[File]) -> None:
         """Note the end of a batch, and add its files, together."""
-        with self._guard:
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
-                for file in files:
-                    self.add(file)
-                self.put(batch)
-                self._base.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._base.execute("ROLLBACK")
-                raise
+        with self._transaction():
+            for file in files:
+                self.add(file)
+            self.put(batch)
         for path in self._lines.glob(f"{batch.id}*"):
             path.unlink()
 
@@ -308,6 +304,34 @@ class Store:
     def delete_batch(self, batch: Batch) -> None:
         with self._guard:
             self._base.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+
+    # responses, which `serve.responses` keeps in memory, too
+
+    def responses(self) -> list[tuple[Owner, str, bytes]]:
+        """Return owner, id and record of each response, the oldest first."""
+        with self._guard:
+            rows = self._base.execute("SELECT owner, id, record FROM responses ORDER BY number").fetchall()
+        return [(_owner(owner), response_id, record) for owner, response_id, record in rows]
+
+    def write_responses(self, changes: Mapping[tuple[Owner, str], bytes | None]) -> None:
+        """Write the records of responses, and delete those that are None, together."""
+        deleted = [(_text(owner), response_id) for owner, response_id in changes]
+        added = [(_text(owner), response_id, record) for (owner, response_id), record in changes.items() if record is not None]
+        with self._transaction() as base:
+            base.executemany("DELETE FROM responses WHERE owner = ? AND id = ?", deleted)
+            base.executemany("INSERT INTO responses (owner, id, record) VALUES (?, ?, ?)", added)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._guard:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+                self._base.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._base.execute("ROLLBACK")
+                raise
 
 
 @dataclass(slots=True)

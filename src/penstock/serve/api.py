@@ -21,6 +21,7 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
+from penstock.serve.jobs.own_requests import OwnRequests
 from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.texts.endpoint import TextsEndpoint
 
@@ -42,6 +43,17 @@ def has_header(name: bytes) -> When:
 
 
 @dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Calls at the start and the end of serving, on the event loop and in order."""
+
+    starts: list[Callable[[], None]] = field(default_factory=list)
+    stops: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Before running requests get their last time to end."""
+    closes: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """After the models have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The shared objects that the APIs' routes use."""
 
@@ -56,6 +68,8 @@ class Parts:
     folder: FolderWatch
     cards: ModelCards
     upstreams: Mapping[str, Upstream]
+    lifetime: Lifetime
+    own: OwnRequests
     batches: BatchRunner | None = None
     """None if the server keeps no files."""
 

@@ -21,7 +21,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.jobs.store import Store
 from penstock.serve.anthropic.routes import API as ANTHROPIC
-from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
 from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
@@ -95,6 +95,8 @@ def create_app(
         folder=FolderWatch(deployment),
         cards=ModelCards(),
         upstreams=_upstreams(deployment, config),
+        lifetime=Lifetime(),
+        own=own,
         batches=_batches(deployment, config, own),
     )
     operations = _operations(apis, parts)
@@ -124,7 +126,11 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.upstreams = [*parts.upstreams.values()]
-    app.state.batches = parts.batches
+    if (batches := parts.batches) is not None:
+        parts.lifetime.starts.append(batches.start)
+        parts.lifetime.stops.append(batches.close)
+        parts.lifetime.closes.append(batches.close_store)
+    app.state.batches, app.state.lifetime = batches, parts.lifetime
     own.app = app
     return app
 

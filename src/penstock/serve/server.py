@@ -139,8 +139,8 @@ class Server:
             warn_if_open(config, self._listener)
             self._announce(ready_text(self._deployment, config, self._listener))
             notify(READY)
-            if (batches := self._app.state.batches) is not None:
-                batches.start()
+            for start in self._app.state.lifetime.starts:
+                start()
             await self._has_ended.wait()
             self.acceptor.close()
         if self._watch is not None:
@@ -224,8 +224,8 @@ class Server:
         else:
             _log.info("shutting down")
         try:
-            if (batches := self._app.state.batches) is not None:
-                await batches.close()
+            for stop in self._app.state.lifetime.stops:
+                await stop()
             # In a thread, because it blocks until the engine has ended, and answers go out meanwhile.
             ends = await asyncio.gather(
                 asyncio.to_thread(self._deployment.close, timeout_s),
@@ -234,6 +234,8 @@ class Server:
             self.ended_cleanly = all(ends)
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
+            for close in self._app.state.lifetime.closes:
+                await close()
         except Exception:
             self.ended_cleanly = False
             _log.exception("the engine could not be closed in order")

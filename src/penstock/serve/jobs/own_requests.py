@@ -1,4 +1,4 @@
-"""Requests that the server sends itself, for someone who does not wait: lines of batches.
+"""Requests that the server sends itself, for someone who does not wait: lines of batches, and responses after a restart.
 
 They pass the whole app, so each is answered as the same request of a client would be.
 """
@@ -6,13 +6,12 @@ They pass the whole app, so each is answered as the same request of a client wou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
 from penstock.calls.call import Owner
-from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.http.checks import SENDER_KEY, Sender
 
 
@@ -30,8 +29,13 @@ class OwnRequests:
         """`sender` returns the rights of the API key of this name, or None if it was withdrawn."""
         self._sender = sender
 
-    async def ask(self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event) -> Answered | None:
-        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up."""
+    async def ask(
+        self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event, marks: Mapping[str, Any]
+    ) -> Answered | None:
+        """Return the whole answer to a request, or None if its owner's key was withdrawn. If `left` is set, it is given up.
+
+        `marks`: more keys of its scope.
+        """
         sender = self._sender(owner.key)
         if sender is None:
             return None
@@ -51,7 +55,7 @@ class OwnRequests:
             "client": None,
             "server": None,
             SENDER_KEY: sender,
-            BACKGROUND_KEY: True,
+            **marks,
         }
         pieces: list[bytes] = []
         status, retry_after_s, is_sent = 500, None, False

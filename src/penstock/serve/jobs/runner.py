@@ -29,6 +29,7 @@ from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
+from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.jobs.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
 
@@ -136,6 +137,8 @@ class BatchRunner:
         for one in running:
             one.left.set()
         await asyncio.gather(*[one.task for one in running if one.task is not None])
+
+    async def close_store(self) -> None:
         self.store.close()
 
     async def _tidy(self) -> None:
@@ -316,10 +319,11 @@ class BatchRunner:
         """Ask a line until it is answered, or given up for now."""
         batch, left = running.batch, running.left
         try:
-            request = read_line(line.data)
+            request, marks = read_line(line.data), {BACKGROUND_KEY: True}
+            body = bytes(request.body)
             name = f"{batch.id}-{line.place}"
             while True:
-                answered = await self._requests.ask(running.owner, request.url, bytes(request.body), name, left)
+                answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
                 if answered is None or answered.status not in REFUSALS:
                     break
                 if await _is_set_within(left, min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import partial
@@ -21,10 +22,10 @@ from penstock.calls.in_flight import RunningCall
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked, begin, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
-from penstock.serve.errors import ApiError, internal, invalid
+from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.responses.answers import Response, ResponseForgotten
-from penstock.serve.responses.read import Question, read, references
+from penstock.serve.responses.read import NAME_KEY, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import Kept, Key, ResponseStore, as_json, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
@@ -34,6 +35,12 @@ from penstock.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 _CANCELLED = "the response was cancelled"
+REFUSALS, RETRY_AFTER_S = (429, 503), 5.0
+"""Statuses after which a response of an earlier process is asked again, and after how long."""
+
+
+class _Stopped(Exception):
+    """The server stops, and the next process asks the response again."""
 
 
 class _Running(NamedTuple):
@@ -53,6 +60,10 @@ class ResponsesEndpoint:
         self._store = store
         self._running: dict[Key, _Running] = {}
         """Unfinished responses in the background."""
+        self._own = parts.own
+        self._is_stopping = False
+        self._asking: set[asyncio.Task[None]] = set()
+        """Responses that are asked again after a restart."""
         self._told_kinds: set[str] = set()
         """Types of left-out tools that were logged already."""
 
@@ -86,7 +97,7 @@ class ResponsesEndpoint:
         if question.tools.left_out:
             self._tell_left_out(question.tools.left_out, http)
         if body.background:
-            return self._begin(opened, question, owner)
+            return await self._begin(opened, question, owner, data)
         writers: list[ResponsesWriter] = []
 
         def new_writer(running: RunningCall, tokenizer: Tokenizer) -> ResponsesWriter:
@@ -120,22 +131,58 @@ class ResponsesEndpoint:
 
     # In the background
 
-    def _begin(self, opened: RunningCall, question: Question, owner: Owner) -> HttpResponse:
+    async def _begin(self, opened: RunningCall, question: Question, owner: Owner, data: bytes) -> HttpResponse:
         with opened:
             self._store.check_room()  # other requests may have taken the room meanwhile
             queued: Response = {**question.told, "status": "queued"}
-            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True)
+            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
             task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
             self._running[kept.key] = _Running(task, partial(opened.stream.cancel, _CANCELLED))
             task.add_done_callback(lambda _: self._running.pop(kept.key))
             self._store.put(kept)
+        try:
+            await self._store.settle()
+        except (sqlite3.Error, OSError) as error:
+            self._running[kept.key].cancel()
+            self._store.delete(kept)
+            raise unavailable(f"The response can't be kept: {error}.") from None
         return _json(kept.response)
+
+    async def stop(self) -> None:
+        """From now on, a response in the background that is ended by the server is asked again by the next process."""
+        self._is_stopping = True
+        for task in self._asking:
+            task.cancel()
+
+    def go_on(self) -> None:
+        """Ask again what ran in the background when the process before ended."""
+        for kept in self._store.read():
+            task = asyncio.create_task(self._ask_again(kept), name=f"response {kept.response_id}")
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask_again(self, kept: Kept) -> None:
+        name = kept.response_id.removeprefix("resp_")
+        while True:
+            answered = await self._own.ask(
+                kept.owner, "/v1/responses", kept.asked, f"again-{name}", asyncio.Event(), {NAME_KEY: name}
+            )
+            if answered is None or answered.status not in REFUSALS:
+                break
+            await asyncio.sleep(answered.retry_after_s or RETRY_AFTER_S)
+        if answered is None or answered.status != 200:
+            failed: Response = fast_json.loads(kept.response)
+            message = "The server was restarted, and the request could not be asked again."
+            failed["status"], failed["error"] = "failed", {"code": "server_error", "message": message}
+            self._store.update(replace(kept, response=fast_json.dumps(failed), is_running=False, asked=b""))
 
     async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
         """Generate a response in the background, and store it."""
         writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
         try:
             response = await self._answered(opened, question, kept, writer)
+        except _Stopped:
+            return
         except Exception:
             request_id = opened.terms.request_id
             _log.exception("request %s failed in the background", request_id)
@@ -152,6 +199,8 @@ class ResponsesEndpoint:
                 self._store.update(kept.as_of(question.told))
             for chunk in chunks:
                 if (error := error_of(opened.terms, chunk)) is not None:
+                    if self._is_stopping and self._store.outlives and error.code == "unavailable":
+                        raise _Stopped
                     chunk.finish_reason = None
                     writer.write(0, chunk)
                     return writer.failure(error, "cancelled" if error.code == "request_cancelled" else "failed")

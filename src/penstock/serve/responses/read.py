@@ -106,6 +106,10 @@ def _is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
+NAME_KEY = "penstock.response_name"
+"""Key of a scope: what follows `resp_` in the response's id."""
+
+
 def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
     """Return the call and its question. Raises `ApiError` and `Rejected`. `keeps` is the default of `store`."""
     is_named = body.request_id is not None or identity_of(asked.scope).is_from_header
@@ -117,7 +121,8 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     tools = read_tools(body.tools)
     call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
     # A client may use a request id twice, but ids of responses are unique.
-    name = call.running.sources.new_request_id() if is_named else call.terms.request_id
+    name = asked.scope.get(NAME_KEY)  # of a response that is asked again
+    name = name or (call.running.sources.new_request_id() if is_named else call.terms.request_id)
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.responses.answers import Response, ResponseEvent, ResponseForgotten, ResponseItems
+from penstock.serve.responses.durable import ResponseDisk
 from penstock.serve.responses.endpoint import ResponsesEndpoint
 from penstock.serve.responses.read import NO_COMPACTION
 from penstock.serve.responses.schemas import ResponsesBody
@@ -14,6 +15,8 @@ from penstock.serve.responses.store import MemoryStore, ResponseStore
 
 def routes(parts: Parts, store: ResponseStore) -> Sequence[Route]:
     responses, one = ResponsesEndpoint(parts, store), "/v1/responses/{response_id}"
+    parts.lifetime.starts.append(responses.go_on)
+    parts.lifetime.stops.append(responses.stop)
     return [
         Route(
             "POST /v1/responses /responses",
@@ -33,9 +36,14 @@ def routes(parts: Parts, store: ResponseStore) -> Sequence[Route]:
     ]
 
 
-def _in_memory(parts: Parts) -> Sequence[Route]:
-    config = parts.config
-    return routes(parts, MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock))
+def _kept(parts: Parts) -> Sequence[Route]:
+    """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one."""
+    config, disk = parts.config, None
+    if parts.batches is not None and config.response_store_bytes:
+        disk = ResponseDisk(parts.batches.store)
+        parts.lifetime.closes.append(disk.close)
+    store = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock, disk=disk)
+    return routes(parts, store)
 
 
-API = Api("OpenAI", _in_memory, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])
+API = Api("OpenAI", _kept, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])

@@ -44,6 +44,8 @@ class Kept:
     is_background: bool = False
     is_running: bool = False
     """The response runs in the background and has not ended."""
+    asked: bytes = b""
+    """The body of the request, while it is running."""
 
     @property
     def key(self) -> Key:
@@ -52,12 +54,29 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         """Memory of the response in `MemoryStore`, Python's overhead included."""
-        return sum(map(getsizeof, self.items)) + getsizeof(self.items) + getsizeof(self.response) + _ENTRY_BYTES
+        parts = (*self.items, self.items, self.response, self.asked)
+        return sum(map(getsizeof, parts)) + _ENTRY_BYTES
 
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
         """Return a later state of a response in the background. If `items` are given, the response has ended."""
         later = replace(self, response=fast_json.dumps(response))
-        return later if items is None else replace(later, items=as_json(items), is_running=False)
+        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"")
+
+
+class Disk(Protocol):
+    """Keeps responses for later processes."""
+
+    def read(self) -> list[Kept]:
+        """Return the responses of earlier processes, the oldest first."""
+        ...
+
+    def note(self, key: Key, kept: Kept | None) -> None:
+        """Write the new state of a response soon. None: it was deleted."""
+        ...
+
+    async def settle(self) -> None:
+        """Return when all changes so far are written. Raises sqlite3.Error and OSError."""
+        ...
 
 
 class ResponseStore(Protocol):
@@ -68,12 +87,21 @@ class ResponseStore(Protocol):
         """False if the server keeps no responses."""
         ...
 
+    @property
+    def outlives(self) -> bool:
+        """Whether responses are kept for later processes."""
+        ...
+
     async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
         """Return a response. Raises 404 with the reason if the owner has none of this id. `param`: the field with the id."""
         ...
 
+    def read(self) -> list[Kept]:
+        """Take over the responses of earlier processes. Return those in the background that have not ended."""
+        ...
+
     def put(self, kept: Kept) -> None:
-        """Add a response."""
+        """Add a response, or replace one that is asked again."""
         ...
 
     def update(self, kept: Kept) -> None:
@@ -81,6 +109,10 @@ class ResponseStore(Protocol):
         ...
 
     def delete(self, kept: Kept) -> None: ...
+
+    async def settle(self) -> None:
+        """Return when all responses are as safe as they get. Raises sqlite3.Error and OSError."""
+        ...
 
     def check_room(self) -> None:
         """Raise 429 if unfinished responses in the background leave no room for another."""
@@ -140,8 +172,13 @@ class _Shelf:
 
 
 class MemoryStore:
-    def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14) -> None:
-        """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use."""
+    def __init__(
+        self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14, disk: Disk | None = None
+    ) -> None:
+        """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use.
+
+        `disk` is told of each change, and has the responses of earlier processes.
+        """
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -154,10 +191,32 @@ class MemoryStore:
         """Unfinished responses in the background, including deleted ones."""
         self._gone: OrderedDict[Key, str] = OrderedDict()
         """Recently forgotten responses -> the reason."""
+        self._disk = disk
+
+    def read(self) -> list[Kept]:
+        """Take the responses of earlier processes from the disk, and return those in the background that have not ended."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            known = disk.read()
+            for kept in known:
+                self.put(kept)
+            for kept in known:
+                if kept.key not in self._used_ns:
+                    disk.note(kept.key, None)
+            self._disk = disk
+        return [*self._running.values()]
+
+    async def settle(self) -> None:
+        if self._disk is not None:
+            await self._disk.settle()
 
     @property
     def keeps(self) -> bool:
         return self._max_bytes > 0
+
+    @property
+    def outlives(self) -> bool:
+        return self._disk is not None
 
     async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
         self._forget_old()
@@ -171,6 +230,8 @@ class MemoryStore:
     def put(self, kept: Kept) -> None:
         if kept.is_running:
             self._running[kept.key] = kept
+        if kept.key in self._used_ns:  # it is asked again
+            self._remove(self._shelves[kept.owner].kept[kept.response_id])
         self._place(kept)
         self._make_room()
 
@@ -206,6 +267,8 @@ class MemoryStore:
         shelf.num_bytes += kept.num_bytes
         self._num_bytes += kept.num_bytes
         self._use(kept)
+        if self._disk is not None:
+            self._disk.note(kept.key, kept)
 
     def _remove(self, kept: Kept) -> None:
         shelf = self._shelves[kept.owner]
@@ -215,6 +278,8 @@ class MemoryStore:
         del self._used_ns[kept.key]
         if not shelf.kept:
             del self._shelves[kept.owner]
+        if self._disk is not None:
+            self._disk.note(kept.key, None)
 
     def _forget_old(self) -> None:
         oldest_ns = self._clock.now_ns() - int(self._ttl_s * 1e9)

@@ -1,0 +1,118 @@
+"""Writes kept responses to the folder of jobs as they change, so that they outlive the process.
+
+A response in the background is asked again after a restart, under its id. For the event loop; the disk works in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+
+import msgspec
+
+from penstock.calls.call import Owner
+from penstock.jobs.store import Store
+from penstock.serve.responses.store import Kept, Key
+
+_log = logging.getLogger(__name__)
+
+GATHERED_S = 0.2
+"""Time in which changes gather to be written together."""
+TRIED_AGAIN_S = 5.0
+
+
+class ResponseDisk:
+    """The changes of a `MemoryStore` on their way to the disk."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changes: dict[Key, Kept | None] = {}
+        """Latest state of each response that is not written yet. None: deleted."""
+        self._turn = asyncio.Lock()
+        self._later: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def read(self) -> list[Kept]:
+        """Return the responses of earlier processes, the oldest first."""
+        return [_kept(owner, response_id, record) for owner, response_id, record in self._store.responses()]
+
+    def note(self, key: Key, kept: Kept | None) -> None:
+        """Write the new state of a response soon."""
+        self._changes[key] = kept
+        self._write_in(GATHERED_S)
+
+    def _write_in(self, seconds: float) -> None:
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(seconds, self._begin)
+
+    def _begin(self) -> None:
+        self._later = None
+        self._writing = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        try:
+            await self.settle()
+        except (sqlite3.Error, OSError) as error:
+            _log.warning("responses can't be written: %s", error)
+            self._write_in(TRIED_AGAIN_S)
+
+    async def settle(self) -> None:
+        """Return when all changes so far are on the disk. Raises sqlite3.Error and OSError."""
+        async with self._turn:
+            changes, self._changes = self._changes, {}
+            if not changes:
+                return
+            records = {
+                ((owner.key, owner.tenant), response_id): None if kept is None else _record(kept)
+                for (owner, response_id), kept in changes.items()
+            }
+            try:
+                await asyncio.to_thread(self._store.write_responses, records)
+            except BaseException:
+                self._changes = changes | self._changes
+                raise
+
+    async def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+        await self._write()
+        if self._later is not None:
+            self._later.cancel()
+
+
+class _Record(msgspec.Struct, array_like=True):
+    response: msgspec.Raw
+    items: list[msgspec.Raw]
+    num_asked: int
+    previous_id: str | None
+    is_background: bool
+    asked: msgspec.Raw
+    """The request's body, or null if it has ended."""
+
+
+_read_record = msgspec.json.Decoder(_Record).decode
+_NULL = b"null"
+
+
+def _record(kept: Kept) -> bytes:
+    items = [msgspec.Raw(item) for item in kept.items]
+    asked = msgspec.Raw(kept.asked if kept.is_running else _NULL)
+    record = _Record(msgspec.Raw(kept.response), items, kept.num_asked, kept.previous_id, kept.is_background, asked)
+    return msgspec.json.encode(record)
+
+
+def _kept(owner: tuple[str, str], response_id: str, data: bytes) -> Kept:
+    record, (key, tenant) = _read_record(data), owner
+    is_running = bytes(record.asked) != _NULL
+    return Kept(
+        Owner(key=key, tenant=tenant),
+        response_id,
+        bytes(record.response),
+        tuple(map(bytes, record.items)),
+        record.num_asked,
+        record.previous_id,
+        is_background=record.is_background,
+        is_running=is_running,
+        asked=bytes(record.asked) if is_running else b"",
+    )
