@@ -105,3 +105,23 @@ def test_a_response_that_can_not_be_kept_is_refused(config: ServerConfig, monkey
             assert post(server).status_code == 200  # it is in memory, and written later
         assert ended(server, post(server, background=True).json()["id"])["status"] == "incomplete"
     server.runtime.close()
+
+
+def test_a_request_that_is_sent_again_has_the_same_answer(config: ServerConfig) -> None:
+    headers = {"Idempotency-Key": "a"}
+    with serving(config) as server:
+
+        def ask(**more) -> str:
+            return httpx.post(server.url + PATH, json=ASK | more, headers=headers).json()["id"]
+
+        first = ask(temperature=1)
+        assert ask(temperature=1) == first
+        assert ask() != first, "another body is another request"
+        queued = ask(background=True, max_output_tokens=MANY)
+        assert ask(background=True, max_output_tokens=MANY) == queued
+        assert httpx.post(server.url + PATH, json=ASK | {"temperature": 1}).json()["id"] != first
+    server.runtime.close()
+    with serving(config) as server:
+        assert ask(temperature=1) == first
+        assert httpx.post(server.url + PATH, json=ASK, headers=headers | {"X-Tenant": "b"}).json()["id"] != first
+    server.runtime.close()

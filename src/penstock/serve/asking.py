@@ -293,6 +293,21 @@ def claim_of(tenant: str, data: bytes) -> bytes:
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
 
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""Header that OpenAI's clients repeat when they send a request again."""
+
+
+def repeated_name(scope: Scope, owner: Owner, data: bytes) -> str | None:
+    """Return a name that is the same when the owner sends this body again with the same `Idempotency-Key`, or None without."""
+    given = _value(scope, IDEMPOTENCY_KEY)
+    if given is None:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (owner.key.encode(), owner.tenant.encode(), given.encode("latin-1"), data):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
 # The caller and the terms, from the headers
 
 

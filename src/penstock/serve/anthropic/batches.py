@@ -15,9 +15,10 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from penstock import fast_json
+from penstock.calls.call import Owner
 from penstock.jobs.store import INTERNAL, Batch, NoRoom, Store, new_id
 from penstock.serve.api import Parts, PlainText
-from penstock.serve.asking import read_owner
+from penstock.serve.asking import read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
 from penstock.serve.jobs.files import batches_of
@@ -82,6 +83,9 @@ class MessageBatches:
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
         batches, owner = batches_of(self._parts), self._owner(http)
+        name = repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
+        if name is not None and (known := batches.store.batch(f"msgbatch_{name}", owner, KIND)) is not None:
+            return Response(fast_json.dumps(self._told(known, http)), media_type="application/json")
         num_requests, lines = await self._parts.off_loop.run(len(data), lambda: self._lines(data), limit=INLINE_MAX_BYTES)
         now_s, file = batches.now_s(), None
         try:
@@ -89,7 +93,7 @@ class MessageBatches:
                 await asyncio.to_thread(upload.write, lines)
                 file = await asyncio.to_thread(upload.keep, "requests.jsonl", INTERNAL, now_s)
             made = Batch(
-                id=new_id("msgbatch_"),
+                id=new_id("msgbatch_") if name is None else f"msgbatch_{name}",
                 owner=owner,
                 kind=KIND,
                 url=URL,

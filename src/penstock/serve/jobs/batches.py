@@ -11,8 +11,10 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock import fast_json
+from penstock.calls.call import Owner
 from penstock.jobs.store import Batch, NoRoom, new_id
 from penstock.serve.api import Parts
+from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
 from penstock.serve.jobs.files import batches_of, listed, owner_of, page_of, read_expiry
@@ -120,9 +122,11 @@ class BatchesEndpoint:
         body = await self._parts.off_loop.run(
             len(data), lambda: parse_body(data, BatchBody, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
-        expiry = body.output_expires_after
+        expiry, name = body.output_expires_after, repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
+        if name is not None and (known := batches.store.batch(f"batch_{name}", owner, KIND)) is not None:
+            return Response(fast_json.dumps(self._told(known)), media_type="application/json")
         batch = Batch(
-            id=new_id("batch_"),
+            id=new_id("batch_") if name is None else f"batch_{name}",
             owner=owner,
             kind=KIND,
             url=body.endpoint,

@@ -125,7 +125,8 @@ class BatchRunner:
     def start(self) -> None:
         """Go on with all unfinished batches."""
         for batch in self.store.unfinished():
-            self._drive(batch)
+            running = self._running[batch.id] = _Running(batch, is_cancelled=batch.status == "cancelling")
+            self._drive(running)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def close(self) -> None:
@@ -151,9 +152,16 @@ class BatchRunner:
 
     async def create(self, batch: Batch) -> Batch:
         """Begin a batch. Raises NoRoom."""
+        if (running := self._running.get(batch.id)) is not None:  # the client has sent it again at once
+            return running.now
         batch = replace(batch, output_file=new_id("file-"), error_file=new_id("file-"))
-        await asyncio.to_thread(self.store.put, batch)
-        self._drive(batch)
+        running = self._running[batch.id] = _Running(batch)
+        try:
+            await asyncio.to_thread(self.store.put, batch)
+        except BaseException:
+            del self._running[batch.id]
+            raise
+        self._drive(running)
         return batch
 
     async def cancel(self, batch: Batch) -> Batch:
@@ -188,9 +196,8 @@ class BatchRunner:
 
     # driving a batch
 
-    def _drive(self, batch: Batch) -> None:
-        running = self._running[batch.id] = _Running(batch, is_cancelled=batch.status == "cancelling")
-        running.task = asyncio.create_task(self._run(running), name=f"batch {batch.id}")
+    def _drive(self, running: _Running) -> None:
+        running.task = asyncio.create_task(self._run(running), name=f"batch {running.batch.id}")
 
     async def _run(self, running: _Running) -> None:
         try:

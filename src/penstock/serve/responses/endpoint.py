@@ -6,6 +6,7 @@ Responses are stored, so that a later request can continue one. They can run in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Callable, Set
@@ -20,7 +21,7 @@ from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.api import Parts
-from penstock.serve.asking import Asked, begin, read_owner
+from penstock.serve.asking import Asked, begin, read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, entry_of, identity_of
@@ -76,6 +77,10 @@ class ResponsesEndpoint:
             identity_of(http.scope).adopt(body.request_id)
         owner = read_owner(http.scope, self._config)
         self._check_store(body)
+        if not body.stream and self._store.keeps and (name := repeated_name(http.scope, owner, data)) is not None:
+            with contextlib.suppress(ApiError):  # it is not known yet
+                return _json((await self._store.get(owner, f"resp_{name}")).response)
+            http.scope[NAME_KEY] = name
         past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
@@ -136,6 +141,8 @@ class ResponsesEndpoint:
             self._store.check_room()  # other requests may have taken the room meanwhile
             queued: Response = {**question.told, "status": "queued"}
             kept = replace(_kept(question, owner, queued), is_background=True, is_running=True, asked=data)
+            if kept.key in self._running:  # the client has sent it again at once
+                return _json(kept.response)
             task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
             self._running[kept.key] = _Running(task, partial(opened.stream.cancel, _CANCELLED))
             task.add_done_callback(lambda _: self._running.pop(kept.key))

@@ -107,7 +107,7 @@ def _is_reference(item: Any) -> bool:
 
 
 NAME_KEY = "penstock.response_name"
-"""Key of a scope: what follows `resp_` in the response's id."""
+"""Key of a scope: what follows `resp_` in the id of a response that is asked again, by the server or perhaps its client."""
 
 
 def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple[Call, Question]:
@@ -121,8 +121,7 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     tools = read_tools(body.tools)
     call = asked.call(_request(body, _messages(body.instructions, bodies), tools))
     # A client may use a request id twice, but ids of responses are unique.
-    name = asked.scope.get(NAME_KEY)  # of a response that is asked again
-    name = name or (call.running.sources.new_request_id() if is_named else call.terms.request_id)
+    name = asked.scope.get(NAME_KEY) or (call.running.sources.new_request_id() if is_named else call.terms.request_id)
     response_id = f"resp_{name}"
     answer = replace(call.answer, answer_id=response_id)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
