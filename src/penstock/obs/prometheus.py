@@ -16,7 +16,16 @@ from prometheus_client.registry import Collector
 
 from penstock.obs.metrics import Histogram, Metrics, Residence
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, ReplicaLoad, TierStats, UpstreamStats, WaitReason
+from penstock.types.stats import (
+    AdapterCounts,
+    AdapterStats,
+    BatchStats,
+    EngineLoad,
+    ReplicaLoad,
+    TierStats,
+    UpstreamStats,
+    WaitReason,
+)
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -24,12 +33,14 @@ _PREFIX = "penstock_"
 _SECOND_NS = 1e9
 
 
-def expose(*models: Metrics, upstreams: Sequence[UpstreamStats] = ()) -> bytes:
+def expose(*models: Metrics, upstreams: Sequence[UpstreamStats] = (), batches: BatchStats | None = None) -> bytes:
     """Return all metrics of the models in the format `CONTENT_TYPE`. Each model's numbers are consistent. Thread-safe."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Together([_Snapshot(metrics) for metrics in models]))
     if upstreams:
         registry.register(_Upstreams(upstreams))
+    if batches is not None:
+        registry.register(_Batches(batches))
     return generate_latest(registry)
 
 
@@ -58,6 +69,25 @@ class _Upstreams(Collector):
                 tokens.add_metric([one.name, kind], number)
             resting.add_metric([one.name], int(one.is_resting))
         return [requests, tokens, resting]
+
+
+class _Batches(Collector):
+    def __init__(self, stats: BatchStats) -> None:
+        self._stats = stats
+
+    def collect(self) -> list[Metric]:
+        stats = self._stats
+        lines = CounterMetricFamily(_PREFIX + "batch_lines", "Lines of batches, by how they ended.", labels=["result"])
+        for result, number in stats.lines.items():
+            lines.add_metric([result], number)
+        tokens = CounterMetricFamily(
+            _PREFIX + "batch_tokens", "Tokens of batches: input, those of them that were cached, and output.", labels=["kind"]
+        )
+        for kind, number in stats.tokens.items():
+            tokens.add_metric([kind], number)
+        left = GaugeMetricFamily(_PREFIX + "batch_lines_left", "Lines that have no answer.", value=stats.num_lines_left)
+        unfinished = GaugeMetricFamily(_PREFIX + "batches", "Batches that have not ended.", value=stats.num_unfinished)
+        return [lines, tokens, left, unfinished]
 
 
 class _Together(Collector):

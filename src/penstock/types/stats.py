@@ -171,6 +171,17 @@ class UpstreamStats:
     """It failed, and is left alone for a while."""
 
 
+class BatchStats(NamedTuple):
+    """Totals of batches since the server's start, and what is left of them."""
+
+    num_unfinished: int
+    num_lines_left: int
+    lines: Mapping[str, int]
+    """Lines that were `completed` or `failed`."""
+    tokens: Mapping[str, int]
+    """Tokens of prompts (`input`), those of them found in the cache (`cached`), and of answers (`output`)."""
+
+
 @dataclass(slots=True)
 class TierStats:
     """Totals of the tier below the KV pool. Written by one thread; readers may see fields a step apart."""

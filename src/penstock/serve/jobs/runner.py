@@ -18,7 +18,7 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
 from penstock.serve.jobs.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
+from penstock.types.stats import BatchStats
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class BatchRunner:
         self._now = now
         self._running: dict[str, _Running] = {}
         self._turns = _Turns(deployment)
+        self._lines = {"completed": 0, "failed": 0}
+        self._tokens = {"input": 0, "cached": 0, "output": 0}
         self._is_closing = False
         self._tidying: asyncio.Task[None] | None = None
 
@@ -193,6 +196,10 @@ class BatchRunner:
         if not num_answered:
             return None
         return int(self._now() + progress.num_left * (self._now() - running.began_s) / num_answered)
+
+    def stats(self) -> BatchStats:
+        progress = [one.lines.progress for one in self._running.values() if one.lines is not None]
+        return BatchStats(len(self._running), sum([one.num_left for one in progress]), {**self._lines}, {**self._tokens})
 
     # driving a batch
 
@@ -353,6 +360,7 @@ class BatchRunner:
             try:
                 if answers:
                     await running.on_disk(lines.write, answers)
+                    self._count(answers)
                 running.is_writable.set()
             except (sqlite3.Error, OSError) as error:
                 running.answers = answers + running.answers
@@ -369,6 +377,13 @@ class BatchRunner:
         while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
             answers = [_failure(line, code, message)._replace(usage={code: 1}) for line in taken]
             await running.on_disk(lines.write, answers)
+            self._count(answers)
+
+    def _count(self, answers: Sequence[Answer]) -> None:
+        for one in answers:
+            self._lines["failed" if one.is_error else "completed"] += 1
+            for kind in self._tokens:
+                self._tokens[kind] += one.usage.get(f"{kind}_tokens", 0)
 
 
 class _Turns:

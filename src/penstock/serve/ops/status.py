@@ -18,8 +18,9 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
+from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.shapes import Count, Status, Version
-from penstock.types.stats import AdapterCounts, AdapterStats, ReplicaLoad, UpstreamStats
+from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, UpstreamStats
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
     from penstock.serve.upstream import Upstream
@@ -76,8 +77,8 @@ class Load(TypedDict):
 
 
 class StatusEndpoint:
-    def __init__(self, deployment: Deployment, upstreams: Mapping[str, Upstream]) -> None:
-        self._deployment, self._upstreams = deployment, upstreams
+    def __init__(self, deployment: Deployment, upstreams: Mapping[str, Upstream], batches: BatchRunner | None) -> None:
+        self._deployment, self._upstreams, self._batches = deployment, upstreams, batches
 
     async def health(self, _http: HttpRequest) -> Status:
         """Report whether the process is alive. 503 means that a restart of the process is needed."""
@@ -156,7 +157,8 @@ class StatusEndpoint:
         """Return metrics in Prometheus' text format."""
         # In a thread: it takes a millisecond, and the first call imports the Prometheus client.
         upstreams = [one.stats() for one in self._upstreams.values()]
-        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served], upstreams)
+        batches = None if self._batches is None else self._batches.stats()
+        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served], upstreams, batches)
 
 
 def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
@@ -199,7 +201,7 @@ def _replica(one: ReplicaLoad) -> Replica:
     }
 
 
-def _render(metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats]) -> Response:
+def _render(metrics: Sequence[Metrics], upstreams: Sequence[UpstreamStats], batches: BatchStats | None) -> Response:
     from penstock.obs.prometheus import CONTENT_TYPE, expose
 
-    return Response(expose(*metrics, upstreams=upstreams), headers={"content-type": CONTENT_TYPE})
+    return Response(expose(*metrics, upstreams=upstreams, batches=batches), headers={"content-type": CONTENT_TYPE})
