@@ -12,7 +12,7 @@ from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
 from support.cluster import cluster
 from support.page.servers import speaking
-from support.server.harness import make_runtime, wait_until
+from support.server.harness import LiveServer, make_runtime, wait_until
 
 CELLS = "return document.querySelectorAll('#kv-map rect[class^=owner]').length"
 
@@ -189,3 +189,18 @@ def test_a_cluster_shows_its_replicas_in_place_of_one_cache(browser):
         browser.wait_text("#replicas", "r0")
         browser.wait_text("#replicas", "r1")
         assert browser.run("return getComputedStyle(document.querySelector('#kv-panel')).display") == "none"
+
+
+def test_batches_are_listed_with_their_progress(browser, tmp_path):
+    runtime = make_runtime()
+    lines = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}}\n'
+    with LiveServer(runtime, ServerConfig(port=0, jobs_dir=str(tmp_path / "jobs"))) as server:
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Running", "0")
+        assert not browser.run("return document.querySelector('#jobs-panel').checkVisibility()")
+        form = {"files": {"file": ("in.jsonl", lines)}, "data": {"purpose": "batch"}}
+        file = httpx.post(f"{server.url}/v1/files", **form).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+        httpx.post(f"{server.url}/v1/batches", json=asked).raise_for_status()
+        browser.wait_text("#jobs", r"completed\s+1 of 1\s+0\s+1\s+0 %\s+3\s+–")
+    runtime.close()

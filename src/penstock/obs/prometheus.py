@@ -77,16 +77,16 @@ class _Batches(Collector):
 
     def collect(self) -> list[Metric]:
         stats = self._stats
-        lines = CounterMetricFamily(_PREFIX + "batch_lines", "Lines of batches, by how they ended.", labels=["result"])
+        lines = CounterMetricFamily(_PREFIX + "job_lines", "Lines of batches, by how they ended.", labels=["result"])
         for result, number in stats.lines.items():
             lines.add_metric([result], number)
         tokens = CounterMetricFamily(
-            _PREFIX + "batch_tokens", "Tokens of batches: input, those of them that were cached, and output.", labels=["kind"]
+            _PREFIX + "job_tokens", "Tokens of batches: input, those of them that were cached, and output.", labels=["kind"]
         )
         for kind, number in stats.tokens.items():
             tokens.add_metric([kind], number)
-        left = GaugeMetricFamily(_PREFIX + "batch_lines_left", "Lines that have no answer.", value=stats.num_lines_left)
-        unfinished = GaugeMetricFamily(_PREFIX + "batches", "Batches that have not ended.", value=stats.num_unfinished)
+        left = GaugeMetricFamily(_PREFIX + "job_lines_left", "Lines that have no answer.", value=stats.num_lines_left)
+        unfinished = GaugeMetricFamily(_PREFIX + "jobs", "Batches that have not ended.", value=stats.num_unfinished)
         return [lines, tokens, left, unfinished]
 
 

@@ -9,6 +9,7 @@ const WINDOW_S = 30; // Of the latencies.
 const CHART_S = 120;
 const LANES_MS = 60_000;
 const MAX_LANES = 40;
+const MAX_JOBS = 5; // The newest ones.
 const MAX_CELLS = 2048; // Of the map; a larger pool has several blocks in each.
 const CELLS_IN_ROW = 128;
 const NUM_OWNERS = 10; // Colours in the stylesheet.
@@ -61,6 +62,7 @@ async function look() {
   showFigures(load);
   showCharts();
   showReplicas(load.replicas);
+  showJobs(/^penstock_jobs /m.test(text) ? (await askJson(`v1/batches?limit=${MAX_JOBS}`)).data : []);
   showPool(pool);
   showLanes(requests.data, pool);
   showRefusals();
@@ -235,6 +237,17 @@ function showReplicas(replicas) {
     one.kv_blocks ? share(one.kv_blocks - one.kv_blocks_free, one.kv_blocks) : "–", one.address,
   ]);
   fillTable(byId("replicas"), ["Replica", "Running", "Waiting", "Tokens left", "KV held", "Address"], rows);
+}
+
+/** The newest batches of this key. */
+function showJobs(jobs) {
+  byId("jobs-panel").hidden = jobs.length === 0;
+  const rows = jobs.map(({ id, status, request_counts: lines, usage, estimated_end_at: end }) => [
+    id.slice(0, 14), status, `${count(lines.completed + lines.failed)} of ${count(lines.total)}`, count(lines.failed),
+    count(usage.input_tokens), share(usage.input_tokens_details.cached_tokens, usage.input_tokens), count(usage.output_tokens),
+    end ? duration(Math.max(0, 1000 * end - Date.now())) : "–",
+  ]);
+  fillTable(byId("jobs"), ["Batch", "Status", "Answered", "Failed", "Prompt tokens", "In the cache", "Answer tokens", "Left"], rows);
 }
 
 function showPool(pool) {
