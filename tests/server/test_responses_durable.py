@@ -94,7 +94,7 @@ def test_what_can_not_be_asked_again_says_so(config: ServerConfig) -> None:
 
 
 def test_a_response_that_can_not_be_kept_is_refused(config: ServerConfig, monkeypatch) -> None:
-    def fails(self, changes) -> None:
+    def fails(self, *_args) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
     with serving(config) as server:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
 from penstock.types.errors import ConfigError
@@ -30,6 +30,9 @@ MAX_FILES = 10_000
 """Most files of one owner."""
 MAX_UNFINISHED = 100
 """Most unfinished batches of one owner."""
+
+MAX_EVENTS = 10_000
+"""Most events that wait to be delivered. The oldest are dropped for new ones."""
 
 Owner = tuple[str, str]
 """Names of an API key and of a tenant. Others see nothing of theirs."""
@@ -49,7 +52,24 @@ CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL, record BLOB NOT NULL, UNIQUE (owner, id)
 );
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, subject TEXT NOT NULL, created_s INTEGER NOT NULL,
+    due_s INTEGER NOT NULL, num_attempts INTEGER NOT NULL
+);
 """
+
+
+class Event(NamedTuple):
+    """Something that ended, to be told to whoever waits for it."""
+
+    number: int
+    kind: str
+    subject: str
+    """The id of what ended."""
+    created_s: int
+    due_s: int
+    """Unix time of the next attempt to deliver it."""
+    num_attempts: int
 
 
 class NoRoom(Exception):
@@ -122,6 +142,8 @@ class Store:
         """Open or make a folder. `max_bytes`: most bytes in the files of one owner. Raises ConfigError."""
         self.folder, self.max_bytes = folder, max_bytes
         self._files, self._lines = folder / "files", folder / "lines"
+        self.notes_events = False
+        """Whether anybody is told of events."""
         self._uploading: dict[Owner, int] = {}
         """Bytes that are being uploaded."""
         self._guard = threading.RLock()
@@ -282,6 +304,7 @@ class Store:
             for file in files:
                 self.add(file)
             self.put(batch)
+            self._note([(f"batch.{batch.status}", batch.id)], batch.times_s[batch.status])
         for path in self._lines.glob(f"{batch.id}*"):
             path.unlink()
 
@@ -313,13 +336,43 @@ class Store:
             rows = self._base.execute("SELECT owner, id, record FROM responses ORDER BY number").fetchall()
         return [(_owner(owner), response_id, record) for owner, response_id, record in rows]
 
-    def write_responses(self, changes: Mapping[tuple[Owner, str], bytes | None]) -> None:
-        """Write the records of responses, and delete those that are None, together."""
+    def write_responses(
+        self, changes: Mapping[tuple[Owner, str], bytes | None], ended: Sequence[tuple[str, str]] = (), now_s: int = 0
+    ) -> None:
+        """Write the records of responses, and delete those that are None, together. `ended`: kinds and subjects of events."""
         deleted = [(_text(owner), response_id) for owner, response_id in changes]
         added = [(_text(owner), response_id, record) for (owner, response_id), record in changes.items() if record is not None]
         with self._transaction() as base:
             base.executemany("DELETE FROM responses WHERE owner = ? AND id = ?", deleted)
             base.executemany("INSERT INTO responses (owner, id, record) VALUES (?, ?, ?)", added)
+            self._note(ended, now_s)
+
+    # events
+
+    def _note(self, ended: Sequence[tuple[str, str]], now_s: int) -> None:
+        if not self.notes_events or not ended:
+            return
+        rows = [(kind, subject, now_s, now_s) for kind, subject in ended]
+        self._base.executemany(
+            "INSERT INTO events (kind, subject, created_s, due_s, num_attempts) VALUES (?, ?, ?, ?, 0)", rows
+        )
+        oldest = "SELECT number FROM events ORDER BY number DESC LIMIT 1 OFFSET ?"
+        self._base.execute(f"DELETE FROM events WHERE number <= ({oldest})", (MAX_EVENTS,))  # noqa: S608 (as above)
+
+    def due_events(self, now_s: int, limit: int) -> list[Event]:
+        with self._guard:
+            rows = self._base.execute("SELECT * FROM events WHERE due_s <= ? ORDER BY number LIMIT ?", (now_s, limit))
+            return [Event(*row) for row in rows]
+
+    def put_off(self, event: Event, due_s: int) -> None:
+        with self._guard:
+            self._base.execute(
+                "UPDATE events SET due_s = ?, num_attempts = num_attempts + 1 WHERE number = ?", (due_s, event.number)
+            )
+
+    def forget(self, event: Event) -> None:
+        with self._guard:
+            self._base.execute("DELETE FROM events WHERE number = ?", (event.number,))
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

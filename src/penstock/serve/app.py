@@ -83,7 +83,7 @@ def create_app(
     reader = Reader(deployment, config, ignored)
     keys = keys or key_ring(config)
     admin_keys = KeyRing(config.admin_api_keys) if config.admin_api_keys else None
-    own = OwnRequests(partial(_sender, keys, admin_keys))
+    own, lifetime = OwnRequests(partial(_sender, keys, admin_keys)), Lifetime()
     parts = Parts(
         deployment=deployment,
         config=config,
@@ -95,9 +95,9 @@ def create_app(
         folder=FolderWatch(deployment),
         cards=ModelCards(),
         upstreams=_upstreams(deployment, config),
-        lifetime=Lifetime(),
+        lifetime=lifetime,
         own=own,
-        batches=_batches(deployment, config, own),
+        batches=_batches(deployment, config, own, lifetime),
     )
     operations = _operations(apis, parts)
     routes = [
@@ -126,21 +126,32 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.upstreams = [*parts.upstreams.values()]
-    if (batches := parts.batches) is not None:
-        parts.lifetime.starts.append(batches.start)
-        parts.lifetime.stops.append(batches.close)
-        parts.lifetime.closes.append(batches.close_store)
-    app.state.batches, app.state.lifetime = batches, parts.lifetime
+    if parts.batches is not None:
+        parts.lifetime.closes.append(parts.batches.close_store)
+    app.state.batches, app.state.lifetime = parts.batches, parts.lifetime
     own.app = app
     return app
 
 
-def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests) -> BatchRunner | None:
+def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lifetime: Lifetime) -> BatchRunner | None:
     if config.jobs_dir is None:
+        if config.webhook_url is not None:
+            raise ConfigError("Webhooks tell of what is kept in --jobs-dir, which is not given.", remedy="Give it, too.")
         return None
     hours = None if config.batch_hours is None else read_hours(config.batch_hours)
+    if config.webhook_url is not None:
+        from penstock.serve.jobs.webhooks import Webhooks, key_of  # with an HTTP client, which few servers need
+
+        key = key_of(config.webhook_url, config.webhook_secret or "")
     store = Store(Path(config.jobs_dir), max_bytes=config.jobs_bytes)
-    return BatchRunner(store, deployment, own, max_line_bytes=config.max_body_bytes, hours=hours)
+    if config.webhook_url is not None:
+        webhooks = Webhooks(store, config.webhook_url, key)
+        lifetime.starts.append(webhooks.start)
+        lifetime.closes.append(webhooks.close)
+    batches = BatchRunner(store, deployment, own, max_line_bytes=config.max_body_bytes, hours=hours)
+    lifetime.starts.append(batches.start)
+    lifetime.stops.append(batches.close)
+    return batches
 
 
 def _sender(keys: KeyRing | None, admin_keys: KeyRing | None, name: str) -> Sender | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 
 import msgspec
 
@@ -67,8 +68,13 @@ class ResponseDisk:
                 ((owner.key, owner.tenant), response_id): None if kept is None else _record(kept)
                 for (owner, response_id), kept in changes.items()
             }
+            ended = [
+                (f"response.{_read_response(kept.response).status}", kept.response_id)
+                for kept in changes.values()
+                if kept is not None and kept.is_background and not kept.is_running
+            ]
             try:
-                await asyncio.to_thread(self._store.write_responses, records)
+                await asyncio.to_thread(self._store.write_responses, records, ended, int(time.time()))
             except BaseException:
                 self._changes = changes | self._changes
                 raise
@@ -79,6 +85,13 @@ class ResponseDisk:
         await self._write()
         if self._later is not None:
             self._later.cancel()
+
+
+class _Response(msgspec.Struct):
+    status: str
+
+
+_read_response = msgspec.json.Decoder(_Response).decode
 
 
 class _Record(msgspec.Struct, array_like=True):
