@@ -51,7 +51,7 @@ _OPTIONS = ["--port", "{port}", "--served-model-name", SERVED_NAME, "--no-prefix
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """What people had of the server in one run."""
+    """Latencies of one run."""
 
     ttft_p50_ms: float
     ttft_p99_ms: float

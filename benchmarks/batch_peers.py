@@ -41,7 +41,7 @@ from penstock.models.catalog import DEFAULT_MODEL, resolve
 
 ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
 MAX_TOKENS = 2048
-"""Of a line, with its answer."""
+"""A line has at most so many, with its answer."""
 
 
 def write_lines(count: int, seed: int) -> list[dict[str, Any]]:

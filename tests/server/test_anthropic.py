@@ -493,9 +493,9 @@ async def test_errors_of_other_routes_have_anthropics_shape_for_its_clients(runt
     async with make_client(runtime, api_keys=("key",)) as client:
         check(await client.get("/v1/models", headers=VERSION), 401, "authentication_error")
         client.headers["x-api-key"] = "key"
-        told = check(await client.post("/v1/messages/batches", json={}, headers=VERSION), 404, "not_found_error")
-        assert told == "There is nothing at POST /v1/messages/batches."
-        assert "param" in (await client.post("/v1/messages/batches", json={})).json()["error"], "OpenAI's without the header"
+        told = check(await client.post("/v1/messages/others", json={}, headers=VERSION), 404, "not_found_error")
+        assert told == "There is nothing at POST /v1/messages/others."
+        assert "param" in (await client.post("/v1/messages/others", json={})).json()["error"], "OpenAI's without the header"
 
 
 async def test_who_finds_the_queue_full_is_told_when_to_come_back():

@@ -1,7 +1,8 @@
 """The lines of one batch: checked, put in order, and taken away one by one as their answers are written.
 
 A SQLite database has the lines without an answer, and how long the files of answers are. Both change together, after the
-answers were written. Whatever a killed process has written beyond is cut off at the next start. So each line has one answer.
+answers were written. Bytes beyond, which a killed process has written, are cut off at the next start. So each line has one
+answer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from penstock import fast_json
 from penstock.jobs.order import prefix_key
@@ -163,6 +163,8 @@ def _error(number: int | None, code: str, message: str, param: str | None = None
 
 def _twice(source: Path, hashes: array[int], starts: array[int], max_line_bytes: int) -> list[dict[str, Any]]:
     """Return errors for a `custom_id` of two lines. Lines of equal hashes are read again."""
+    import numpy as np  # here, for a server starts without it
+
     known = np.frombuffer(hashes, np.int64)
     ordered = np.argsort(known, kind="stable")
     same = np.flatnonzero(known[ordered[1:]] == known[ordered[:-1]])

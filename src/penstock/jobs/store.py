@@ -4,7 +4,7 @@
     files/ID       the content of a file, also the answers of a batch that still runs
     lines/ID       the lines of an unfinished batch that have no answer yet (`lines`)
 
-One process has the folder at a time. Whatever a killed process has left behind is deleted at the next start.
+One process has the folder at a time. The remains of a process that was killed are deleted at the next start.
 """
 
 from __future__ import annotations

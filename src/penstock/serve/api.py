@@ -21,11 +21,11 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, IgnoredParameters, load_json
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
-from penstock.serve.jobs.own_requests import OwnRequests
-from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.own_requests import OwnRequests
 from penstock.serve.texts.endpoint import TextsEndpoint
 
-if TYPE_CHECKING:  # with an HTTP client, which few servers need
+if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
+    from penstock.serve.jobs.runner import BatchRunner
     from penstock.serve.upstream import Upstream
 
 PlainText = Annotated[str, "text/plain"]
@@ -122,13 +122,19 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A route of the original API that this server only answers with an error, such as 501."""
+    """A route of the original API that this server only answers with an error, such as 501, unless a `Route` is there."""
 
     at: str
     """A method and a path."""
     reason: str
     status: int = 501
     code: str = "not_implemented"
+
+
+def without_folder(*routes: str) -> list[Refused]:
+    """Return what answers at the routes of files and batches, if the server has no folder for them."""
+    reason = "This server keeps no files and batches: start it with --jobs-dir and a folder."
+    return [Refused(at, reason, code="not_enabled") for at in routes]
 
 
 OPENAI_WORDING = Wording(openai_words)

@@ -19,7 +19,6 @@ from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
-from penstock.jobs.store import Store
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Lifetime, Parts, Refused, Route
 from penstock.serve.asking import CallEndpoint, FolderWatch, Reader, Waits
@@ -40,9 +39,7 @@ from penstock.serve.http.checks import (
     words_of,
 )
 from penstock.serve.http.cors import Cors
-from penstock.serve.jobs.own_requests import OwnRequests
 from penstock.serve.jobs.routes import API as JOBS
-from penstock.serve.jobs.runner import BatchRunner, read_hours
 from penstock.serve.llama_cpp.routes import api as llama_cpp
 from penstock.serve.ollama.routes import API as OLLAMA
 from penstock.serve.openai.read import read_chat
@@ -52,6 +49,7 @@ from penstock.serve.openapi import Operation, write_document
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.routes import API as OPS
+from penstock.serve.own_requests import OwnRequests
 from penstock.serve.pipelines import PipelineFiller
 from penstock.serve.questions import QuestionReader
 from penstock.serve.responses.routes import API as RESPONSES
@@ -62,7 +60,8 @@ from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.types.errors import ConfigError, ModelAway
 
-if TYPE_CHECKING:  # with an HTTP client, which few servers need
+if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
+    from penstock.serve.jobs.runner import BatchRunner
     from penstock.serve.upstream import Upstream
 
 _LLAMA_CPP = llama_cpp(read_chat, ChatCompletionBody)
@@ -138,9 +137,12 @@ def _batches(deployment: Deployment, config: ServerConfig, own: OwnRequests, lif
         if config.webhook_url is not None:
             raise ConfigError("Webhooks tell of what is kept in --jobs-dir, which is not given.", remedy="Give it, too.")
         return None
+    from penstock.jobs.store import Store
+    from penstock.serve.jobs.runner import BatchRunner, read_hours
+
     hours = None if config.batch_hours is None else read_hours(config.batch_hours)
     if config.webhook_url is not None:
-        from penstock.serve.jobs.webhooks import Webhooks, key_of  # with an HTTP client, which few servers need
+        from penstock.serve.jobs.webhooks import Webhooks, key_of
 
         key = key_of(config.webhook_url, config.webhook_secret or "")
     store = Store(Path(config.jobs_dir), max_bytes=config.jobs_bytes)

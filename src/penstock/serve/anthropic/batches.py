@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +17,11 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.jobs.store import INTERNAL, Batch, NoRoom, Store, new_id
-from penstock.serve.api import Parts, PlainText
+from penstock.serve.api import Parts, PlainText, Route
 from penstock.serve.asking import read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
-from penstock.serve.jobs.files import batches_of
-from penstock.serve.jobs.runner import CANCELLED, EXPIRED
+from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
 
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
@@ -73,16 +72,25 @@ class MessageBatchDeleted(TypedDict):
     type: Literal["message_batch_deleted"]
 
 
-Results = PlainText
+def batch_routes(parts: Parts, batches: BatchRunner) -> Sequence[Route]:
+    made, one, page = MessageBatches(parts, batches), f"{URL}/batches/{{batch_id}}", "limit before_id after_id"
+    return [
+        Route(f"POST {URL}/batches", "Begin a batch of messages", made.create, MessageBatchBody, MessageBatch),
+        Route(f"GET {URL}/batches", "List batches of messages", made.list, returns=MessageBatchList, query=page),
+        Route(f"GET {one}", "Get a batch of messages", made.get, returns=MessageBatch),
+        Route(f"GET {one}/results", "Read the results of a batch of messages", made.results, returns=PlainText),
+        Route(f"POST {one}/cancel", "Cancel a batch of messages", made.cancel, returns=MessageBatch),
+        Route(f"DELETE {one}", "Delete a batch of messages", made.delete, returns=MessageBatchDeleted),
+    ]
 
 
 class MessageBatches:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, batches: BatchRunner) -> None:
+        self._parts, self._batches = parts, batches
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
-        batches, owner = batches_of(self._parts), self._owner(http)
+        batches, owner = self._batches, self._owner(http)
         name = repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
         if name is not None and (known := batches.store.batch(f"msgbatch_{name}", owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known, http)), media_type="application/json")
@@ -134,7 +142,7 @@ class MessageBatches:
             raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
-        store, owner = batches_of(self._parts).store, self._owner(http)
+        store, owner = self._batches.store, self._owner(http)
         goes_back = "before_id" in query
         place = query.get("before_id" if goes_back else "after_id")
         if place is not None and store.batch(place, owner, KIND) is None:
@@ -157,11 +165,11 @@ class MessageBatches:
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
         batch = self._find(http)
-        return self._told(await batches_of(self._parts).cancel(batch), http)
+        return self._told(await self._batches.cancel(batch), http)
 
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
         """Delete a batch that has ended, and its results."""
-        batch, store = self._find(http), batches_of(self._parts).store
+        batch, store = self._find(http), self._batches.store
         if not batch.is_ended:
             raise invalid("The batch has not ended. Cancel it first.")
         await asyncio.to_thread(_delete, store, batch)
@@ -169,7 +177,7 @@ class MessageBatches:
 
     async def results(self, http: HttpRequest) -> Response:
         """Return the results of a batch that has ended, one in each line, in any order."""
-        batch, store = self._find(http), batches_of(self._parts).store
+        batch, store = self._find(http), self._batches.store
         if not batch.is_ended:
             raise ApiError(404, "The batch has not ended: it has no results yet.", code="not_found")
         files = [store.file(file_id, batch.owner) for file_id in (batch.output_file, batch.error_file) if file_id]
@@ -184,13 +192,13 @@ class MessageBatches:
 
     def _find(self, http: HttpRequest) -> Batch:
         batch_id = http.path_params["batch_id"]
-        batch = batches_of(self._parts).store.batch(batch_id, self._owner(http), KIND)
+        batch = self._batches.store.batch(batch_id, self._owner(http), KIND)
         if batch is None:
             raise _not_found(batch_id)
         return batch
 
     def _told(self, batch: Batch, http: HttpRequest) -> MessageBatch:
-        batch = batches_of(self._parts).current(batch)
+        batch = self._batches.current(batch)
         num_cancelled, num_expired = batch.usage.get(CANCELLED, 0), batch.usage.get(EXPIRED, 0)
         num_answered = batch.num_completed + batch.num_failed
         ended_s = batch.times_s.get(batch.status) if batch.is_ended else None

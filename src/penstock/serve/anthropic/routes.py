@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.serve.anthropic.batches import (
-    MessageBatch,
-    MessageBatchBody,
-    MessageBatchDeleted,
-    MessageBatches,
-    MessageBatchList,
-    Results,
-)
 from penstock.serve.anthropic.endpoints import AnthropicModels, CountEndpoint
 from penstock.serve.anthropic.read import create
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
@@ -23,7 +15,7 @@ from penstock.serve.anthropic.write import (
     AnthropicModelList,
     anthropic_words,
 )
-from penstock.serve.api import Api, Parts, Route, has_header
+from penstock.serve.api import Api, Parts, Route, has_header, without_folder
 from penstock.serve.http.checks import Wording
 
 _VERSION = b"anthropic-version"
@@ -31,17 +23,10 @@ _VERSION = b"anthropic-version"
 
 def _routes(parts: Parts) -> Sequence[Route]:
     messages, models = parts.calls.answers(MessagesBody, create), AnthropicModels(parts)
-    batches, one = MessageBatches(parts), "/v1/messages/batches/{batch_id}"
-    page = "limit before_id after_id"
     return [
+        *_batch_routes(parts),
         Route("POST /v1/messages", "Chat", messages, MessagesBody, AnthropicMessage, AnthropicEvent),
         Route("POST /v1/messages/count_tokens", "Count tokens", CountEndpoint(parts).count, CountTokensBody, AnthropicCount),
-        Route("POST /v1/messages/batches", "Begin a batch of messages", batches.create, MessageBatchBody, MessageBatch),
-        Route("GET /v1/messages/batches", "List batches of messages", batches.list, returns=MessageBatchList, query=page),
-        Route(f"GET {one}", "Get a batch of messages", batches.get, returns=MessageBatch),
-        Route(f"GET {one}/results", "Read the results of a batch of messages", batches.results, returns=Results),
-        Route(f"POST {one}/cancel", "Cancel a batch of messages", batches.cancel, returns=MessageBatch),
-        Route(f"DELETE {one}", "Delete a batch of messages", batches.delete, returns=MessageBatchDeleted),
         Route(
             "GET /v1/models /models",
             "List models",
@@ -54,6 +39,16 @@ def _routes(parts: Parts) -> Sequence[Route]:
     ]
 
 
+def _batch_routes(parts: Parts) -> Sequence[Route]:
+    if parts.batches is None:
+        return []
+    from penstock.serve.anthropic.batches import batch_routes  # with a database, which few servers need
+
+    return batch_routes(parts, parts.batches)
+
+
+_BATCHES = "/v1/messages/batches"
+_BATCH = f"{_BATCHES}/{{batch_id}}"
 API = Api(
     "Anthropic",
     _routes,
@@ -62,5 +57,9 @@ API = Api(
         paths="/v1/messages /v1/messages/count_tokens /v1/messages/batches",
         client_header=_VERSION,
         id_header=b"request-id",
+    ),
+    refused=without_folder(
+        *(f"POST {_BATCHES}", f"GET {_BATCHES}", f"GET {_BATCH}", f"DELETE {_BATCH}"),
+        *(f"GET {_BATCH}/results", f"POST {_BATCH}/cancel"),
     ),
 )

@@ -17,7 +17,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import batches_of, listed, owner_of, page_of, read_expiry
+from penstock.serve.jobs.files import listed, owner_of, page_of, read_expiry
 from penstock.serve.jobs.runner import BatchRunner
 
 KIND = "openai"
@@ -109,12 +109,8 @@ class BatchList(TypedDict):
 
 
 class BatchesEndpoint:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    @property
-    def _batches(self) -> BatchRunner:
-        return batches_of(self._parts)
+    def __init__(self, parts: Parts, batches: BatchRunner) -> None:
+        self._parts, self._batches = parts, batches
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""

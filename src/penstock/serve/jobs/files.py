@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
-from penstock.jobs.store import UPLOAD, File, NoRoom, Owner, Store
+from penstock.jobs.store import UPLOAD, File, NoRoom, Owner
 from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
@@ -53,14 +53,6 @@ class FileDeleted(TypedDict):
     deleted: Literal[True]
 
 
-def batches_of(parts: Parts) -> BatchRunner:
-    """Return what runs batches. Raises 501 if the server keeps no files."""
-    if parts.batches is None:
-        message = "This server keeps no files and batches. Start it with --jobs-dir and a folder."
-        raise ApiError(501, message, code="not_enabled")
-    return parts.batches
-
-
 def owner_of(http: HttpRequest, parts: Parts) -> Owner:
     owner = read_owner(http.scope, parts.config)
     return owner.key, owner.tenant
@@ -99,12 +91,8 @@ def listed(data: list[_Listed], limit: int) -> dict[str, Any]:
 
 
 class FilesEndpoint:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    @property
-    def _store(self) -> Store:
-        return batches_of(self._parts).store
+    def __init__(self, parts: Parts, batches: BatchRunner) -> None:
+        self._parts, self._batches, self._store = parts, batches, batches.store
 
     async def create(self, http: HttpRequest) -> FileObject:
         """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
@@ -127,7 +115,7 @@ class FilesEndpoint:
                     raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")
                 expires_s = read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
                 await asyncio.to_thread(upload.write, b"".join(pending))
-                now_s = batches_of(self._parts).now_s()
+                now_s = self._batches.now_s()
                 name = form.file_name or "unnamed"
                 until_s = None if expires_s is None else now_s + expires_s
                 return _told(await asyncio.to_thread(upload.keep, name, UPLOAD, now_s, until_s))

@@ -30,7 +30,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
-from penstock.serve.jobs.own_requests import Answered, OwnRequests
+from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.types.errors import ConfigError
 from penstock.types.stats import BatchStats
 

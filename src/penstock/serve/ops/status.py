@@ -18,11 +18,11 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
-from penstock.serve.jobs.runner import BatchRunner
 from penstock.serve.shapes import Count, Status, Version
 from penstock.types.stats import AdapterCounts, AdapterStats, BatchStats, ReplicaLoad, UpstreamStats
 
-if TYPE_CHECKING:  # with an HTTP client, which few servers need
+if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
+    from penstock.serve.jobs.runner import BatchRunner
     from penstock.serve.upstream import Upstream
 
 

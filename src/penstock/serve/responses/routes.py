@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Refused, Route
 from penstock.serve.responses.answers import Response, ResponseEvent, ResponseForgotten, ResponseItems
-from penstock.serve.responses.durable import ResponseDisk
 from penstock.serve.responses.endpoint import ResponsesEndpoint
 from penstock.serve.responses.read import NO_COMPACTION
 from penstock.serve.responses.schemas import ResponsesBody
@@ -40,6 +39,8 @@ def _kept(parts: Parts) -> Sequence[Route]:
     """Return the routes with responses that are kept in memory, and in the folder of jobs if the server has one."""
     config, disk = parts.config, None
     if parts.batches is not None and config.response_store_bytes:
+        from penstock.serve.responses.durable import ResponseDisk  # with a database, which few servers need
+
         disk = ResponseDisk(parts.batches.store)
         parts.lifetime.closes.append(disk.close)
     store = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock, disk=disk)
