@@ -1,25 +1,28 @@
 """The lines of one batch: checked, put in order, and taken away one by one as their answers are written.
 
 A SQLite database has the lines without an answer, and how long the files of answers are. Both change together, after the
-answers were written. Bytes beyond, which a killed process has written, are cut off at the next start. So each line has one
-answer.
+answers were written. Bytes beyond, which a killed process or a full disk has left, are cut off. So each line has one answer.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from penstock import fast_json
+from penstock.jobs.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
 MAX_ERRORS = 50
@@ -27,6 +30,8 @@ MAX_ERRORS = 50
 AT_ONCE = 2000
 """Lines that are noted together."""
 CACHE_KIB = 1 << 15
+_LOOKED_EACH = 100_000
+"""Instructions of the database after which it looks whether it is to stop."""
 
 _SCHEMA = """
 CREATE TABLE lines (place INTEGER PRIMARY KEY, start INTEGER NOT NULL, size INTEGER NOT NULL);
@@ -64,36 +69,48 @@ class Stopped(Exception):
 def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int, is_stopped: Callable[[], bool]) -> int:
     """Check the lines of a file, and write them to a new database in the order in which they run. Return their number.
 
-    `urls`: paths that they may be for. Takes memory for 8 bytes of each line, and for sorting
-    what `CACHE_KIB` says. Raises BadLines, Stopped, OSError and sqlite3.Error; then the database is as if it had not begun.
+    `urls`: paths that they may be for. Takes memory for 40 bytes of each line, and for sorting
+    what `CACHE_KIB` says. Raises BadLines, Stopped, OSError and sqlite3.Error; then there is no database.
     """
-    unsorted = path.with_name(f"{path.name}-unsorted")
-    for old in path.parent.glob(f"{path.name}*"):
-        old.unlink()
-    with closing(sqlite3.connect(path, isolation_level=None)) as base:
-        base.execute("PRAGMA journal_mode = WAL")
-        base.execute("PRAGMA synchronous = OFF")  # a process that is killed in here begins anew
-        base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-        base.execute("ATTACH ? AS aside", (str(unsorted),))
-        base.execute("PRAGMA aside.journal_mode = OFF")
-        base.execute("CREATE TABLE aside.unsorted (key BLOB NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL)")
-        base.execute("BEGIN")
-        rows: list[tuple[bytes, int, int]] = []
-        num_lines = 0
-        for row in _checked(source, urls, max_line_bytes, is_stopped):
-            rows.append(row)
-            num_lines += 1
-            if len(rows) == AT_ONCE:
-                base.executemany("INSERT INTO unsorted VALUES (?, ?, ?)", rows)
-                rows.clear()
-        base.executemany("INSERT INTO unsorted VALUES (?, ?, ?)", rows)
-        for statement in _SCHEMA.split(";"):
-            base.execute(statement)
-        base.execute("INSERT INTO lines (start, size) SELECT start, size FROM unsorted ORDER BY key, start")
-        base.execute("INSERT INTO progress VALUES (?, 0, 0, 0, 0, ?)", (num_lines, b"{}"))
-        base.execute("COMMIT")
-        base.execute("DETACH aside")
-    unsorted.unlink()
+    if not source.exists():
+        raise BadLines([_error(None, "file_not_found", "The file is gone.")])
+    new, unsorted = path.with_name(f"{path.name}-new"), path.with_name(f"{path.name}-unsorted")
+    remove(path.parent.glob(f"{path.name}*"))
+    try:
+        with closing(sqlite3.connect(new, isolation_level=None)) as base:
+            base.set_progress_handler(is_stopped, _LOOKED_EACH)
+            num_lines = _fill(base, unsorted, _checked(source, urls, max_line_bytes, is_stopped))
+        sync(new)
+        new.rename(path)
+        sync(path.parent)
+    except sqlite3.OperationalError:
+        if is_stopped():
+            raise Stopped from None
+        raise
+    finally:
+        remove((new, unsorted))
+    return num_lines
+
+
+def _fill(base: sqlite3.Connection, unsorted: Path, rows: Iterator[tuple[bytes, int, int]]) -> int:
+    """Write lines to a database, sorted by their keys. Return their number."""
+    base.execute("PRAGMA journal_mode = OFF")  # a process that is killed in here begins anew
+    base.execute("PRAGMA synchronous = OFF")
+    base.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+    base.execute("ATTACH ? AS aside", (str(unsorted),))
+    base.execute("PRAGMA aside.journal_mode = OFF")
+    base.execute("PRAGMA aside.synchronous = OFF")
+    base.execute("CREATE TABLE aside.unsorted (key BLOB NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL)")
+    base.execute("BEGIN")
+    num_lines = 0
+    while some := [*islice(rows, AT_ONCE)]:
+        base.executemany("INSERT INTO unsorted VALUES (?, ?, ?)", some)
+        num_lines += len(some)
+    for statement in _SCHEMA.split(";"):
+        base.execute(statement)
+    base.execute("INSERT INTO lines (start, size) SELECT start, size FROM unsorted ORDER BY key, start")
+    base.execute("INSERT INTO progress VALUES (?, 0, 0, 0, 0, ?)", (num_lines, b"{}"))
+    base.execute("COMMIT")
     return num_lines
 
 
@@ -111,7 +128,7 @@ def _checked(
                 raise Stopped
             if number % 16 == 0:
                 time.sleep(0)  # others need the interpreter
-            if len(line) > max_line_bytes + 1:
+            if len(line) - line.endswith(b"\n") > max_line_bytes:
                 message = f"The line has more than {max_line_bytes} bytes (--max-body-size)."
                 errors.append(_error(number, "line_too_long", message))
                 break
@@ -129,7 +146,7 @@ def _checked(
             start += len(line)
     if not errors and not starts:
         errors.append(_error(None, "empty_file", "The file has no lines."))
-    if errors or (errors := _twice(source, hashes, starts, max_line_bytes)):
+    if errors or (errors := _twice(source, hashes, starts)):
         raise BadLines(errors)
 
 
@@ -138,11 +155,13 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
     try:
         request = _read_request(line)
         body = fast_json.loads(bytes(request.body))
+    except RecursionError:
+        return _error(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
     except (msgspec.DecodeError, ValueError) as error:
         try:
             fast_json.loads(line)
         except fast_json.DecodeError as wrong:
-            return _error(number, "invalid_json_line", f"The line is not JSON: {wrong}")
+            return _error(number, "invalid_json_line", f"The line is not JSON: {wrong.msg} (column {wrong.colno}).")
         return _error(number, "invalid_request", f"The line is not a request: {error}.")
     if not request.custom_id or len(request.custom_id) > 512:
         return _error(number, "invalid_custom_id", "'custom_id' must have 1 to 512 characters.", "custom_id")
@@ -161,36 +180,42 @@ def _error(number: int | None, code: str, message: str, param: str | None = None
     return {"code": code, "line": number, "message": message, "param": param}
 
 
-def _twice(source: Path, hashes: array[int], starts: array[int], max_line_bytes: int) -> list[dict[str, Any]]:
-    """Return errors for a `custom_id` of two lines. Lines of equal hashes are read again."""
-    import numpy as np  # here, for a server starts without it
+def _twice(source: Path, hashes: array[int], starts: array[int]) -> list[dict[str, Any]]:
+    """Return errors for a `custom_id` of several lines. Lines of equal hashes are read again."""
+    import numpy as np  # here, since a server starts without it
 
     known = np.frombuffer(hashes, np.int64)
-    ordered = np.argsort(known, kind="stable")
-    same = np.flatnonzero(known[ordered[1:]] == known[ordered[:-1]])
-    errors = []
+    ordered = np.sort(known)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
+        return []
+    nearest = np.searchsorted(repeated, known)
+    nearest[nearest == len(repeated)] = 0
+    errors: list[dict[str, Any]] = []
+    found: set[str] = set()
+    number, start = 1, 0
     with source.open("rb") as file:
-
-        def custom_id(nth: int) -> str:
-            file.seek(starts[nth])
-            return _read_request(file.readline(max_line_bytes + 2)).custom_id
-
-        for place in same[:MAX_ERRORS].tolist():
-            first, second = ordered[place], ordered[place + 1]
-            if (name := custom_id(first)) == custom_id(second):
+        for nth in np.flatnonzero(repeated[nearest] == known).tolist():
+            number += _num_ends(file, start, starts[nth])
+            start = starts[nth]
+            file.seek(start)
+            name = _read_request(file.readline()).custom_id
+            if name in found:
                 message = f"'custom_id' {name[:80]!r} stands in an earlier line, too."
-                errors.append(_error(_number_at(source, starts[second]), "duplicate_custom_id", message, "custom_id"))
+                errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
+                if len(errors) == MAX_ERRORS:
+                    break
+            found.add(name)
     return errors
 
 
-def _number_at(source: Path, start: int) -> int:
-    """Return the number of the line that begins there, from 1."""
-    number = 1
-    with source.open("rb") as file:
-        while start > 0:
-            data = file.read(min(start, 1 << 20))
-            number += data.count(b"\n")
-            start -= len(data)
+def _num_ends(file: BinaryIO, start: int, end: int) -> int:
+    """Return the number of lines that end within a part of a file."""
+    file.seek(start)
+    number = 0
+    while start < end and (data := file.read(min(end - start, 1 << 20))):
+        number += data.count(b"\n")
+        start += len(data)
     return number
 
 
@@ -226,78 +251,87 @@ class Progress(NamedTuple):
 
 
 class Lines:
-    """The lines of a batch that was prepared. For one thread at a time. Raises sqlite3.Error and OSError."""
+    """The lines of a batch that was prepared. Any thread may call its methods, which raise sqlite3.Error and OSError."""
 
     def __init__(self, path: Path, source: Path, output: Path, errors: Path) -> None:
-        self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._base.execute("PRAGMA synchronous = NORMAL")
-        self._base.execute("PRAGMA cache_size = -2048")
-        *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
-        self.progress = Progress._make([*counts, fast_json.loads(usage)])
-        self._source = source.open("rb")
-        self._output, self._errors = _opened(output), _opened(errors)
-        self._cut()
-        self._last = 0
-        """Place of the last line that was taken."""
+        self._guard = threading.Lock()
+        with ExitStack() as opened:
+            self._base = opened.enter_context(closing(sqlite3.connect(path, check_same_thread=False, isolation_level=None)))
+            self._base.execute("PRAGMA journal_mode = WAL")
+            self._base.execute("PRAGMA synchronous = NORMAL")
+            self._base.execute("PRAGMA cache_size = -2048")
+            *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
+            self.progress = Progress._make([*counts, fast_json.loads(usage)])
+            self._source = opened.enter_context(source.open("rb"))
+            self._output, self._errors = [opened.enter_context(_opened(one)) for one in (output, errors)]
+            sync(output.parent)
+            self._cut()
+            self._opened = opened.pop_all()
 
     def _cut(self) -> None:
-        """Cut off what was written of answers that are not noted."""
+        """Undo what is left of a write that failed, in this process or in one that was killed."""
+        if self._base.in_transaction:
+            self._base.execute("ROLLBACK")
         self._output.truncate(self.progress.num_output_bytes)
         self._errors.truncate(self.progress.num_error_bytes)
 
-    def rewind(self) -> None:
-        """Begin anew with the first line that has no answer."""
-        self._last = 0
-
-    def take(self, num: int) -> list[Line]:
-        """Return the next lines that have no answer."""
+    def take(self, after: int, most: int, most_bytes: int) -> list[Line]:
+        """Return the next lines behind the place `after` that have no answer: one, or as many as `most_bytes` allow."""
         query = "SELECT place, start, size FROM lines WHERE place > ? ORDER BY place LIMIT ?"
-        rows = self._base.execute(query, (self._last, num)).fetchall()
-        if rows:
-            self._last = rows[-1][0]
-        return [Line(place, os.pread(self._source.fileno(), size, start)) for place, start, size in rows]
+        taken: list[Line] = []
+        with self._guard:
+            for place, start, size in self._base.execute(query, (after, most)).fetchall():
+                most_bytes -= size
+                if taken and most_bytes < 0:
+                    break
+                taken.append(Line(place, os.pread(self._source.fileno(), size, start)))
+        return taken
 
     def write(self, answers: Sequence[Answer]) -> None:
         """Write answers. If that fails, none of them was written."""
-        progress = self.progress
-        outputs = b"".join([one.data for one in answers if not one.is_error])
-        errors = b"".join([one.data for one in answers if one.is_error])
-        num_errors = sum([one.is_error for one in answers])
-        usage = dict(progress.usage)
-        for one in answers:
-            for name, num in one.usage.items():
-                usage[name] = usage.get(name, 0) + num
-        later = Progress(
-            progress.num_lines,
-            progress.num_completed + len(answers) - num_errors,
-            progress.num_failed + num_errors,
-            progress.num_output_bytes + len(outputs),
-            progress.num_error_bytes + len(errors),
-            usage,
+        with self._guard:
+            later = _later(self.progress, answers)
+            try:
+                self._cut()
+                _append(self._output, [one.data for one in answers if not one.is_error])
+                _append(self._errors, [one.data for one in answers if one.is_error])
+                self._note(later, answers)
+            except BaseException:
+                with suppress(sqlite3.Error, OSError):  # else the next write does it
+                    self._cut()
+                raise
+            self.progress = later
+
+    def _note(self, later: Progress, answers: Sequence[Answer]) -> None:
+        base, (_, *counts, usage) = self._base, later
+        base.execute("BEGIN IMMEDIATE")
+        gone = base.executemany("DELETE FROM lines WHERE place = ?", [(one.place,) for one in answers])
+        assert gone.rowcount == len(answers)  # else a line was answered twice
+        base.execute(
+            "UPDATE progress SET num_completed = ?, num_failed = ?, num_output_bytes = ?, num_error_bytes = ?, usage = ?",
+            (*counts, fast_json.dumps(usage)),
         )
-        base = self._base
-        try:
-            for file, data in ((self._output, outputs), (self._errors, errors)):
-                if data:
-                    _append(file, data)
-            base.execute("BEGIN IMMEDIATE")
-            base.executemany("DELETE FROM lines WHERE place = ?", [(one.place,) for one in answers])
-            base.execute(
-                "UPDATE progress SET num_completed = ?, num_failed = ?, num_output_bytes = ?, num_error_bytes = ?, usage = ?",
-                (later.num_completed, later.num_failed, later.num_output_bytes, later.num_error_bytes, fast_json.dumps(usage)),
-            )
-            base.execute("COMMIT")
-        except BaseException:
-            if base.in_transaction:
-                base.execute("ROLLBACK")
-            self._cut()
-            raise
-        self.progress = later
+        base.execute("COMMIT")
 
     def close(self) -> None:
-        self._base.close()
-        for file in (self._source, self._output, self._errors):
-            file.close()
+        with self._guard:
+            self._opened.close()
+
+
+def _later(progress: Progress, answers: Sequence[Answer]) -> Progress:
+    """Return the progress with some more answers."""
+    usage = Counter(progress.usage)
+    for one in answers:
+        usage.update(one.usage)
+    num_errors = sum([one.is_error for one in answers])
+    return Progress(
+        progress.num_lines,
+        progress.num_completed + len(answers) - num_errors,
+        progress.num_failed + num_errors,
+        progress.num_output_bytes + sum([len(one.data) for one in answers if not one.is_error]),
+        progress.num_error_bytes + sum([len(one.data) for one in answers if one.is_error]),
+        dict(usage),
+    )
 
 
 def _opened(path: Path) -> FileIO:
@@ -305,12 +339,13 @@ def _opened(path: Path) -> FileIO:
     return FileIO(path, "r+")
 
 
-def _append(file: FileIO, data: bytes) -> None:
+def _append(file: FileIO, lines: Sequence[bytes]) -> None:
     file.seek(0, os.SEEK_END)
-    left = memoryview(data)
+    left = memoryview(b"".join(lines))
     while left:
         left = left[file.write(left) :]
-    os.fdatasync(file.fileno())
+    if lines:
+        os.fdatasync(file.fileno())
 
 
 def read_line(data: bytes) -> Request:

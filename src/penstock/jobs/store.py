@@ -11,31 +11,36 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import sqlite3
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
+from penstock.jobs.disk import remove, sync
 from penstock.types.errors import ConfigError
 
 FORMAT = 1
 UPLOAD, OUTPUT, INTERNAL = "batch", "batch_output", "internal"
 """Purposes of files: lines to run, their answers, and either for an API that shows no files."""
 MAX_FILES = 10_000
-"""Most files of one owner."""
+"""Most files of one key."""
 MAX_UNFINISHED = 100
-"""Most unfinished batches of one owner."""
+"""Most unfinished batches of one key."""
+MAX_ENDED = 10_000
+"""Most ended batches of one owner that are remembered."""
 
 MAX_EVENTS = 10_000
 """Most events that wait to be delivered. The oldest are dropped for new ones."""
 
 Owner = tuple[str, str]
-"""Names of an API key and of a tenant. Others see nothing of theirs."""
+"""Names of an API key and of a tenant. Others see nothing of theirs. Limits are those of the key, since a client without one
+may call itself any tenant."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -58,6 +63,10 @@ CREATE TABLE IF NOT EXISTS events (
 );
 """
 
+_OURS = re.compile("[a-z]+[-_][0-9a-f]{32}(-[a-z]+)?")
+"""Names of files here. Others are left alone."""
+_OF_KEY = "owner >= ? AND owner < ?"
+
 
 class Event(NamedTuple):
     """Something that ended, to be told to whoever waits for it."""
@@ -73,7 +82,15 @@ class Event(NamedTuple):
 
 
 class NoRoom(Exception):
-    """An owner has too much already. The text says what to do."""
+    """A key has too much already. The text says what to do."""
+
+
+class NoFile(Exception):
+    """The file that a batch is to read is not there."""
+
+
+class InUse(Exception):
+    """An unfinished batch reads the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,53 +161,46 @@ class Store:
         self._files, self._lines = folder / "files", folder / "lines"
         self.notes_events = False
         """Whether anybody is told of events."""
-        self._uploading: dict[Owner, int] = {}
-        """Bytes that are being uploaded."""
+        self._uploading: dict[str, int] = {}
+        """Name of a key -> bytes that are being uploaded."""
         self._guard = threading.RLock()
-        try:
-            for one in (folder, self._files, self._lines):
-                one.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-            self._base = sqlite3.connect(folder / "jobs.db", check_same_thread=False, isolation_level=None)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy="Check --jobs-dir.") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._base.execute("PRAGMA journal_mode = WAL")
-            self._base.execute("PRAGMA synchronous = FULL")
-            (found,) = self._base.execute("PRAGMA user_version").fetchone()
-            if found not in (0, FORMAT):
-                raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy="Name another --jobs-dir.")
-            self._base.executescript(_SCHEMA)
-            self._base.execute(f"PRAGMA user_version = {FORMAT}")
-            self._tidy()
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(f"Another process has the jobs in {folder}.", remedy="Give each its own --jobs-dir.") from None
-        except (OSError, sqlite3.Error) as error:
-            self.close()
-            raise ConfigError(f"The jobs in {folder} can't be read: {error}.", remedy="Check --jobs-dir.") from None
-        except ConfigError:
-            self.close()
-            raise
+        with ExitStack() as opened:
+            try:
+                for one in (folder, self._files, self._lines):
+                    one.mkdir(mode=0o700, parents=True, exist_ok=True)
+                lock = opened.enter_context((folder / "lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                base = sqlite3.connect(folder / "jobs.db", check_same_thread=False, isolation_level=None)
+                self._base = opened.enter_context(closing(base))
+                (found,) = base.execute("PRAGMA user_version").fetchone()
+                if found not in (0, FORMAT):
+                    raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy="Name another --jobs-dir.")
+                base.execute("PRAGMA journal_mode = WAL")
+                base.execute("PRAGMA synchronous = FULL")
+                base.executescript(_SCHEMA)
+                base.execute(f"PRAGMA user_version = {FORMAT}")
+                sync(folder)
+                self._tidy()
+            except BlockingIOError:
+                raise ConfigError(
+                    f"Another process has the jobs in {folder}.", remedy="Give each its own --jobs-dir."
+                ) from None
+            except (OSError, sqlite3.Error) as error:
+                raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy="Check --jobs-dir.") from None
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         with self._guard:
-            self._base.close()
-            self._lock.close()
+            self._opened.close()
 
     def _tidy(self) -> None:
         """Delete what no file and no unfinished batch has."""
         unfinished = self.unfinished()
         kept = {one for (one,) in self._base.execute("SELECT id FROM files")}
         kept.update(*[(batch.output_file, batch.error_file) for batch in unfinished])
-        for path in self._files.iterdir():
-            if path.name not in kept:
-                path.unlink()
         ids = {batch.id for batch in unfinished}
-        for path in self._lines.iterdir():
-            if path.name.partition("-")[0].partition(".")[0] not in ids:
-                path.unlink()
+        remove(path for path in self._files.iterdir() if _OURS.fullmatch(path.name) and path.name not in kept)
+        remove(path for path in self._lines.iterdir() if _OURS.fullmatch(path.name) and path.name.partition("-")[0] not in ids)
 
     # files
 
@@ -227,32 +237,34 @@ class Store:
             return self._base.execute(query, (*values, limit)).fetchall()
 
     def num_bytes(self, owner: Owner) -> int:
-        """Return the bytes in an owner's files, including those that are being uploaded."""
-        query = "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?"
+        """Return the bytes in the files of an owner's key, including those that are being uploaded."""
         with self._guard:
-            (found,) = self._base.execute(query, (_text(owner),)).fetchone()
-            return int(found) + self._uploading.get(owner, 0)
+            _, found = self._sums(owner)
+            return found + self._uploading.get(owner[0], 0)
+
+    def _sums(self, owner: Owner) -> tuple[int, int]:
+        """Return number and bytes of the files of an owner's key."""
+        query = f"SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE {_OF_KEY}"  # noqa: S608 (no word is a client's)
+        num, found = self._base.execute(query, _bounds(owner)).fetchone()
+        return num, found
+
+    def upload(self, owner: Owner) -> Upload:
+        """Return what writes a new file, to be closed. Raises NoRoom."""
+        with self._guard:
+            num, _ = self._sums(owner)
+        if num >= MAX_FILES:
+            raise NoRoom(f"There are {num} files already. Delete some.")
+        file_id = new_id("file-")
+        return Upload(self, owner, file_id, (self._files / file_id).open("xb"))
 
     @contextmanager
     def uploading(self, owner: Owner) -> Iterator[Upload]:
         """Yield what writes a new file. Unless it is kept, nothing is left of it. Raises NoRoom."""
-        with self._guard:
-            (num,) = self._base.execute("SELECT count(*) FROM files WHERE owner = ?", (_text(owner),)).fetchone()
-        if num >= MAX_FILES:
-            raise NoRoom(f"There are {num} files already. Delete some.")
-        file_id = new_id("file-")
-        path = self._files / file_id
-        upload = Upload(self, owner, file_id, path.open("xb"))
+        upload = self.upload(owner)
         try:
             yield upload
         finally:
-            with self._guard:
-                self._uploading[owner] = self._uploading.get(owner, 0) - upload.num_bytes
-                if not self._uploading[owner]:
-                    del self._uploading[owner]
-            upload.stream.close()
-            if not upload.is_kept:
-                path.unlink()
+            upload.close()
 
     def claim(self, owner: Owner, num_bytes: int) -> None:
         """Count bytes that are being uploaded. Raises NoRoom."""
@@ -260,38 +272,58 @@ class Store:
             if (found := self.num_bytes(owner) + num_bytes) > self.max_bytes:
                 most = f"at most {self.max_bytes} are kept (--jobs-bytes)"
                 raise NoRoom(f"The files would have {found} bytes; {most}. Delete some.")
-            self._uploading[owner] = self._uploading.get(owner, 0) + num_bytes
+            self._uploading[owner[0]] = self._uploading.get(owner[0], 0) + num_bytes
+
+    def release(self, owner: Owner, num_bytes: int) -> None:
+        """Take back what was claimed."""
+        with self._guard:
+            self._uploading[owner[0]] = self._uploading.get(owner[0], 0) - num_bytes
+            if not self._uploading[owner[0]]:
+                del self._uploading[owner[0]]
 
     def add(self, file: File) -> None:
-        """Add a file whose content is there."""
+        """Add a file whose content is on the disk."""
         row = (file.id, _text(file.owner), file.name, file.purpose, file.num_bytes, file.created_s, file.expires_s)
         columns = "id, owner, name, purpose, num_bytes, created_s, expires_s"
         with self._guard:
             self._base.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608 (as above)
 
     def delete(self, file: File) -> None:
+        """Delete a file. Raises InUse."""
         with self._guard:
+            if any(batch.input_file == file.id for batch in self.unfinished()):
+                raise InUse
             self._base.execute("DELETE FROM files WHERE id = ?", (file.id,))
-        self.content(file.id).unlink(missing_ok=True)
+        remove([self.content(file.id)])
 
     def expire(self, now_s: int) -> None:
         """Delete the files whose time has come, unless an unfinished batch reads them."""
         with self._guard:
             rows = self._base.execute("SELECT * FROM files WHERE expires_s <= ?", (now_s,)).fetchall()
-        read = {batch.input_file for batch in self.unfinished()} if rows else ()
         for row in rows:
-            if (file := _file(row)).id not in read:
-                self.delete(file)
+            with suppress(InUse):
+                self.delete(_file(row))
 
     # batches
 
+    def create(self, batch: Batch) -> None:
+        """Add a new batch. Raises NoRoom and NoFile."""
+        with self._guard:
+            if sum(one.owner[0] == batch.owner[0] for one in self.unfinished()) >= MAX_UNFINISHED:
+                raise NoRoom(f"{MAX_UNFINISHED} batches have not ended yet. Wait for one, or cancel it.")
+            if self.file(batch.input_file, batch.owner) is None:
+                raise NoFile
+            self.put(batch)
+            self._base.execute(
+                "DELETE FROM batches WHERE owner = ?1 AND is_ended AND number <= "
+                "(SELECT number FROM batches WHERE owner = ?1 AND is_ended ORDER BY number DESC LIMIT 1 OFFSET ?2)",
+                (_text(batch.owner), MAX_ENDED),
+            )
+
     def put(self, batch: Batch) -> None:
-        """Add or replace a batch. Raises NoRoom for a new one too many."""
+        """Add or replace a batch."""
         told = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name not in ("id", "owner", "kind")}
         with self._guard:
-            is_known = self._base.execute("SELECT 1 FROM batches WHERE id = ?", (batch.id,)).fetchone()
-            if not is_known and sum(one.owner == batch.owner for one in self.unfinished()) >= MAX_UNFINISHED:
-                raise NoRoom(f"{MAX_UNFINISHED} batches have not ended yet. Wait for one, or cancel it.")
             self._base.execute(
                 "INSERT INTO batches (id, owner, kind, is_ended, record) VALUES (?, ?, ?, ?, ?) "
                 "ON CONFLICT (id) DO UPDATE SET is_ended = excluded.is_ended, record = excluded.record",
@@ -299,14 +331,30 @@ class Store:
             )
 
     def end(self, batch: Batch, files: Sequence[File]) -> None:
-        """Note the end of a batch, and add its files, together."""
+        """Note the end of a batch, and add its files, together. Its lines are deleted."""
         with self._transaction():
             for file in files:
                 self.add(file)
             self.put(batch)
             self._note([(f"batch.{batch.status}", batch.id)], batch.times_s[batch.status])
-        for path in self._lines.glob(f"{batch.id}*"):
-            path.unlink()
+        remove(self._lines.glob(f"{batch.id}*"))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._guard:
+            self._undo()
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+                self._base.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):  # else the next one does it
+                    self._undo()
+                raise
+
+    def _undo(self) -> None:
+        if self._base.in_transaction:
+            self._base.execute("ROLLBACK")
 
     def batch(self, batch_id: str, owner: Owner, kind: str) -> Batch | None:
         with self._guard:
@@ -353,9 +401,8 @@ class Store:
         if not self.notes_events or not ended:
             return
         rows = [(kind, subject, now_s, now_s) for kind, subject in ended]
-        self._base.executemany(
-            "INSERT INTO events (kind, subject, created_s, due_s, num_attempts) VALUES (?, ?, ?, ?, 0)", rows
-        )
+        columns = "kind, subject, created_s, due_s, num_attempts"
+        self._base.executemany(f"INSERT INTO events ({columns}) VALUES (?, ?, ?, ?, 0)", rows)  # noqa: S608 (as above)
         oldest = "SELECT number FROM events ORDER BY number DESC LIMIT 1 OFFSET ?"
         self._base.execute(f"DELETE FROM events WHERE number <= ({oldest})", (MAX_EVENTS,))  # noqa: S608 (as above)
 
@@ -373,18 +420,6 @@ class Store:
     def forget(self, event: Event) -> None:
         with self._guard:
             self._base.execute("DELETE FROM events WHERE number = ?", (event.number,))
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._guard:
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._base
-                self._base.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._base.execute("ROLLBACK")
-                raise
 
 
 @dataclass(slots=True)
@@ -405,17 +440,31 @@ class Upload:
         self.stream.write(data)
 
     def keep(self, name: str, purpose: str, now_s: int, expires_s: int | None = None) -> File:
-        """Make it a file, whose content is on the disk by then. Raises OSError."""
+        """Make it a file, whose content is on the disk by then. Raises OSError and sqlite3.Error."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
+        sync(self.store.content(self.file_id).parent)
         file = File(self.file_id, self.owner, name, purpose, self.num_bytes, now_s, expires_s)
         self.store.add(file)
         self.is_kept = True
         return file
 
+    def close(self) -> None:
+        """End the upload. Unless the file was kept, it is deleted."""
+        self.store.release(self.owner, self.num_bytes)
+        with suppress(OSError):  # the rest of a file for which the disk had no room
+            self.stream.close()
+        if not self.is_kept:
+            remove([self.store.content(self.file_id)])
+
 
 def _text(owner: Owner) -> str:
     return "\n".join(owner)
+
+
+def _bounds(owner: Owner) -> tuple[str, str]:
+    """Return values for `_OF_KEY`: between them are the texts of all owners with this key."""
+    return f"{owner[0]}\n", f"{owner[0]}\v"
 
 
 def _owner(text: str) -> Owner:

@@ -73,7 +73,7 @@ class OwnRequests:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 found = [value for name, value in message["headers"] if name.lower() == b"retry-after"]
-                retry_after_s = float(found[0]) if found else None
+                retry_after_s = float(found[0]) if found and found[0].isdigit() else None  # else a date, or none
             else:
                 pieces.append(message.get("body", b""))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,12 +14,13 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from penstock import fast_json
-from penstock.calls.call import Owner
-from penstock.jobs.store import INTERNAL, Batch, NoRoom, Store, new_id
+from penstock.calls import call
+from penstock.jobs.store import INTERNAL, Batch, File, NoRoom, Owner, Store, new_id
 from penstock.serve.api import Parts, PlainText, Route
 from penstock.serve.asking import read_owner, repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, parse_body
-from penstock.serve.errors import ApiError, invalid, overloaded, shorten, unavailable
+from penstock.serve.errors import ApiError, invalid, overloaded, shorten
+from penstock.serve.jobs.files import unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
 
 KIND, URL = "anthropic", "/v1/messages"
@@ -88,36 +88,36 @@ class MessageBatches:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
+    @unless_disk_fails
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer many messages in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, self._owner(http)
-        name = repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
-        if name is not None and (known := batches.store.batch(f"msgbatch_{name}", owner, KIND)) is not None:
+        name = repeated_name(http.scope, call.Owner(key=owner[0], tenant=owner[1]), data)
+        batch_id = new_id("msgbatch_") if name is None else f"msgbatch_{name}"
+        if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known, http)), media_type="application/json")
         num_requests, lines = await self._parts.off_loop.run(len(data), lambda: self._lines(data), limit=INLINE_MAX_BYTES)
-        now_s, file = batches.now_s(), None
+        now_s = batches.now_s()
         try:
-            with batches.store.uploading(owner) as upload:
-                await asyncio.to_thread(upload.write, lines)
-                file = await asyncio.to_thread(upload.keep, "requests.jsonl", INTERNAL, now_s)
-            made = Batch(
-                id=new_id("msgbatch_") if name is None else f"msgbatch_{name}",
-                owner=owner,
-                kind=KIND,
-                url=URL,
-                input_file=file.id,
-                window_s=WINDOW_S,
-                created_s=now_s,
-                files_expire_s=KEPT_S,
-                num_lines=num_requests,
-            )
+            file = await batches.on_disk(_keep, batches.store, owner, lines, now_s)
+        except NoRoom as full:
+            raise overloaded(str(full), None) from None
+        made = Batch(
+            id=batch_id,
+            owner=owner,
+            kind=KIND,
+            url=URL,
+            input_file=file.id,
+            window_s=WINDOW_S,
+            created_s=now_s,
+            files_expire_s=KEPT_S,
+            num_lines=num_requests,
+        )
+        try:
             made = await batches.create(made)
         except NoRoom as full:
-            if file is not None:
-                await asyncio.to_thread(batches.store.delete, file)
+            await batches.on_disk(batches.store.delete, file)
             raise overloaded(str(full), None) from None
-        except OSError as error:
-            raise unavailable(f"The batch can't be written: {error.strerror}.") from None
         return Response(fast_json.dumps(self._told(made, http)), media_type="application/json")
 
     def _lines(self, data: bytes) -> tuple[int, bytes]:
@@ -134,6 +134,7 @@ class MessageBatches:
         lines = [{"custom_id": one.custom_id, "method": "POST", "url": URL, "body": one.params} for one in requests]
         return len(lines), b"\n".join(map(fast_json.dumps, lines)) + b"\n"
 
+    @unless_disk_fails
     async def list(self, http: HttpRequest) -> MessageBatchList:
         """List the batches, the newest first."""
         query = http.query_params
@@ -145,10 +146,14 @@ class MessageBatches:
         store, owner = self._batches.store, self._owner(http)
         goes_back = "before_id" in query
         place = query.get("before_id" if goes_back else "after_id")
-        if place is not None and store.batch(place, owner, KIND) is None:
-            raise _not_found(place)
-        found = store.batches(owner, KIND, after=place, limit=int(limit) + 1, ascending=goes_back)
-        page = found[: int(limit)]
+
+        def read() -> Sequence[Batch]:
+            if place is not None and store.batch(place, owner, KIND) is None:
+                raise _not_found(place)
+            return store.batches(owner, KIND, after=place, limit=int(limit) + 1, ascending=goes_back)
+
+        found = await self._batches.on_disk(read)
+        page = [*found[: int(limit)]]
         if goes_back:
             page.reverse()
         return {
@@ -158,41 +163,46 @@ class MessageBatches:
             "last_id": page[-1].id if page else None,
         }
 
+    @unless_disk_fails
     async def get(self, http: HttpRequest) -> MessageBatch:
         """Describe a batch."""
-        return self._told(self._find(http), http)
+        return self._told(await self._find(http), http)
 
+    @unless_disk_fails
     async def cancel(self, http: HttpRequest) -> MessageBatch:
         """Cancel a batch. Messages without an answer get the result `canceled`."""
-        batch = self._find(http)
+        batch = await self._find(http)
         return self._told(await self._batches.cancel(batch), http)
 
+    @unless_disk_fails
     async def delete(self, http: HttpRequest) -> MessageBatchDeleted:
         """Delete a batch that has ended, and its results."""
-        batch, store = self._find(http), self._batches.store
+        batch, store = await self._find(http), self._batches.store
         if not batch.is_ended:
             raise invalid("The batch has not ended. Cancel it first.")
-        await asyncio.to_thread(_delete, store, batch)
+        await self._batches.on_disk(_delete, store, batch)
         return {"id": batch.id, "type": "message_batch_deleted"}
 
+    @unless_disk_fails
     async def results(self, http: HttpRequest) -> Response:
         """Return the results of a batch that has ended, one in each line, in any order."""
-        batch, store = self._find(http), self._batches.store
+        batch, store = await self._find(http), self._batches.store
         if not batch.is_ended:
             raise ApiError(404, "The batch has not ended: it has no results yet.", code="not_found")
-        files = [store.file(file_id, batch.owner) for file_id in (batch.output_file, batch.error_file) if file_id]
-        if None in files:
-            raise ApiError(404, "The results were deleted.", code="not_found")
-        paths = [store.content(file.id) for file in files if file is not None]
+        paths = [store.content(file_id) for file_id in (batch.output_file, batch.error_file) if file_id]
+        try:
+            await self._batches.on_disk(lambda: [path.stat() for path in paths])
+        except FileNotFoundError:
+            raise ApiError(404, "The results were deleted.", code="not_found") from None
         return StreamingResponse(_results(paths), media_type="application/x-jsonl")
 
     def _owner(self, http: HttpRequest) -> tuple[str, str]:
         owner = read_owner(http.scope, self._parts.config)
         return owner.key, owner.tenant
 
-    def _find(self, http: HttpRequest) -> Batch:
-        batch_id = http.path_params["batch_id"]
-        batch = self._batches.store.batch(batch_id, self._owner(http), KIND)
+    async def _find(self, http: HttpRequest) -> Batch:
+        batch_id, batches = http.path_params["batch_id"], self._batches
+        batch = await batches.on_disk(batches.store.batch, batch_id, self._owner(http), KIND)
         if batch is None:
             raise _not_found(batch_id)
         return batch
@@ -236,6 +246,12 @@ def _time(unix_s: int) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
+def _keep(store: Store, owner: Owner, lines: bytes, now_s: int) -> File:
+    with store.uploading(owner) as upload:
+        upload.write(lines)
+        return upload.keep("requests.jsonl", INTERNAL, now_s)
+
+
 def _delete(store: Store, batch: Batch) -> None:
     store.delete_batch(batch)
     for file_id in (batch.output_file, batch.error_file):
@@ -265,7 +281,7 @@ class _Line(msgspec.Struct):
 _read_line = msgspec.json.Decoder(_Line).decode
 
 
-def _results(paths: list[Path]) -> Iterator[bytes]:
+def _results(paths: Sequence[Path]) -> Iterator[bytes]:
     pieces, num_bytes = list[bytes](), 0
     for path in paths:
         with path.open("rb") as lines:

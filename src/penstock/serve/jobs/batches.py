@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,12 +13,12 @@ from typing_extensions import TypedDict
 
 from penstock import fast_json
 from penstock.calls.call import Owner
-from penstock.jobs.store import Batch, NoRoom, new_id
+from penstock.jobs.store import Batch, NoFile, NoRoom, new_id
 from penstock.serve.api import Parts
 from penstock.serve.asking import repeated_name
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, Metadata, parse_body
 from penstock.serve.errors import ApiError, invalid, overloaded, shorten
-from penstock.serve.jobs.files import listed, owner_of, page_of, read_expiry
+from penstock.serve.jobs.files import listed, owner_of, page_of, read_expiry, unless_disk_fails
 from penstock.serve.jobs.runner import BatchRunner
 
 KIND = "openai"
@@ -112,6 +113,7 @@ class BatchesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
         self._parts, self._batches = parts, batches
 
+    @unless_disk_fails
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer the lines of a file in the background, in what other requests leave of the machine."""
         batches, owner = self._batches, owner_of(http, self._parts)
@@ -119,10 +121,11 @@ class BatchesEndpoint:
             len(data), lambda: parse_body(data, BatchBody, self._parts.ignored), limit=INLINE_MAX_BYTES
         )
         expiry, name = body.output_expires_after, repeated_name(http.scope, Owner(key=owner[0], tenant=owner[1]), data)
-        if name is not None and (known := batches.store.batch(f"batch_{name}", owner, KIND)) is not None:
+        batch_id = new_id("batch_") if name is None else f"batch_{name}"
+        if (known := await batches.on_disk(batches.store.batch, batch_id, owner, KIND)) is not None:
             return Response(fast_json.dumps(self._told(known)), media_type="application/json")
         batch = Batch(
-            id=new_id("batch_") if name is None else f"batch_{name}",
+            id=batch_id,
             owner=owner,
             kind=KIND,
             url=body.endpoint,
@@ -132,39 +135,45 @@ class BatchesEndpoint:
             metadata=body.metadata,
             files_expire_s=None if expiry is None else read_expiry(expiry.anchor, expiry.seconds),
         )
-        if batches.store.file(body.input_file_id, owner) is None:
-            raise ApiError(
-                404, f"There is no file {shorten(body.input_file_id)!r}.", code="file_not_found", param="input_file_id"
-            )
         try:
             batch = await batches.create(batch)
         except NoRoom as full:
             raise overloaded(str(full), None) from None
+        except NoFile:
+            message = f"There is no file {shorten(body.input_file_id)!r}."
+            raise ApiError(404, message, code="file_not_found", param="input_file_id") from None
         return Response(fast_json.dumps(self._told(batch)), media_type="application/json")
 
+    @unless_disk_fails
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
         limit, after = page_of(http, 20, 100)
         store, owner = self._batches.store, owner_of(http, self._parts)
-        if after is not None and store.batch(after, owner, KIND) is None:
-            raise _not_found(after, "after")
-        found = store.batches(owner, KIND, after=after, limit=limit + 1)
+
+        def read() -> Sequence[Batch]:
+            if after is not None and store.batch(after, owner, KIND) is None:
+                raise _not_found(after, "after")
+            return store.batches(owner, KIND, after=after, limit=limit + 1)
+
+        found = await self._batches.on_disk(read)
         return listed([self._told(batch) for batch in found], limit)  # type: ignore[return-value]
 
+    @unless_disk_fails
     async def get(self, http: HttpRequest) -> BatchObject:
         """Describe a batch: its status, how many lines are answered, and when it is expected to end."""
-        return self._told(self._find(http))
+        return self._told(await self._find(http))
 
+    @unless_disk_fails
     async def cancel(self, http: HttpRequest) -> BatchObject:
         """Cancel a batch. Its answers so far stay."""
-        batch = self._find(http)
+        batch = await self._find(http)
         if batch.is_ended:
             raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
         return self._told(await self._batches.cancel(batch))
 
-    def _find(self, http: HttpRequest) -> Batch:
-        batch_id = http.path_params["batch_id"]
-        batch = self._batches.store.batch(batch_id, owner_of(http, self._parts), KIND)
+    async def _find(self, http: HttpRequest) -> Batch:
+        batch_id, batches = http.path_params["batch_id"], self._batches
+        batch = await batches.on_disk(batches.store.batch, batch_id, owner_of(http, self._parts), KIND)
         if batch is None:
             raise _not_found(batch_id)
         return batch

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
-from penstock.jobs.store import UPLOAD, File, NoRoom, Owner
+from penstock.jobs.store import UPLOAD, File, InUse, NoRoom, Owner
 from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
@@ -20,12 +23,16 @@ from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
 
+_log = logging.getLogger(__name__)
+
 WRITTEN_AT_ONCE = 1 << 20
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
 """OpenAI's own limits: an hour and 30 days."""
 MAX_PAGE = 10_000
 _KNOWN = {"purpose", FILE, "expires_after[anchor]", "expires_after[seconds]"}
 _Listed = TypeVar("_Listed", bound=Mapping[str, Any])
+_Told = TypeVar("_Told")
+_Given = ParamSpec("_Given")
 
 
 class FileObject(TypedDict):
@@ -56,6 +63,20 @@ class FileDeleted(TypedDict):
 def owner_of(http: HttpRequest, parts: Parts) -> Owner:
     owner = read_owner(http.scope, parts.config)
     return owner.key, owner.tenant
+
+
+def unless_disk_fails(answer: Callable[_Given, Awaitable[_Told]]) -> Callable[_Given, Awaitable[_Told]]:
+    """Return an endpoint that answers 503 if the folder can't be used: a full disk, or a server that ends."""
+
+    @wraps(answer)
+    async def answer_or_refuse(*given: _Given.args, **named: _Given.kwargs) -> _Told:
+        try:
+            return await answer(*given, **named)
+        except (sqlite3.Error, OSError) as error:
+            _log.warning("the folder of jobs can't be used: %s", error)
+            raise unavailable("The server's folder of files can't be used now.") from None
+
+    return answer_or_refuse
 
 
 def read_expiry(anchor: str | None, seconds: object) -> int | None:
@@ -92,75 +113,94 @@ def listed(data: list[_Listed], limit: int) -> dict[str, Any]:
 
 class FilesEndpoint:
     def __init__(self, parts: Parts, batches: BatchRunner) -> None:
-        self._parts, self._batches, self._store = parts, batches, batches.store
+        self._parts, self._batches = parts, batches
 
+    @unless_disk_fails
     async def create(self, http: HttpRequest) -> FileObject:
         """Upload a file (multipart/form-data): the lines of a batch, each a request as JSON. `purpose` is `batch`."""
-        store, owner = self._store, owner_of(http, self._parts)
+        batches, owner = self._batches, owner_of(http, self._parts)
         form = Form(headers_of(http.scope).get(b"content-type", b"").decode("latin-1"))
         try:
-            with store.uploading(owner) as upload:
+            upload = await batches.on_disk(batches.store.upload, owner)
+            try:
                 pending, num_pending = list[bytes](), 0
                 async for data in http.stream():
                     pending.append(form.feed(data))
                     num_pending += len(pending[-1])
                     if num_pending >= WRITTEN_AT_ONCE:
-                        await asyncio.to_thread(upload.write, b"".join(pending))
+                        await batches.on_disk(upload.write, b"".join(pending))
                         pending, num_pending = [], 0
                 form.end()
-                fields = form.fields
-                if unknown := fields.keys() - _KNOWN:
-                    raise invalid(f"Unknown parameter: {shorten(min(unknown))!r}.", shorten(min(unknown)))
-                if fields.get("purpose") != UPLOAD:
-                    raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")
-                expires_s = read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
-                await asyncio.to_thread(upload.write, b"".join(pending))
-                now_s = self._batches.now_s()
-                name = form.file_name or "unnamed"
+                expires_s = _check_fields(form.fields)
+                await batches.on_disk(upload.write, b"".join(pending))
+                now_s = batches.now_s()
                 until_s = None if expires_s is None else now_s + expires_s
-                return _told(await asyncio.to_thread(upload.keep, name, UPLOAD, now_s, until_s))
+                return _told(await batches.on_disk(upload.keep, form.file_name or "unnamed", UPLOAD, now_s, until_s))
+            finally:
+                await batches.on_disk(upload.close)
         except NoRoom as full:
             raise ApiError(413, str(full), code="quota_exceeded", param=FILE, headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise invalid("The client left before the file was there.") from None
-        except OSError as error:
-            raise unavailable(f"The file can't be written: {error.strerror}.") from None
 
+    @unless_disk_fails
     async def list(self, http: HttpRequest) -> FileList:
         """List the files, the newest first."""
         limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
         purpose, order = http.query_params.get("purpose"), http.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid("'order' must be 'asc' or 'desc'.", "order")
-        store, owner = self._store, owner_of(http, self._parts)
-        if after is not None and store.file(after, owner) is None:
-            raise _not_found(after, "after")
-        files = store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=order == "asc")
+        store, owner = self._batches.store, owner_of(http, self._parts)
+
+        def read() -> Sequence[File]:
+            if after is not None and store.file(after, owner) is None:
+                raise _not_found(after, "after")
+            return store.files(owner, purpose=purpose, after=after, limit=limit + 1, ascending=order == "asc")
+
+        files = await self._batches.on_disk(read)
         return listed([_told(one) for one in files], limit)  # type: ignore[return-value]
 
+    @unless_disk_fails
     async def get(self, http: HttpRequest) -> FileObject:
         """Describe a file."""
-        return _told(self._find(http))
+        return _told(await self._find(http))
 
+    @unless_disk_fails
     async def content(self, http: HttpRequest) -> Response:
         """Return the content of a file."""
-        file = self._find(http)
-        return FileResponse(self._store.content(file.id), media_type="application/octet-stream")
+        file, batches = await self._find(http), self._batches
+        path = batches.store.content(file.id)
+        try:
+            found = await batches.on_disk(Path.stat, path)
+        except FileNotFoundError:  # it was just deleted
+            raise _not_found(file.id) from None
+        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
 
+    @unless_disk_fails
     async def delete(self, http: HttpRequest) -> FileDeleted:
         """Delete a file."""
-        file, store = self._find(http), self._store
-        if any(file.id == batch.input_file for batch in store.unfinished()):
-            raise ApiError(409, "An unfinished batch reads this file. Cancel that first.", code="file_in_use")
-        await asyncio.to_thread(store.delete, file)
+        file, batches = await self._find(http), self._batches
+        try:
+            await batches.on_disk(batches.store.delete, file)
+        except InUse:
+            raise ApiError(409, "An unfinished batch reads this file. Cancel that first.", code="file_in_use") from None
         return {"id": file.id, "object": "file", "deleted": True}
 
-    def _find(self, http: HttpRequest) -> File:
-        file_id = http.path_params["file_id"]
-        file = self._store.file(file_id, owner_of(http, self._parts))
+    async def _find(self, http: HttpRequest) -> File:
+        file_id, batches = http.path_params["file_id"], self._batches
+        file = await batches.on_disk(batches.store.file, file_id, owner_of(http, self._parts))
         if file is None:
             raise _not_found(file_id)
         return file
+
+
+def _check_fields(fields: Mapping[str, str]) -> int | None:
+    """Return the seconds after which the file expires, if it does. Raises 400."""
+    if unknown := fields.keys() - _KNOWN:
+        raise invalid(f"Unknown parameter: {shorten(min(unknown))!r}.", shorten(min(unknown)))
+    if fields.get("purpose") != UPLOAD:
+        raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")
+    return read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
 
 
 def _not_found(file_id: str, param: str | None = None) -> ApiError:

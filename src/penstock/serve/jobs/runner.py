@@ -6,7 +6,8 @@
       failed         cancelling ---> cancelled
 
 One task drives each batch. Their lines take turns by owner. Twice as many lines are under way as requests run at once, so that
-the engine always has some to choose from. For the event loop; files and databases are read and written in threads.
+the engine always has some to choose from. For the event loop; threads of its own read and write files and databases, so that a
+disk that hangs holds up nobody else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ import msgspec
 from penstock import fast_json
 from penstock.calls.call import Owner
 from penstock.deploy.deployment import Deployment
+from penstock.jobs.disk import remove
 from penstock.jobs.lines import Answer, BadLines, Line, Lines, Request, Stopped, prepare, read_line
 from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, Store, new_id
 from penstock.serve.asking import BACKGROUND_KEY
@@ -37,8 +40,10 @@ from penstock.types.stats import BatchStats
 _log = logging.getLogger(__name__)
 
 MIN_UNDER_WAY = 8
-TAKEN_AT_ONCE = 16
-"""Lines that are read together."""
+NUM_THREADS = 4
+TAKEN_AT_ONCE, TAKEN_BYTES = 16, 1 << 20
+"""Lines that are read together, and most bytes of theirs."""
+GIVEN_UP_AT_ONCE = 1000
 GATHERED_S = 0.2
 """Time in which answers gather to be written together."""
 TRIED_AGAIN_S = 5.0
@@ -51,6 +56,8 @@ REFUSALS = (429, 502, 503, 504)
 TIDIED_EACH_S = 60.0
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 """Codes of the errors of lines that were not asked."""
+LOOKED_EACH_S = 60.0
+"""Longest time after which the end of a batch's window is noticed, if the clock was set."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
 """Paths that lines may be for."""
 Hours = tuple[int, int]
@@ -60,13 +67,15 @@ _Result = TypeVar("_Result")
 @dataclass(slots=True, eq=False)
 class _Running:
     batch: Batch
-    is_cancelled: bool = False
+    """As the store has it, except for `errors`."""
     lines: Lines | None = None
     """None until the lines are checked."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no more lines are asked, and those under way are given up."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line is under way any more."""
+    is_expired: bool = False
+    """Whether lines were given up because the batch's time was over."""
     under_way: set[asyncio.Task[None]] = field(default_factory=set)
     answers: list[Answer] = field(default_factory=list)
     """Not written yet."""
@@ -75,7 +84,8 @@ class _Running:
     began_s: float = 0.0
     began_with: int = 0
     """Lines that had an answer then."""
-    disk: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the status changes."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -89,12 +99,13 @@ class _Running:
         if self.lines is None:
             return self.batch
         done = self.lines.progress
-        return replace(self.batch, num_completed=done.num_completed, num_failed=done.num_failed, usage=done.usage)
-
-    async def on_disk(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Do work with the lines in a thread, one after another."""
-        async with self.disk:
-            return await asyncio.to_thread(work, *arguments)
+        return replace(
+            self.batch,
+            num_lines=done.num_lines,
+            num_completed=done.num_completed,
+            num_failed=done.num_failed,
+            usage=done.usage,
+        )
 
 
 class BatchRunner:
@@ -119,22 +130,29 @@ class BatchRunner:
         self._turns = _Turns(deployment)
         self._lines = {"completed": 0, "failed": 0}
         self._tokens = {"input": 0, "cached": 0, "output": 0}
-        self._is_closing = False
+        self._closing = asyncio.Event()
+        self._checking = asyncio.Lock()
+        """Held while a file is checked, which takes memory: one at a time."""
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penstock-jobs")
         self._tidying: asyncio.Task[None] | None = None
 
     def now_s(self) -> int:
         return int(self._now())
 
+    async def on_disk(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Do work that waits for the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
     def start(self) -> None:
         """Go on with all unfinished batches."""
         for batch in self.store.unfinished():
-            running = self._running[batch.id] = _Running(batch, is_cancelled=batch.status == "cancelling")
+            running = self._running[batch.id] = _Running(batch)
             self._drive(running)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def close(self) -> None:
         """Stop. Lines under way are given up, and run again when the server is started again."""
-        self._is_closing = True
+        self._closing.set()
         if self._tidying is not None:
             self._tidying.cancel()
         running = [*self._running.values()]
@@ -143,24 +161,25 @@ class BatchRunner:
         await asyncio.gather(*[one.task for one in running if one.task is not None])
 
     async def close_store(self) -> None:
-        self.store.close()
+        """Close the folder, when nobody needs it any more."""
+        await self.on_disk(self.store.close)
 
     async def _tidy(self) -> None:
         while True:
             with contextlib.suppress(sqlite3.Error, OSError):
-                await asyncio.to_thread(self.store.expire, self.now_s())
+                await self.on_disk(self.store.expire, self.now_s())
             await asyncio.sleep(TIDIED_EACH_S)
 
     # what the APIs call
 
     async def create(self, batch: Batch) -> Batch:
-        """Begin a batch. Raises NoRoom."""
+        """Begin a batch. Raises NoRoom and NoFile."""
         if (running := self._running.get(batch.id)) is not None:  # the client has sent it again at once
             return running.now
         batch = replace(batch, output_file=new_id("file-"), error_file=new_id("file-"))
         running = self._running[batch.id] = _Running(batch)
         try:
-            await asyncio.to_thread(self.store.put, batch)
+            await self.on_disk(self.store.create, batch)
         except BaseException:
             del self._running[batch.id]
             raise
@@ -168,13 +187,14 @@ class BatchRunner:
         return batch
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Ask no more lines of a batch. If it has ended, nothing changes."""
+        """Ask no more lines of a batch. If it has ended, or is about to, nothing changes."""
         running = self._running.get(batch.id)
         if running is None:
-            return batch
-        if not running.is_cancelled:
-            running.is_cancelled = True
-            await self._enter(running, "cancelling")
+            return await self.on_disk(self.store.batch, batch.id, batch.owner, batch.kind) or batch
+        async with running.changing:
+            if running.batch.status in ("validating", "in_progress"):
+                await self._turn(running, "cancelling")
+        if running.batch.status == "cancelling":
             running.left.set()
         return running.now
 
@@ -207,114 +227,141 @@ class BatchRunner:
         running.task = asyncio.create_task(self._run(running), name=f"batch {running.batch.id}")
 
     async def _run(self, running: _Running) -> None:
-        try:
-            while not (self._is_closing or running.batch.is_ended):
-                try:
-                    await self._work(running)
-                except (sqlite3.Error, OSError) as error:
-                    _log.warning("batch %s waits, since the disk fails: %s", running.batch.id, error)
-                    await _is_set_within(running.left, TRIED_AGAIN_S)
-        except Exception:
-            _log.exception("batch %s stands still until the server is started again", running.batch.id)
-        finally:
-            if running.lines is not None:
-                running.lines.close()
-            if running.batch.is_ended:
-                del self._running[running.batch.id]
+        batch_id = running.batch.id
+        while not (self._closing.is_set() or running.batch.is_ended):
+            try:
+                await self._work(running)
+                continue
+            except (sqlite3.OperationalError, OSError) as error:
+                _log.warning("batch %s waits, since the disk fails: %s", batch_id, error)
+            except Exception:
+                _log.exception("batch %s fails", batch_id)
+                told = {"code": "internal_error", "line": None, "message": "The server's log has the cause.", "param": None}
+                running.batch = replace(running.batch, errors=[told])
+            await _is_set_within(self._closing, TRIED_AGAIN_S)
+        with contextlib.suppress(sqlite3.Error, OSError):
+            await self._let_go(running)
+        if running.batch.is_ended:
+            del self._running[batch_id]
 
     async def _work(self, running: _Running) -> None:
         """Take a batch as far as it goes. After an error of the disk, it is called again."""
-        store, batch = self.store, running.batch
-        if batch.status == "validating" and not await self._check(running):
-            return
-        if running.lines is None and store.lines(batch).exists():
-            files = [store.content(file_id) for file_id in (batch.input_file, batch.output_file, batch.error_file)]
-            running.lines = await running.on_disk(Lines, store.lines(batch), *files)
-            running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
-        is_expired = running.lines is not None and await self._ask_lines(running, running.lines)
-        if running.is_cancelled and running.lines is not None:
-            await self._give_up(running, running.lines, CANCELLED, "The batch was cancelled before this line had its turn.")
-        if running.is_cancelled:
-            await self._end(running, "cancelled")
-        elif not self._is_closing:
-            await self._enter(running, "finalizing")
-            await self._end(running, "expired" if is_expired else "completed")
+        if running.lines is None and not running.batch.errors:
+            running.lines = await self.on_disk(self._open, running.batch)
+            if running.lines is not None:
+                running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
+            else:  # also of a cancelled batch, since each of its lines gets an answer
+                await self._check(running)
+                if not running.batch.errors:
+                    return
+        if running.lines is not None and not running.batch.errors:
+            async with running.changing:
+                if running.batch.status == "validating":
+                    await self._turn(running, "in_progress")
+            await self._ask_lines(running, running.lines)
+            if running.batch.status == "cancelling":
+                await self._give_up(running.lines, CANCELLED, "The batch was cancelled before this line had its turn.")
+        async with running.changing:
+            if running.batch.errors:
+                await self._end(running, "failed")
+            elif running.lines is None or running.lines.progress.num_left:
+                return
+            elif running.batch.status == "cancelling":
+                await self._end(running, "cancelled")
+            else:
+                if running.batch.status != "finalizing":
+                    await self._turn(running, "finalizing")
+                await self._end(running, "expired" if running.is_expired else "completed")
 
-    async def _check(self, running: _Running) -> bool:
-        """Check the lines of a batch. Return whether they can be asked."""
-        batch, store = running.batch, self.store
+    def _open(self, batch: Batch) -> Lines | None:
+        """Return the lines of a batch, or None if they are not checked yet."""
+        path, content = self.store.lines(batch), self.store.content
+        if not path.exists():
+            return None
+        return Lines(path, content(batch.input_file), content(batch.output_file), content(batch.error_file))
+
+    async def _check(self, running: _Running) -> None:
+        """Check the lines of a batch, and note its errors."""
+        batch = running.batch
         urls = (batch.url,) if batch.url else URLS
-        path, source = store.lines(batch), store.content(batch.input_file)
-        try:
-            num = await running.on_disk(prepare, path, source, urls, self._max_line_bytes, lambda: self._is_closing)
-        except BadLines as bad:
-            running.batch = replace(batch, errors=bad.errors)
-            await self._end(running, "failed")
-            return False
-        except Stopped:
-            return False
-        running.batch = replace(running.batch, num_lines=num)
-        if not running.is_cancelled:
-            await self._enter(running, "in_progress")
-        return True
+        path, source = self.store.lines(batch), self.store.content(batch.input_file)
+        with contextlib.suppress(Stopped):
+            async with self._checking:
+                try:
+                    await self.on_disk(prepare, path, source, urls, self._max_line_bytes, self._closing.is_set)
+                except BadLines as bad:
+                    running.batch = replace(running.batch, errors=bad.errors)
 
-    async def _enter(self, running: _Running, status: str) -> None:
-        if running.batch.status != status:
-            running.batch = running.batch.turned(status, self.now_s())
-            await asyncio.to_thread(self.store.put, running.batch)
+    async def _turn(self, running: _Running, status: str) -> None:
+        """Give a batch another status. The caller holds `changing`."""
+        now_s = self.now_s()
+        await self.on_disk(self.store.put, running.batch.turned(status, now_s))
+        running.batch = running.batch.turned(status, now_s)
 
     async def _end(self, running: _Running, status: str) -> None:
+        """End a batch. The caller holds `changing`."""
         now_s = self.now_s()
-        batch = running.now.turned(status, now_s)
+        batch = running.batch = running.now
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
+            await self._let_go(running)
+        asked = await self.on_disk(self.store.file, batch.input_file, batch.owner)
+        purpose = OUTPUT if asked is None or asked.purpose != INTERNAL else INTERNAL
         expires_s = None if batch.files_expire_s is None else now_s + batch.files_expire_s
-        asked = await asyncio.to_thread(self.store.file, batch.input_file, batch.owner)
-        is_internal = asked is not None and asked.purpose == INTERNAL
-        purpose = INTERNAL if is_internal else OUTPUT
-        files: list[File] = []
-        ids = (batch.output_file, batch.error_file)
-        for file_id, what, num_bytes in zip(ids, ("output", "error"), sizes, strict=True):
-            if num_bytes:
-                files.append(File(file_id, batch.owner, f"{batch.id}_{what}.jsonl", purpose, num_bytes, now_s, expires_s))
-            else:
-                self.store.content(file_id).unlink(missing_ok=True)
+        named = zip((batch.output_file, batch.error_file), ("output", "error"), sizes, strict=True)
+        files = [
+            File(file_id, batch.owner, f"{batch.id}_{what}.jsonl", purpose, num_bytes, now_s, expires_s)
+            for file_id, what, num_bytes in named
+            if num_bytes
+        ]
         kept = {file.id for file in files}
-        output_file, error_file = [file_id if file_id in kept else "" for file_id in ids]
-        batch = replace(batch, output_file=output_file, error_file=error_file)
-        await asyncio.to_thread(self.store.end, batch, files)
-        if asked is not None and is_internal:
-            await asyncio.to_thread(self.store.delete, asked)
-        running.batch = batch
+        output_file, error_file = [one if one in kept else "" for one in (batch.output_file, batch.error_file)]
+        ended = replace(batch.turned(status, now_s), output_file=output_file, error_file=error_file)
+        await self.on_disk(self.store.end, ended, files)
+        await self.on_disk(remove, [self.store.content(one) for one in {batch.output_file, batch.error_file} - kept])
+        if asked is not None and purpose == INTERNAL:
+            await self.on_disk(self.store.delete, asked)
+        running.batch = ended
+
+    async def _let_go(self, running: _Running) -> None:
+        lines, running.lines = running.lines, None
+        if lines is not None:
+            await self.on_disk(lines.close)
 
     # its lines
 
-    async def _ask_lines(self, running: _Running, lines: Lines) -> bool:
-        """Ask the lines of a batch that have no answer yet. Return whether its time was over before all had one."""
-        if running.is_cancelled or self._is_closing:
-            return False
+    async def _ask_lines(self, running: _Running, lines: Lines) -> None:
+        """Ask the lines of a batch that have no answer yet. When its time is over, give up those that are left."""
+        if running.batch.status == "cancelling" or self._closing.is_set() or not lines.progress.num_left:
+            return
         running.left, running.is_over = asyncio.Event(), asyncio.Event()
-        await running.on_disk(lines.rewind)
         feeding, writing = asyncio.create_task(self._feed(running, lines)), asyncio.create_task(self._write(running, lines))
-        stopping = asyncio.create_task(running.left.wait())
-        done, _ = await asyncio.wait(
-            [feeding, stopping], timeout=max(0.0, running.batch.due_s - self._now()), return_when=asyncio.FIRST_COMPLETED
-        )
+        waiting = asyncio.create_task(self._is_due(running))
+        await asyncio.wait([feeding, writing, waiting], return_when=asyncio.FIRST_COMPLETED)
         running.left.set()
         feeding.cancel()
-        await asyncio.wait([feeding, stopping, *running.under_way])
+        await asyncio.wait([feeding, *running.under_way])
         running.is_over.set()
         await writing
-        if feeding in done:
+        if not feeding.cancelled():
             feeding.result()  # raises what the disk raised
-        if not done:
-            await self._give_up(running, lines, EXPIRED, "The batch's completion window ended before this line had its turn.")
-        return not done
+        if await waiting and lines.progress.num_left:
+            running.is_expired = True
+            await self._give_up(lines, EXPIRED, "The batch's completion window ended before this line had its turn.")
+
+    async def _is_due(self, running: _Running) -> bool:
+        """Wait until the time of a batch is over, or its lines are given up. Return whether its time is over."""
+        while (left_s := running.batch.due_s - self._now()) > 0:
+            if await _is_set_within(running.left, min(left_s, LOOKED_EACH_S)):
+                return False
+        return True
 
     async def _feed(self, running: _Running, lines: Lines) -> None:
         """Ask lines as their turns come, until all are answered."""
-        while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
+        after = 0
+        while taken := await self.on_disk(lines.take, after, TAKEN_AT_ONCE, TAKEN_BYTES):
+            after = taken[-1].place
             for line in taken:
                 await self._wait_for_hours()
                 await running.is_writable.wait()
@@ -334,8 +381,7 @@ class BatchRunner:
         batch, left = running.batch, running.left
         try:
             request, marks = read_line(line.data), {BACKGROUND_KEY: True}
-            body = bytes(request.body)
-            name = f"{batch.id}-{line.place}"
+            body, name = bytes(request.body), f"{batch.id}-{line.place}"
             while True:
                 answered = await self._requests.ask(running.owner, request.url, body, name, left, marks)
                 if answered is None or answered.status not in REFUSALS:
@@ -359,7 +405,7 @@ class BatchRunner:
             answers, running.answers = running.answers, []
             try:
                 if answers:
-                    await running.on_disk(lines.write, answers)
+                    await self.on_disk(lines.write, answers)
                     self._count(answers)
                 running.is_writable.set()
             except (sqlite3.Error, OSError) as error:
@@ -367,16 +413,15 @@ class BatchRunner:
                 if running.is_writable.is_set():
                     _log.warning("batch %s waits, since its answers can't be written: %s", running.batch.id, error)
                 running.is_writable.clear()
-                if self._is_closing:
-                    return  # these lines are asked again
-                await asyncio.sleep(TRIED_AGAIN_S)
+                if await _is_set_within(self._closing, TRIED_AGAIN_S):
+                    running.answers = []  # these lines are asked again
+                    return
 
-    async def _give_up(self, running: _Running, lines: Lines, code: str, message: str) -> None:
+    async def _give_up(self, lines: Lines, code: str, message: str) -> None:
         """Answer the lines that are left with an error."""
-        await running.on_disk(lines.rewind)
-        while taken := await running.on_disk(lines.take, TAKEN_AT_ONCE):
+        while not self._closing.is_set() and (taken := await self.on_disk(lines.take, 0, GIVEN_UP_AT_ONCE, TAKEN_BYTES)):
             answers = [_failure(line, code, message)._replace(usage={code: 1}) for line in taken]
-            await running.on_disk(lines.write, answers)
+            await self.on_disk(lines.write, answers)
             self._count(answers)
 
     def _count(self, answers: Sequence[Answer]) -> None:
@@ -434,10 +479,18 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 def _answer(line: Line, request: Request, answered: Answered, name: str) -> Answer:
     """Return the line of the output or error file for an answer of the server, whose id is `name`."""
-    response = {"status_code": answered.status, "request_id": name, "body": fast_json.Raw(answered.body)}
+    response = {"status_code": answered.status, "request_id": name, "body": _one_line(answered.body)}
     told = {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
     is_error = answered.status != 200
     return Answer(line.place, fast_json.dumps(told) + b"\n", is_error, {} if is_error else _usage(answered.body))
+
+
+def _one_line(body: bytes) -> Any:
+    """Return an answer as JSON without line breaks. Another server may have sent anything."""
+    try:
+        return fast_json.Raw(msgspec.json.format(body, indent=-1))
+    except msgspec.DecodeError:
+        return body.decode("utf-8", "replace")
 
 
 def _failure(line: Line, code: str, message: str) -> Answer:

@@ -1,0 +1,24 @@
+"""Steps that make a change of a folder last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files, as far as the disk lets us. The next start of the store deletes the rest."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
