@@ -446,9 +446,7 @@ class _Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove((running, turn))
-            else:
+            if not turn.cancelled():  # it had been granted
                 self.give_back(running)
             raise
 
@@ -457,6 +455,7 @@ class _Turns:
         self._grant()
 
     def _grant(self) -> None:
+        self._waiting = [one for one in self._waiting if not one[1].cancelled()]
         while self._waiting and self._under_way.total() < self._limit():
             first = min(self._waiting, key=lambda one: (self._under_way[one[0].owner], one[0].batch.due_s))
             self._waiting.remove(first)

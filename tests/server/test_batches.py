@@ -1,0 +1,453 @@
+"""Batches: OpenAI's API, and that each line has exactly one answer, whatever happens to the server, the disk or the key."""
+
+import json
+import sqlite3
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from penstock.jobs.lines import Lines
+from penstock.jobs.store import Store
+from penstock.serve.jobs import runner as module
+from penstock.serve.jobs.own_requests import Answered
+from support.failing_disk import open_files
+from support.server.harness import make_text_runtime, wait_until
+from support.server.jobs import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    ENDED,
+    answers,
+    begun,
+    counted,
+    ended,
+    file_of,
+    impatient,
+    line,
+    serving,
+)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    impatient(monkeypatch)
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    with serving(tmp_path / "jobs") as server:
+        yield server
+
+
+@pytest.fixture
+def client(jobs):
+    with jobs.client() as client:
+        yield client
+
+
+def once(num: int) -> Counter[str]:
+    return Counter({str(nth): 1 for nth in range(num)})
+
+
+def lines_of(num: int, url=CHAT) -> list[dict]:
+    return [line(str(nth), url) for nth in range(num)]
+
+
+@contextmanager
+def refusing(monkeypatch, server, refusal, num):
+    """Let the server answer the first lines with a refusal. Yields the custom ids, one for each time a line was asked."""
+    asked, real = [], server.batches._requests.ask
+
+    async def ask(owner, url, body, request_id, left):
+        asked.append(request_id)
+        return refusal if len(asked) <= num else await real(owner, url, body, request_id, left)
+
+    monkeypatch.setattr(server.batches._requests, "ask", ask)
+    yield asked
+
+
+# the API
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_a_batch_answers_as_the_route_does(tmp_path, url):
+    runtime = make_text_runtime() if url == EMBEDDINGS else None
+    with serving(tmp_path, runtime=runtime) as server, server.client() as client:
+        wrong = line("wrong", url, model="nope")
+        batch = ended(client, begun(client, [line("right", url), wrong], url, metadata={"for": "tests"}))
+        assert (batch.status, batch.endpoint, batch.metadata, batch.completion_window) == (
+            "completed",
+            url,
+            {"for": "tests"},
+            "24h",
+        )
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (2, 1, 1)
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        assert batch.expires_at == batch.created_at + 24 * 3600
+        assert batch.failed_at is batch.expired_at is batch.cancelled_at is batch.cancelling_at is batch.errors is None
+
+        (right,) = answers(client, batch.output_file_id)
+        assert (right["custom_id"], right["error"], right["response"]["status_code"]) == ("right", None, 200)
+        asked = client.post(url.removeprefix("/v1"), body=BODIES[url], cast_to=object)
+        varying = {"id", "created", "created_at", "completed_at", "usage", "output"}
+        assert {k: v for k, v in right["response"]["body"].items() if k not in varying} == {
+            k: v for k, v in asked.items() if k not in varying
+        }
+        usage = right["response"]["body"]["usage"]
+        assert batch.usage.input_tokens == usage.get("prompt_tokens", usage.get("input_tokens")) > 0
+        assert batch.usage.output_tokens == usage.get("completion_tokens", usage.get("output_tokens", 0))
+        assert batch.usage.total_tokens == usage["total_tokens"]
+
+        (wrong,) = answers(client, batch.error_file_id)
+        assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("wrong", 404)
+        assert wrong["response"]["body"]["error"]["code"] == "model_not_found"
+        assert len({right["id"], wrong["id"]}) == 2
+        output = client.files.retrieve(batch.output_file_id)
+        assert (output.purpose, output.filename, output.expires_at) == ("batch_output", f"{batch.id}_output.jsonl", None)
+        assert output.bytes == len(client.files.content(output.id).read())
+
+
+def test_without_errors_there_is_no_error_file(jobs, client):
+    batch = ended(client, begun(client, lines_of(3)))
+    assert (len(answers(client, batch.output_file_id)), batch.error_file_id) == (3, None)
+    batch = ended(client, begun(client, [line("a", model="nope")]))
+    assert (batch.output_file_id, len(answers(client, batch.error_file_id))) == (None, 1)
+    assert {file.id for file in client.files.list(purpose="batch_output")} == {
+        path.name for path in (jobs.batches.store.folder / "files").iterdir()
+    } - {file.id for file in client.files.list(purpose="batch")}
+
+
+def test_batches_are_listed_by_pages(client):
+    made = [begun(client, [line("a")]) for _ in range(5)]
+    assert [batch.id for batch in client.batches.list(limit=2)] == [batch.id for batch in made[::-1]]
+    page = client.batches.list(limit=2, after=made[3].id)
+    assert ([batch.id for batch in page.data], page.has_more) == ([made[2].id, made[1].id], True)
+    for limit in (0, 101):
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            client.batches.list(limit=limit)
+    for ask in (client.batches.retrieve, client.batches.cancel, lambda one: client.batches.list(after=one)):
+        with pytest.raises(openai.NotFoundError, match="There is no batch"):
+            ask("batch_nothing")
+
+
+def test_a_batch_that_can_not_be_is_refused(client):
+    file = client.files.create(file=file_of(lines_of(1)), purpose="batch")
+    good = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    for wrong, param in [
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"completion_window": "1s"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {"x" * 65: "a"}}, "metadata"),
+        ({"metadata": {str(nth): "a" for nth in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "expires_after"),
+        ({"input_file_id": "x" * 65}, "input_file_id"),
+        ({"extra_body": {"colour": "red"}}, "colour"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=param):
+            client.batches.create(**good | wrong)
+    with pytest.raises(openai.NotFoundError, match="There is no file"):
+        client.batches.create(**good | {"input_file_id": "file-nothing"})
+    assert client.batches.list().data == []
+
+
+def test_an_unusable_file_fails_the_batch_with_its_errors(jobs, client):
+    file = client.files.create(file=b"{}\n" + json.dumps(line("a", COMPLETIONS)).encode() + b"\n{", purpose="batch")
+    batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="30m"))
+    assert (batch.status, batch.completion_window) == ("failed", "30m")
+    found = [(error.line, error.code, error.param) for error in batch.errors.data]
+    assert found == [(1, "invalid_request", None), (2, "invalid_url", "url"), (3, "invalid_json_line", None)]
+    assert batch.output_file_id is batch.error_file_id is batch.in_progress_at is batch.completed_at is None
+    assert batch.failed_at >= batch.created_at
+    assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
+
+
+@pytest.mark.parametrize("depth", [500, 50_000])
+def test_a_deep_line_is_no_more_than_an_error(client, depth):
+    deep = json.dumps(line("a")).replace('"hello"', "[" * depth + "]" * depth)
+    file = client.files.create(file=deep.encode(), purpose="batch")
+    batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
+    assert (batch.status, batch.request_counts.completed) == ("failed" if depth > 10_000 else "completed", 0)
+
+
+def test_answers_expire(jobs, client):
+    batch = ended(client, begun(client, lines_of(1), output_expires_after={"anchor": "created_at", "seconds": 3600}))
+    assert client.files.retrieve(batch.output_file_id).expires_at == batch.completed_at + 3600
+    jobs.batches.store.expire(batch.completed_at + 3600)
+    assert [file.id for file in client.files.list()] == [batch.input_file_id]
+
+
+# the end of a batch
+
+
+def test_lines_that_have_no_answer_in_time_are_given_up(tmp_path, gate):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(30), completion_window="1h")
+        gate.allow(3)  # the first answers
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        real = server.batches._now
+        server.batches._now = lambda: real() + 3590
+        assert client.batches.retrieve(batch.id).status == "in_progress"
+        server.batches._now = lambda: real() + 3601
+        batch = ended(client, batch)
+        gate.open()
+        assert (batch.status, batch.expired_at >= batch.expires_at, batch.completed_at) == ("expired", True, None)
+        assert counted(client, batch) == once(30)
+        counts = batch.request_counts
+        assert (counts.completed > 0, counts.failed > 0, counts.completed + counts.failed) == (True, True, 30)
+        failed = answers(client, batch.error_file_id)
+        assert {(one["error"]["code"], one["response"]) for one in failed} == {("batch_expired", None)}
+
+
+def test_a_batch_is_cancelled_before_its_lines_are_checked(jobs, client, monkeypatch):
+    is_checking, prepare = threading.Event(), module.prepare
+
+    def wait(path, source, urls, most, is_stopped):
+        is_checking.set()
+        wait_until(is_stopped)
+        return prepare(path, source, urls, most, is_stopped)
+
+    monkeypatch.setattr(module, "prepare", wait)
+    batches = [begun(client, lines_of(3)) for _ in range(2)]  # the second waits for the first
+    assert is_checking.wait(20)
+    assert client.batches.cancel(batches[1].id).status == "cancelling"
+    assert client.batches.retrieve(batches[0].id).status == "validating"
+    assert client.batches.cancel(batches[0].id).status == "cancelling"
+    for batch in batches:
+        batch = ended(client, batch)
+        assert (batch.status, batch.output_file_id, batch.cancelled_at >= batch.cancelling_at) == ("cancelled", None, True)
+        with pytest.raises(openai.ConflictError, match="cancelled"):
+            client.batches.cancel(batch.id)
+    assert [*(jobs.batches.store.folder / "lines").iterdir()] == []
+
+
+def test_a_cancelled_batch_keeps_its_answers(tmp_path, gate):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(100))
+        gate.allow(3)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        batch = ended(client, batch)
+        gate.open()
+        num = batch.request_counts.completed
+        assert 0 < num < 100
+        assert len(answers(client, batch.output_file_id)) == num
+        assert set(counted(client, batch).values()) == {1}
+        wait_until(lambda: server.runtime.engine.load().num_running == 0)
+
+
+@pytest.mark.parametrize("method", ["put", "end"])
+def test_a_cancel_while_a_batch_ends_changes_nothing(jobs, client, monkeypatch, method):
+    """`put` notes that it is finalizing, `end` that it has ended."""
+    is_ending, may_end, real = threading.Event(), threading.Event(), getattr(Store, method)
+
+    def wait(store, batch, *rest):
+        if batch.status in ("finalizing", "completed"):
+            is_ending.set()
+            assert may_end.wait(20)
+        real(store, batch, *rest)
+
+    monkeypatch.setattr(Store, method, wait)
+    batch = begun(client, lines_of(3))
+    assert is_ending.wait(20)
+    cancelling = threading.Thread(target=lambda: told.append(client.batches.cancel(batch.id)))
+    told = []
+    cancelling.start()
+    cancelling.join(0.2)
+    may_end.set()
+    cancelling.join(20)
+    batch = ended(client, batch)
+    assert [one.status for one in told] == ["completed"]
+    assert (batch.status, batch.cancelling_at) == ("completed", None)
+    assert jobs.batches.store.unfinished() == []
+    assert counted(client, batch) == once(3)
+
+
+# who runs when
+
+
+def test_owners_take_turns(tmp_path, gate, monkeypatch):
+    monkeypatch.setattr(module, "TAKEN_AT_ONCE", 1000)
+    with serving(tmp_path, gate, api_keys=("ann", "bob")) as server:
+        asked, real = [], server.batches._requests.ask
+
+        async def ask(owner, *rest):
+            asked.append(owner.key)
+            return await real(owner, *rest)
+
+        monkeypatch.setattr(server.batches._requests, "ask", ask)
+        with server.client("ann") as ann, server.client("bob") as bob:
+            first = [begun(ann, lines_of(400)) for _ in range(3)]
+            wait_until(lambda: len(asked) >= 128)  # twice the rows
+            second = begun(bob, lines_of(40))
+            wait_until(lambda: len(server.batches._turns._waiting) == 4)
+            gate.open()
+            assert counted(bob, ended(bob, second)) == once(40)
+            for one in first:
+                assert counted(ann, ended(ann, one)) == once(400)
+        bobs = [nth for nth, owner in enumerate(asked) if owner != asked[0]]
+        assert (len(asked), len(bobs)) == (1240, 40)
+        assert asked[bobs[0] : bobs[-1]].count(asked[0]) <= 2 * 40  # though 3 batches of ann's wait, and she was first
+
+
+def test_lines_of_a_key_that_was_withdrawn_fail(tmp_path, gate):
+    keys = tmp_path / "keys.toml"
+    told = '[[keys]]\nname = "%s"\nkey = "%s"\n'
+    keys.write_text(told % ("ann", "ann") + told % ("bob", "bob"))
+    with serving(tmp_path / "jobs", gate, api_keys_file=str(keys)) as server, server.client("ann") as ann:
+        batch = begun(ann, lines_of(200))
+        wait_until(lambda: ann.batches.retrieve(batch.id).status == "in_progress")
+        keys.write_text(told % ("bob", "bob"))
+        server.server.reload()
+        wait_until(lambda: len(server.server._keys.keys) == 1)
+        gate.open()
+        wait_until(lambda: server.batches.store.unfinished() == [])
+        keys.write_text(told % ("ann", "ann"))
+        server.server.reload()
+        wait_until(lambda: [key.name for key in server.server._keys.keys] == ["ann"])
+        batch = ann.batches.retrieve(batch.id)
+        assert batch.status == "completed"
+        assert counted(ann, batch) == once(200)
+        failed = answers(ann, batch.error_file_id)
+        assert {one["error"]["code"] for one in failed} == {"invalid_api_key"}
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 0.01])
+def test_lines_that_the_server_refuses_for_now_are_asked_again(jobs, client, monkeypatch, status, retry_after_s):
+    with refusing(monkeypatch, jobs, Answered(status, retry_after_s, b"{}"), 20) as asked:
+        batch = ended(client, begun(client, lines_of(30)))
+    assert (batch.request_counts.completed, len(asked)) == (30, 50)
+    assert counted(client, batch) == once(30)
+
+
+@pytest.mark.parametrize("body", [b'{\n "a":\r\n [1, 2]\n}', b"<html>\n</html>", b"", b"\xff\n", b'{"usage": 3}'])
+def test_whatever_another_server_answers_is_one_line(jobs, client, monkeypatch, body):
+    with refusing(monkeypatch, jobs, Answered(400, None, body), 1):
+        batch = ended(client, begun(client, lines_of(2)))
+    (failed,) = answers(client, batch.error_file_id)
+    assert failed["response"]["status_code"] == 400
+    assert counted(client, batch) == once(2)
+
+
+def test_a_line_that_breaks_the_server_is_an_error(jobs, client, monkeypatch):
+    async def ask(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(jobs.batches._requests, "ask", ask)
+    batch = ended(client, begun(client, lines_of(20)))
+    assert {one["error"]["code"] for one in answers(client, batch.error_file_id)} == {"internal_error"}
+    assert counted(client, batch) == once(20)
+
+
+def test_lines_pass_the_access_log(tmp_path, capsys):
+    with serving(tmp_path, access_log="text") as server, server.client() as client:
+        assert ended(client, begun(client, lines_of(3))).request_counts.completed == 3
+    assert capsys.readouterr().out.count(f"POST {CHAT}") == 3
+
+
+# stops and faults
+
+
+def test_a_server_that_is_started_again_goes_on(tmp_path, gate):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(300))
+        gate.allow(4)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+    store = Store(tmp_path, max_bytes=1)
+    assert [(one.id, one.status) for one in store.unfinished()] == [(batch.id, "in_progress")]
+    store.close()
+    with serving(tmp_path) as server, server.client() as client:
+        batch = ended(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 300)
+        assert counted(client, batch) == once(300)
+
+
+@pytest.mark.parametrize("status", ["validating", "cancelling", "in_progress"])
+def test_a_batch_whose_lines_were_not_checked_begins_anew(tmp_path, monkeypatch, status):
+    """As if the process was killed, or the disk lost the lines."""
+    with serving(tmp_path) as server, server.client() as client:
+        monkeypatch.setattr(server.batches, "_drive", lambda batch: None)
+        batch = begun(client, lines_of(5))
+        (record,) = server.batches.store.unfinished()
+        server.batches.store.put(record.turned(status, record.created_s) if status != "validating" else record)
+        server.batches.store.content(record.output_file).write_bytes(b"half an answ")
+        server.batches.store.lines(record).with_name(f"{batch.id}-new").write_bytes(b"half a database")
+    with serving(tmp_path) as server, server.client() as client:
+        batch = ended(client, batch)
+        assert batch.status == ("cancelled" if status == "cancelling" else "completed")
+        assert counted(client, batch) == (Counter() if status == "cancelling" else once(5))
+        assert len([*(tmp_path / "files").iterdir()]) == len(client.files.list().data)
+
+
+def test_a_server_that_stops_while_a_file_is_checked_checks_it_again(tmp_path, monkeypatch):
+    is_checking, prepare = threading.Event(), module.prepare
+
+    def wait(path, source, urls, most, is_stopped):
+        is_checking.set()
+        wait_until(is_stopped)
+        return prepare(path, source, urls, most, is_stopped)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prepare", wait)
+        with serving(tmp_path) as server, server.client() as client:
+            batches = [begun(client, lines_of(3)) for _ in range(2)]
+            assert is_checking.wait(20)
+    with serving(tmp_path) as server, server.client() as client:
+        for batch in batches:
+            assert counted(client, ended(client, batch)) == once(3)
+
+
+def test_a_stop_leaves_nothing_open(tmp_path, gate):
+    before = open_files()
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(200))
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    assert open_files() == before
+    assert sorted(path.name for path in (tmp_path / "lines").iterdir()) == [batch.id]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "jobs.db", "lines", "lock"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Lines, "write"), (Lines, "take"), (Lines, "__init__"), (Store, "put"), (Store, "end"), (module, "prepare")],
+)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), sqlite3.OperationalError("disk I/O error")])
+def test_a_disk_that_fails_for_a_while_holds_up_batches_alone(tmp_path, monkeypatch, owner, method, error):
+    is_broken, num_failed, real = threading.Event(), [], getattr(owner, method)
+
+    def work(*given, **named):
+        is_new = method == "put" and given[1].status == "validating"
+        if is_broken.is_set() and not is_new:
+            num_failed.append(1)
+            raise error
+        return real(*given, **named)
+
+    monkeypatch.setattr(owner, method, work)
+    with serving(tmp_path) as server, server.client() as client:
+        is_broken.set()
+        batch = begun(client, lines_of(150))
+        wait_until(lambda: len(num_failed) >= 3)
+        asked = client.chat.completions.create(model="toy", max_tokens=3, messages=[{"role": "user", "content": "hello"}])
+        assert asked.choices[0].message.content
+        assert client.batches.retrieve(batch.id).status not in ENDED
+        is_broken.clear()
+        batch = ended(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 150)
+        assert counted(client, batch) == once(150)
+        assert [*(tmp_path / "lines").iterdir()] == []
+
+
+def test_lines_that_are_broken_fail_the_batch(tmp_path, gate):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(300))
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    (tmp_path / "lines" / batch.id).write_bytes(b"no database" * 1000)
+    with serving(tmp_path) as server, server.client() as client:
+        batch = ended(client, batch)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
