@@ -13,18 +13,7 @@ from zlib import crc32
 
 from penstock.fast_json import dumps
 
-_FIELDS = (
-    "cache_salt",
-    "model",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "tools",
-    "instructions",
-    "messages",
-    "prompt",
-    "input",
-)
+_FIELDS = ("cache_salt", "chat_template_kwargs", "reasoning_effort", "tools", "instructions", "messages", "prompt", "input")
 """Fields of a body that a prompt is made of, in the order in which templates write them."""
 
 _MIN_PIECE_BYTES = 64
@@ -39,7 +28,7 @@ def prefix_key(url: str, body: Mapping[str, Any]) -> bytes:
     share their first pieces share the beginning of their keys.
     """
     try:
-        text = dumps([url, *map(body.get, _FIELDS)])
+        text = dumps([body.get("model"), url, *map(body.get, _FIELDS)])
     except (ValueError, RecursionError):  # half a surrogate pair, or too deep; such a request is refused later
         return b""
     start, checksum = 0, 0
