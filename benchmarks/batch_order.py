@@ -1,8 +1,8 @@
 """How much of the prompts of an offline job is found in the cache, by the order of its lines, and how long does the job take?
 
-    python benchmarks/batch_order.py                             # simulated: about three minutes
-    python benchmarks/batch_order.py --workloads mooncake --rows 64
-    python benchmarks/batch_order.py --real                      # smollm2:135m on this machine
+    python benchmarks/batch_order.py                             # simulated: a quarter of an hour
+    python benchmarks/batch_order.py --workloads spread --orders key ratio "both ends" --cost h100-llama-8b --rows 128
+    python benchmarks/batch_order.py --real --workloads few-shot tree "nothing shared" --orders arrival key --lines 300
 
 The real scheduler and KV manager over a modelled executor, under a virtual clock. Lines are texts; four bytes make a token.
 `--rows` run at once, and as many more wait. Orders:
@@ -12,12 +12,14 @@ The real scheduler and KV manager over a modelled executor, under a virtual cloc
 - `longest match`: shuffled; the line with the longest prefix in the cache joins next, of the first `WINDOW` that wait
 - `key`: sorted by `penstock.jobs.order.prefix_key`
 - `exact`: sorted by the tokens
+- `ratio`: as `key`, but first messages with most decodes for each token of their prompts come first (BatchLLM)
+- `both ends`: as `ratio`, but in turn from the first and the last
 
 `saved` is the share of the prompts' tokens that were not computed, and `possible` that of an order and a memory without
 limits. Tokens computed twice after a preemption count against it. The full pool is what the lines in the order of their keys
 hold at most.
 
-`--real` runs the lines in the order of arrival and of their keys, in turn, and lines that share nothing. The last line is one
+`--real` runs smollm2:135m on this machine through the Python API. A job starts with an empty cache. The last line is one
 JSON object.
 """
 
@@ -29,10 +31,11 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +48,7 @@ from penstock.clock import VirtualClock
 from penstock.config.components import DEFAULT_MODEL
 from penstock.jobs.order import prefix_key
 from penstock.kv.block_table import extend_chain, root_hash
+from penstock.lab.cost_files import load_cost
 from penstock.lab.cost_model import CostModel
 from penstock.lab.prompts import WORDS
 from penstock.lab.simulated_executor import EOS_TOKEN_ID
@@ -55,10 +59,10 @@ from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
-BLOCK_SIZE, MAX_STEP_TOKENS = 16, 512
+BLOCK_SIZE = 16
 WINDOW = 128
 """Beyond so many, SGLang does not look for prefixes."""
-WORKLOADS = ("few-shot", "tree", "mooncake")
+COMPARED = ("arrival", "system", "longest match", "key", "exact")
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Parts of the memory that the job would use."""
 
@@ -113,9 +117,19 @@ def tree(count: int, seed: int = 2) -> list[Line]:
     return lines[:count]
 
 
-def mooncake(traces: Path) -> list[Line]:
+def spread(count: int, seed: int = 5) -> list[Line]:
+    """Prompts and answers of any lengths, alike in a group of 20: from nearly all prompt to nearly all answer."""
+    texts = Texts(seed)
+    lines: list[Line] = []
+    while len(lines) < count:
+        system, most = texts.of(20, 1200), round(2 ** texts.rng.uniform(2, 8.6))
+        lines += [Line((system, texts.of(10, 300)), texts.rng.randint(most // 2, most)) for _ in range(20)]
+    return lines[:count]
+
+
+def mooncake(count: int, traces: Path) -> list[Line]:
     """Mooncake's synthetic trace with blocks of 16 tokens instead of 512, and answers as they are, so that many run at once."""
-    jobs = read_workload(trace_file(traces, "mooncake_synthetic.jsonl")).jobs
+    jobs = read_workload(trace_file(traces, "mooncake_synthetic.jsonl"), max_requests=count).jobs
     blocks = (" ".join(f"{name:015d}" for name in job.prefix for _ in range(4)) for job in jobs)
     return [Line((text,), job.num_output_tokens) for text, job in zip(blocks, jobs, strict=True)]
 
@@ -125,16 +139,46 @@ def nothing_shared(count: int, seed: int = 3) -> list[Line]:
     return [Line((texts.of(100, 400), texts.of(10, 120)), texts.rng.randint(8, 128)) for _ in range(count)]
 
 
+JOBS: dict[str, Callable[[int, Path], list[Line]]] = {
+    "few-shot": lambda count, _: few_shot(count),
+    "tree": lambda count, _: tree(count),
+    "mooncake": mooncake,
+    "spread": lambda count, _: spread(count),
+    "nothing shared": lambda count, _: nothing_shared(count),
+}
+
+
 def num_blocks_of(line: Line) -> int:
     return -(-(len(line.token_ids) + line.num_output_tokens) // BLOCK_SIZE)
 
 
-ORDERS: dict[str, Callable[[Line], Any] | None] = {
-    "arrival": None,
-    "system": lambda line: crc32(line.messages[0].encode()),
-    "longest match": None,
-    "key": lambda line: prefix_key("/v1/chat/completions", line.body),
-    "exact": lambda line: line.token_ids,
+def by_key(lines: Sequence[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: prefix_key("/v1/chat/completions", line.body))
+
+
+def by_ratio(lines: Sequence[Line]) -> list[list[Line]]:
+    """Return groups of lines with the same first message, those with most decodes for each token of their prompts first."""
+    groups = [list(group) for _, group in groupby(by_key(lines), key=lambda line: line.messages[0])]
+    return sorted(groups, key=lambda group: sum(line.num_output_tokens for line in group) / num_new(group), reverse=True)
+
+
+def from_both_ends(lines: Sequence[Line]) -> list[Line]:
+    groups, ordered = deque(by_ratio(lines)), list[Line]()
+    while groups:
+        ordered += groups.popleft()
+        if groups:
+            ordered += groups.pop()
+    return ordered
+
+
+ORDERS: dict[str, Callable[[list[Line]], list[Line]]] = {
+    "arrival": list,
+    "system": lambda lines: sorted(lines, key=lambda line: crc32(line.messages[0].encode())),
+    "longest match": list,
+    "key": by_key,
+    "exact": lambda lines: sorted(lines, key=lambda line: line.token_ids),
+    "ratio": lambda lines: [line for group in by_ratio(lines) for line in group],
+    "both ends": from_both_ends,
 }
 
 
@@ -142,8 +186,7 @@ def ordered(lines: Sequence[Line], order: str) -> list[Line]:
     """Return the lines in an order, equal ones as they were in the shuffled file."""
     shuffled = list(lines)
     random.Random(4).shuffle(shuffled)
-    key = ORDERS[order]
-    return shuffled if key is None else sorted(shuffled, key=key)
+    return ORDERS[order](shuffled)
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -152,9 +195,14 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((idx for idx in range(most) if one[idx] != other[idx]), most)
 
 
-def possible(lines: Sequence[Line]) -> float:
+def num_new(lines: Sequence[Line]) -> int:
+    """Return how many tokens of the prompts have to be computed, whatever the order and the memory."""
     prompts = sorted(line.token_ids for line in lines)
-    return sum(num_shared(*pair) for pair in pairwise(prompts)) / sum(map(len, prompts))
+    return sum(map(len, prompts)) - sum(num_shared(*pair) for pair in pairwise(prompts))
+
+
+def possible(lines: Sequence[Line]) -> float:
+    return 1 - num_new(lines) / sum(len(line.token_ids) for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +248,8 @@ def run(
     *,
     by_match: bool = False,
     cost: CostModel | None = None,
-    **policies: Any,
+    step_tokens: int = 512,
+    reserve: str | None = None,
 ) -> Ran:
     """Run the lines one after another, as they are. `num_blocks`: None means enough for all."""
     requests = [
@@ -215,9 +264,9 @@ def run(
     longest = max(len(line.token_ids) + line.num_output_tokens for line in lines)
     if num_blocks is None:
         num_blocks = sum(map(num_blocks_of, lines))
-    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, num_rows, MAX_STEP_TOKENS, max_model_len=longest)
+    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, num_rows, step_tokens, max_model_len=longest)
     clock = VirtualClock()
-    settings = ServerSettings(capacity=capacity, make_policies=lambda: make_policies(**policies), cost=cost or CostModel())
+    settings = ServerSettings(capacity=capacity, make_policies=lambda: make_policies(reserve=reserve), cost=cost or CostModel())
     server = VirtualServer(settings, clock, tell=lambda *_: None)
     waiting = Waiting(requests, server, by_match=by_match)
     num_wait = 8 if by_match else num_rows
@@ -243,15 +292,15 @@ def run(
 
 
 def compare(
-    name: str, lines: Sequence[Line], num_rows: int, orders: Sequence[str], shares: Sequence[float]
+    name: str, lines: Sequence[Line], num_rows: int, orders: Sequence[str], shares: Sequence[float], **settings: Any
 ) -> Iterator[dict[str, Any]]:
     most = possible(lines)
-    need = run(ordered(lines, "key"), num_rows, None).max_held
+    need = run(ordered(lines, "key"), num_rows, None, **settings).max_held
     least = max(map(num_blocks_of, lines))
     sizes = {max(round(share * need), least): share for share in sorted(shares)}  # of equal sizes, the largest share
     for num_blocks in sorted(sizes, reverse=True):
         for order in orders:
-            ran = run(ordered(lines, order), num_rows, num_blocks, by_match=order == "longest match")
+            ran = run(ordered(lines, order), num_rows, num_blocks, by_match=order == "longest match", **settings)
             yield {
                 "workload": name,
                 "lines": len(lines),
@@ -285,65 +334,73 @@ def print_figures(found: Sequence[dict[str, Any]], orders: Sequence[str]) -> Non
     print(table(("job", "rows", "memory (blocks)", "possible", *orders), rows), end="\n\n")
 
 
-def time_real(num_lines: int, kv_cache_memory: str, num_rows: int, repeat: int) -> dict[str, dict[str, float]]:
-    """Run jobs in the order of arrival and of their keys, in turn. Return medians of each job; sorting counts."""
+def time_real(
+    lines: Sequence[Line], orders: Sequence[str], kv_cache_memory: str, num_rows: int, repeat: int
+) -> dict[str, dict[str, float]]:
+    """Run a job in several orders, in turn, each in a new engine. Return medians; the time to find the order counts."""
     from penstock import LLM, SamplingParams
 
-    jobs = {"few-shot": few_shot(num_lines), "tree": tree(num_lines), "nothing shared": nothing_shared(num_lines)}
-    found: dict[str, dict[str, float]] = {}
-    for name, lines in jobs.items():
-        arrived = ordered(lines, "arrival")
-        runs: dict[str, list[tuple[float, float, float]]] = {"arrival": [], "key": []}
-        for _ in range(repeat):
-            for order, some in runs.items():
-                with LLM(DEFAULT_MODEL, kv_cache_memory=kv_cache_memory, max_num_seqs=num_rows) as llm:
-                    llm.generate("One, two,", SamplingParams(max_tokens=8))
-                    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-                    due = arrived if order == "arrival" else sorted(arrived, key=ORDERS["key"])
-                    params = [SamplingParams(max_tokens=one.num_output_tokens, ignore_eos=True, temperature=0.0) for one in due]
-                    outputs = llm.chat([one.body["messages"] for one in due], params, use_tqdm=False)
-                    took_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
-                cached = sum(output.num_cached_tokens or 0 for output in outputs)
-                some.append((took_s, cpu_s, cached / sum(len(output.prompt_token_ids) for output in outputs)))
-                print(name, order, some[-1], file=sys.stderr, flush=True)
-        (wall, cpu, saved), (key_wall, key_cpu, key_saved) = (
-            [median(column) for column in zip(*some, strict=True)] for some in runs.values()
-        )
-        found[name] = {
-            "possible": round(possible(lines), 3),
-            "saved": round(saved, 3),
-            "saved_by_key": round(key_saved, 3),
-            "arrival_s": round(wall, 2),
-            "key_s": round(key_wall, 2),
-            "faster": round(wall / key_wall, 3),
-            "less_cpu": round(cpu / key_cpu, 3),
-        }
-        print(found[name], file=sys.stderr, flush=True)
-    return found
+    arrived = ordered(lines, "arrival")
+    runs: dict[str, list[tuple[float, float, float]]] = {order: [] for order in orders}
+    for _ in range(repeat):
+        for order, some in runs.items():
+            with LLM(DEFAULT_MODEL, kv_cache_memory=kv_cache_memory, max_num_seqs=num_rows) as llm:
+                llm.generate("One, two,", SamplingParams(max_tokens=8))
+                begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+                due = ORDERS[order](arrived)
+                params = [SamplingParams(max_tokens=one.num_output_tokens, ignore_eos=True, temperature=0.0) for one in due]
+                outputs = llm.chat([one.body["messages"] for one in due], params, use_tqdm=False)
+                took_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+            found = sum(output.num_cached_tokens for output in outputs)
+            some.append((took_s, cpu_s, found / sum(len(output.prompt_token_ids) for output in outputs)))
+            print(order, some[-1], file=sys.stderr, flush=True)
+    columns = {order: [median(column) for column in zip(*some, strict=True)] for order, some in runs.items()}
+    return {order: dict(zip(("wall_s", "cpu_s", "found"), one, strict=True)) for order, one in columns.items()}
+
+
+def print_times(found: Mapping[str, Mapping[str, Mapping[str, float]]], about: str) -> None:
+    rows = []
+    for name, figures in found.items():
+        first = next(iter(figures.values()))
+        for order, one in figures.items():
+            ratios = (f"{first[key] / one[key]:.3f}" for key in ("wall_s", "cpu_s"))
+            rows.append((name, order, f"{100 * one['found']:.1f} %", f"{one['wall_s']:.1f}", f"{one['cpu_s']:.1f}", *ratios))
+    print(origin(about))
+    head = ("job", "order", "found in the cache", "wall (s)", "CPU (s)", "times as fast: wall", "CPU")
+    print(table(head, rows), end="\n\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
-    parser.add_argument("--lines", type=int, default=1000, help="of each job; of mooncake all (default: %(default)s)")
+    parser.add_argument("--workloads", nargs="+", choices=list(JOBS), default=("few-shot", "tree", "mooncake"))
+    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=COMPARED)
+    parser.add_argument("--lines", type=int, default=1000, help="of each job (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--memory", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--cost", type=Path, help="a cost model (default: smollm2:135m on one thread)")
+    parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--reserve", help="policy of the scheduler (default: the server's)")
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES)
     parser.add_argument("--real", action="store_true", help="run smollm2:135m instead of the simulation")
     parser.add_argument("--kv-cache-memory", default="96MiB")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    made = {name: make(args.lines, args.traces) for name, make in JOBS.items() if name in args.workloads}
     if args.real:
-        found = time_real(args.lines, args.kv_cache_memory, args.rows[0], args.repeat)
-        print(json.dumps({"benchmark": "batch_order real"} | found))
+        real = {
+            name: time_real(lines, args.orders, args.kv_cache_memory, args.rows[0], args.repeat) for name, lines in made.items()
+        }
+        print_times(real, f"{args.kv_cache_memory} of KV cache, {args.rows[0]} rows, medians of {args.repeat}")
+        print(json.dumps({"benchmark": "batch_order real"} | real))
         return
-    made = {"few-shot": few_shot, "tree": tree, "mooncake": lambda _: mooncake(args.traces)}
+    if "key" not in args.orders:
+        parser.error("--orders needs `key`, with whose time others are compared")
+    cost = None if args.cost is None else load_cost(args.cost).cost
+    settings = {"cost": cost, "step_tokens": args.step_tokens, "reserve": args.reserve}
     found: list[dict[str, Any]] = []
-    for name in args.workloads:
-        lines = made[name](args.lines)
+    for name, lines in made.items():
         for num_rows in args.rows:
-            for figures in compare(name, lines, num_rows, args.orders, args.memory):
+            for figures in compare(name, lines, num_rows, args.orders, args.memory, **settings):
                 found.append(figures)
                 print(figures, file=sys.stderr, flush=True)
     print_figures(found, args.orders)
