@@ -249,6 +249,7 @@ def run(
     by_match: bool = False,
     cost: CostModel | None = None,
     step_tokens: int = 512,
+    budget: str | None = None,
     reserve: str | None = None,
 ) -> Ran:
     """Run the lines one after another, as they are. `num_blocks`: None means enough for all."""
@@ -266,7 +267,9 @@ def run(
         num_blocks = sum(map(num_blocks_of, lines))
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, num_rows, step_tokens, max_model_len=longest)
     clock = VirtualClock()
-    settings = ServerSettings(capacity=capacity, make_policies=lambda: make_policies(reserve=reserve), cost=cost or CostModel())
+    settings = ServerSettings(
+        capacity=capacity, make_policies=lambda: make_policies(budget=budget, reserve=reserve), cost=cost or CostModel()
+    )
     server = VirtualServer(settings, clock, tell=lambda *_: None)
     waiting = Waiting(requests, server, by_match=by_match)
     num_wait = 8 if by_match else num_rows
@@ -379,7 +382,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, nargs="+", default=SHARES)
     parser.add_argument("--cost", type=Path, help="a cost model (default: smollm2:135m on one thread)")
     parser.add_argument("--step-tokens", type=int, default=512)
-    parser.add_argument("--reserve", help="policy of the scheduler (default: the server's)")
+    parser.add_argument("--budget", help="policy of the scheduler (default: the server's)")
+    parser.add_argument("--reserve", help="likewise")
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES)
     parser.add_argument("--real", action="store_true", help="run smollm2:135m instead of the simulation")
     parser.add_argument("--kv-cache-memory", default="96MiB")
@@ -396,7 +400,7 @@ def main() -> None:
     if "key" not in args.orders:
         parser.error("--orders needs `key`, with whose time others are compared")
     cost = None if args.cost is None else load_cost(args.cost).cost
-    settings = {"cost": cost, "step_tokens": args.step_tokens, "reserve": args.reserve}
+    settings = {"cost": cost, "step_tokens": args.step_tokens, "budget": args.budget, "reserve": args.reserve}
     found: list[dict[str, Any]] = []
     for name, lines in made.items():
         for num_rows in args.rows:
