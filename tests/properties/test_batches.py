@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from penstock.jobs.lines import Lines
 from penstock.jobs.store import UPLOAD, Batch, Store, new_id
 from penstock.serve.jobs import runner as module
-from penstock.serve.jobs.own_requests import Answered
 from penstock.serve.jobs.runner import BatchRunner
+from penstock.serve.own_requests import Answered
 from support.server.jobs import CHAT, impatient, line
 
 OWNERS = [("ann", "ann"), ("bob", "bob")]

@@ -12,7 +12,7 @@ import pytest
 from penstock.jobs.lines import Lines
 from penstock.jobs.store import Store
 from penstock.serve.jobs import runner as module
-from penstock.serve.jobs.own_requests import Answered
+from penstock.serve.own_requests import Answered
 from support.failing_disk import open_files
 from support.server.harness import make_text_runtime, wait_until
 from support.server.jobs import (

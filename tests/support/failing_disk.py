@@ -83,4 +83,7 @@ class FailingDisk:
             mock.patch.object(Path, "open", opened),
             mock.patch("penstock.jobs.lines.FileIO", file_type),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._left = -1  # files that stay open fail no more
