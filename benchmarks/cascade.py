@@ -8,7 +8,8 @@ is asked of the large model alone, of the small one alone and of the cascade, in
 - Model time: seconds in which the models' steps used the machine, the encoder's included.
 - TTFT of answers that the small model kept, and of the same questions when it is asked alone.
 
-A server's own examples stay in its prefix cache, for all models alike.
+A server's own examples stay in its prefix cache, for all models alike. With --keep, files stay: the route, and the answers to
+the other half (`unseen.jsonl`), from which `penstock route eval --scores` makes the scores for `penstock simulate --route`.
 
 Needs the models in the cache (`penstock pull`). The last line is a JSON object with the figures.
 """
@@ -28,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 from checkable import Task, make_tasks
 from printed import origin, table
@@ -60,6 +62,7 @@ class Said:
     """The model that answered."""
     is_right: bool
     ttft_s: float
+    usage: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Run:
 def ask(port: int, model: str, task: Task) -> Said:
     """Ask one question, and read the answer as a stream."""
     body = {"model": model, "messages": task.chat, "max_tokens": task.max_tokens, "temperature": 0, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
-    began_s, ttft_s, text, by = time.perf_counter(), 0.0, "", model
+    began_s, ttft_s, text, by, usage = time.perf_counter(), 0.0, "", model, {}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     if answer.status != 200:
@@ -85,12 +89,14 @@ def ask(port: int, model: str, task: Task) -> Said:
     for line in answer:
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
-            by = event["model"]
+            by, usage = event["model"], event.get("usage") or usage
+            if not event["choices"]:
+                continue
             if piece := event["choices"][0]["delta"].get("content"):
                 ttft_s = ttft_s or time.perf_counter() - began_s
                 text += piece
     connection.close()
-    return Said(by, task.is_right(text), ttft_s)
+    return Said(by, task.is_right(text), ttft_s, usage)
 
 
 def machine_s(port: int) -> float:
@@ -116,17 +122,27 @@ def fit(folder: Path, tasks: Sequence[Task], window: int, concurrency: int) -> t
     config, answers, route = folder / "two.toml", folder / "answers.jsonl", folder / "route.json"
     config.write_text(CONFIG)
     small, large = [measure(config, model, tasks, concurrency).said for model in (SMALL, LARGE)]
-    lines = [
-        {"messages": task.chat, "kind": task.kind, "small": one.is_right, "large": other.is_right}
-        for task, one, other in zip(tasks, small, large, strict=True)
-    ]
-    answers.write_text("\n".join(map(json.dumps, lines)))
+    write_answers(answers, tasks, small, large)
     command = [PENSTOCK, "route", "fit", answers, "--weak", "small", "--strong", "large", "--group", "kind", "-o", route]
     command += ["--cascade", SMALL, "--window", str(window)] if window else []
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     print(told)
     [line] = [line for line in told.splitlines() if line.startswith("all ")]
     return route, float(line.split("  ")[-1].split("%")[0]) / 100
+
+
+def write_answers(path: Path, tasks: Sequence[Task], small: Sequence[Said], large: Sequence[Said]) -> None:
+    kinds = [task.kind.partition("/")[0] for task in tasks]
+    cached: dict[str, list[int]] = {kind: [] for kind in kinds}
+    for kind, said in zip(kinds, small, strict=True):
+        cached[kind].append(said.usage["prompt_tokens_details"]["cached_tokens"])
+    lines = [
+        {"messages": task.chat, "kind": task.kind, "small": one.is_right, "large": other.is_right}
+        | {"usage": {"small": one.usage, "large": other.usage}}
+        | {"prefix": kind, "prefix_tokens": statistics.median_low(cached[kind])}
+        for task, kind, one, other in zip(tasks, kinds, small, large, strict=True)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
 
 
 def main() -> None:
@@ -137,11 +153,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, help="of the calls for the large model (default: as the fit says, for a point)")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="folder for the files")
     words = parser.parse_args()
     tasks = make_tasks(words.questions, words.easy, SEED)
     seen, unseen = tasks[::2], tasks[1::2]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = words.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         route, share = fit(folder, seen, words.window, words.concurrency)
         share = share if words.share is None else words.share
         config = folder / "penstock.toml"
@@ -151,6 +169,7 @@ def main() -> None:
             for model, found in runs.items():
                 found.append(measure(config, model, unseen, words.concurrency))
                 print(f"{model}: {found[-1].quality:.1%} in {found[-1].took_s:.1f} s, models {found[-1].machine_s:.1f} s")
+        write_answers(folder / "unseen.jsonl", unseen, runs[SMALL][0].said, runs[LARGE][0].said)
     show(runs, unseen, share)
 
 

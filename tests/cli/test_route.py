@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.main import cli
 from penstock.routes.learned import read_route
+from penstock.routes.scores import Answer, read_scores
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,29 @@ def test_a_cascade_is_fitted_to_the_first_tokens_of_the_small_model(
     assert told.exit_code == 0, told.output
     assert "small begins " in told.output
     assert asked == [("tiny", 5, 400), ("tiny", 5, 100)]
+
+
+def test_scores_for_the_simulation_have_gains_tokens_and_results(
+    invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.route.begin", lambda _model, chats, num: [[-0.5] * num for _ in chats])
+    usage = {
+        name: {"prompt_tokens": 7, "completion_tokens": num, "total_tokens": 0} for name, num in (("small", 3), ("large", 4))
+    }
+    seen = write(tmp_path / "seen.jsonl", 100, seed=1, usage=usage, prefix="all", prefix_tokens=5)
+    assert invoke("fit", seen, *KEYS, "--cascade", "tiny", "-o", tmp_path / "r.json").exit_code == 0
+    told = invoke("eval", seen, *KEYS, "--route", tmp_path / "r.json", "--scores", tmp_path / "scores.jsonl")
+    assert told.exit_code == 0, told.output
+    questions = read_scores(tmp_path / "scores.jsonl")
+    lines = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert [one.weak for one in questions] == [Answer(7, 3, float(line["small"])) for line in lines]
+    assert [one.strong for one in questions] == [Answer(7, 4, float(line["large"])) for line in lines]
+    assert {(one.prefix, one.num_prefix_tokens) for one in questions} == {("all", 5)}
+    assert len({one.gain for one in questions}) > 50
+    assert all(isinstance(one.start_gain, float) for one in questions)
+    bare = write(tmp_path / "bare.jsonl", 100, seed=1)
+    told = invoke("eval", bare, *KEYS, "--route", tmp_path / "r.json", "--scores", tmp_path / "other.jsonl")
+    assert "line 1: it lacks the tokens of the two answers" in str(told.exception)
 
 
 def test_questions_that_repeat_teach_nothing(invoke: Callable[..., Result], tmp_path: Path) -> None:

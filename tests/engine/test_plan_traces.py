@@ -14,10 +14,11 @@ from penstock.engine.ports import Executor
 from penstock.engine.thread import Engine, Inbox
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
+from penstock.lab.agenda import NEVER_NS
 from penstock.lab.cost_model import CostModel
 from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
 from penstock.lab.simulation import Simulation
-from penstock.lab.virtual_server import NEVER_NS, Player
+from penstock.lab.virtual_server import Player
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark

@@ -100,8 +100,12 @@ def fit(
 @_answers
 @click.option("--route", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), help="What `fit` wrote.")
 @click.option("--share", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Calls for the large model.")
-def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, share: float) -> None:
-    """Say what a route does for the questions in FILE, which its fit should not have seen."""
+@click.option("--scores", type=click.Path(dir_okay=False, path_type=Path), help="Write the gains for `penstock simulate`.")
+def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, share: float, scores: Path | None) -> None:
+    """Say what a route does for the questions in FILE, which its fit should not have seen.
+
+    For --scores, FILE has the `usage` of both answers to each question, by the key of their results.
+    """
     import numpy as np
 
     from penstock.routes.answers import read_answers
@@ -116,8 +120,13 @@ def evaluate(file: Path, weak: str, strong: str, group: str | None, path: Path, 
     more = [(name, answers.part(rows), gains[rows]) for name, rows in parts.items()] if len(parts) > 1 else []
     show([("all", answers, gains), *more])
     threshold = found.threshold(share)
+    by_question = found.by_question.gains(inputs_of(vectors, answers.prompts))
+    if scores is not None:
+        from penstock.routes.scores import write_scores
+
+        results, start_gains = (answers.weak, answers.strong), None if cascade is None else gains
+        write_scores(scores, file, (weak, strong), results, by_question, start_gains)
     if cascade is not None:
-        by_question = found.by_question.gains(inputs_of(vectors, answers.prompts))
         is_tried = np.array([found.tries(gain, threshold) for gain in by_question])
         gains = np.where(is_tried, gains, by_question)
         print(f"{weak} begins {is_tried.mean():.1%} of the answers; of the others, the question decides.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from time import process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from penstock.cli.options import (
     model_argument,
     slo_option,
 )
+from penstock.cli.simulated_routes import OF_ROUTES, route_options, simulate_route
 from penstock.cli.workload_options import workload_options
 from penstock.config.components import BackendConfig, ServerConfig, config_from
 from penstock.config.setting import settings_of
@@ -91,7 +91,14 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option(
     "--returns", type=click.IntRange(min=0), default=0, help="How often a refused client comes back, as Retry-After says."
 )
-@click.option("--cost", default="default", show_default=True, metavar="default|FILE", help="Cost model of a step.")
+@click.option(
+    "--cost",
+    default="default",
+    show_default=True,
+    metavar="default|FILE",
+    help="Cost model of a step. With --route: MODEL=FILE,MODEL=FILE.",
+)
+@route_options
 @click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
 @click.option("--replicas", type=_Replicas(), default="1", show_default=True, help="Servers; in a split those that decode.")
 @click.option(
@@ -120,11 +127,17 @@ class _Replicas(click.ParamType[_Bounds]):
 def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
     """Simulate how a configuration of MODEL serves a workload: real scheduler and admission, modelled step times."""
     from penstock.lab import foretold, plots, report
+    from penstock.lab.cost_files import cost_of
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
     from penstock.lab.results import Load, Result, Run, Target, write_result
 
     context = click.get_current_context()
+    if values["route"] is not None:
+        simulate_route(choice, given(context), values)
+        return
+    if wrong := next((name for name in OF_ROUTES if context.get_parameter_source(name) is ParameterSource.COMMANDLINE), None):
+        raise ConfigError(f"--{wrong.replace('_', '-')} is for a route.", remedy="Name one with --route.")
     _check(context, vary)
     slos = parse_slos(values["slo"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -134,7 +147,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     for name, changes in _sides(context, vary, without):
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
-        cost, words = _cost(asked["cost"])
+        cost, words = cost_of(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
             if chosen.rate is not None:
@@ -152,7 +165,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             Run(
                 workload=workload.name,
                 name=name,
-                options=_given(context),
+                options=given(context),
                 seed=chosen.seed,
                 load=rate if users is None else Load("concurrency", users),
                 how="simulated",
@@ -255,17 +268,6 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     )
 
 
-def _cost(name: str) -> tuple[CostModel, str]:
-    if name == "default":
-        from penstock.lab.cost_model import CostModel
-
-        return CostModel(), "the default, of SmolLM2-135M on one thread of a CPU"
-    from penstock.lab.cost_files import load_cost
-
-    saved = load_cost(Path(name))
-    return saved.cost, saved.words
-
-
-def _given(context: click.Context) -> dict[str, Json]:
+def given(context: click.Context) -> dict[str, Json]:
     names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return {name: str(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, usable_cpus
+from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 
 if TYPE_CHECKING:
@@ -235,13 +236,13 @@ class Resources:
             return seat
 
     def most_step_ns(self, name: str) -> int:
-        """Return the time limit of a step, so that other models get their turn on the threads: 20 ms, or 0 for no limit.
+        """Return the time limit of a step, so that other models get their turn on the threads, or 0 for no limit.
 
-        The limit applies for a second after another model used or waited for the threads. Only native models share threads.
+        Only native models share threads.
         """
         seat = self._seats.get(name)
-        is_contested = seat is not None and seat[0].is_contested(seat[1], 1_000_000_000)
-        return 20_000_000 if is_contested else 0
+        is_contested = seat is not None and seat[0].is_contested(seat[1], CONTESTED_WINDOW_NS)
+        return CONTESTED_STEP_NS if is_contested else 0
 
     def machine_ns(self, name: str) -> int:
         """Return how long the model's steps have computed on the present thread team, in nanoseconds."""

@@ -61,6 +61,14 @@ class SavedCost:
         return ", ".join(part for part in parts if part)
 
 
+def cost_of(name: str) -> tuple[CostModel, str]:
+    """Return the cost model of a command's word, `default` or as for `load_cost`, and what it is. Raises CostFileError."""
+    if name == "default":
+        return CostModel(), "the default, of SmolLM2-135M on one thread of a CPU"
+    saved = load_cost(Path(name))
+    return saved.cost, saved.words
+
+
 def save_cost(path: Path, saved: SavedCost) -> None:
     written = {"format": FORMAT, "version": VERSION, **asdict(saved)}
     try:

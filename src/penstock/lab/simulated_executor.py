@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 
 from penstock.lab.cost_model import CostModel, Counts, cold_share, coldness_after
+from penstock.lab.machine import Seat
 from penstock.types.adapter import NoAdapters
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
@@ -56,8 +58,20 @@ class ModelledTimes:
 class SimulatedExecutor(NoAdapters):
     """An executor that computes nothing. `submit` returns a ticket that says when the step ends in virtual time."""
 
-    def __init__(self, capacity: Capacity, times: ModelledTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        times: ModelledTimes,
+        output_lens: Mapping[str, int],
+        *,
+        depth: int = 1,
+        seat: Seat | None = None,
+    ) -> None:
+        """`seat`: at the machine, if other models share it. Then `depth` is 1."""
         self.depth = depth
+        self.on_begun: Callable[[int], None] = lambda _: None
+        """Called when a step has waited for the machine, with the instant at which it ends."""
+        self._seat = seat
         self._capacity = capacity
         self._times = times
         self._output_lens = output_lens
@@ -124,10 +138,23 @@ class SimulatedExecutor(NoAdapters):
             max_context_len,
         )
         start_ns = max(plan.now_ns, self._host_until_ns, self._ready_ns)
-        self._ready_ns = ready_ns = start_ns + self._times.step_ns(counts)
-        result = StepResult(plan.step_id, token_ids, StepTiming(start_ns, ready_ns))
-        self._results[plan.step_id] = result, self._times.host_ns(counts)
-        return Ticket(plan.step_id, ready_ns)
+        step_ns, host_ns = self._times.step_ns(counts), self._times.host_ns(counts)
+        timing = StepTiming(start_ns, start_ns + step_ns)
+        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, timing), host_ns
+        if self._seat is not None:
+            self._seat.run(start_ns, step_ns, partial(self._begin, plan.step_id, timing))
+            return Ticket(plan.step_id)
+        self._ready_ns = timing.end_ns
+        return Ticket(plan.step_id, timing.end_ns)
+
+    def _begin(self, step_id: int, asked: StepTiming, now_ns: int) -> None:
+        """Begin a step that had asked for the machine."""
+        waited_ns = now_ns - asked.start_ns
+        result, host_ns = self._results[step_id]
+        timing = StepTiming(now_ns, asked.end_ns + waited_ns, waited_ns=waited_ns)
+        self._results[step_id] = StepResult(step_id, result.token_ids, timing), host_ns
+        self._ready_ns = timing.end_ns
+        self.on_begun(timing.end_ns)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
         """Do nothing: outputs have given lengths."""

@@ -17,6 +17,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from penstock.clock import VirtualClock
+from penstock.lab.agenda import NEVER_NS
 from penstock.lab.front import Front
 from penstock.lab.links import Link, anew, copy_kv, place_kv
 from penstock.lab.pacing import Pace
@@ -24,7 +25,7 @@ from penstock.lab.records import Record
 from penstock.lab.scaling import Crew, Scaled, Scaling
 from penstock.lab.simulated_executor import TOKEN_ID
 from penstock.lab.traffic import Call, Traffic
-from penstock.lab.virtual_server import NEVER_NS, Player, ServerSettings, Timeline, VirtualServer
+from penstock.lab.virtual_server import Player, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import NS_PER_S, Workload
 from penstock.sched.routing.dispatcher import Choice
 from penstock.sched.routing.routers import RoundRobin, Router
@@ -109,7 +110,7 @@ class Simulation(ServerSettings):
         )
         fleet = _Fleet(self, clock, traffic)
         traffic.begin(fleet)
-        _play(clock, traffic, fleet, on_plan)
+        play(clock, traffic, fleet.all_servers, fleet.due, on_plan)
         servers = fleet.all_servers
         return Outcome(
             records=sorted(traffic.records, key=lambda record: record.index),
@@ -146,9 +147,19 @@ class Simulation(ServerSettings):
         return len(jobs) / (outcome.duration_ns / NS_PER_S)
 
 
-def _play(clock: VirtualClock, traffic: Traffic, fleet: _Fleet, on_plan: Callable[[StepPlan], None] | None) -> None:
-    """Run clients and servers in the order of time. At equal times clients go first, then the first server."""
-    agenda, servers, due = traffic.agenda, fleet.all_servers, fleet.due
+def play(
+    clock: VirtualClock,
+    traffic: Traffic,
+    servers: Sequence[VirtualServer],
+    due: list[tuple[int, int]],
+    on_plan: Callable[[StepPlan], None] | None = None,
+) -> None:
+    """Run clients and servers in the order of time. At equal times clients go first, then the first server.
+
+    `due`: heap of (instant, number of a server), which `note_due` fills. Entries whose instant is not the server's any more are
+    passed over.
+    """
+    agenda = traffic.agenda
     with _without_collector():
         while True:
             while due and servers[due[0][1]].player.next_ns != due[0][0]:
@@ -165,12 +176,12 @@ def _play(clock: VirtualClock, traffic: Traffic, fleet: _Fleet, on_plan: Callabl
             servers[number].act()
             player = servers[number].player
             if player.next_ns != NEVER_NS:
-                _note_due(due, player, number)
+                note_due(due, player, number)
             if on_plan is not None and player.begun is not None:
                 on_plan(player.begun)
 
 
-def _note_due(due: list[tuple[int, int]], player: Player, number: int) -> None:
+def note_due(due: list[tuple[int, int]], player: Player, number: int) -> None:
     heappush(due, (player.next_ns, number))
 
 
@@ -193,7 +204,7 @@ class _Fleet:
         """All that ever were."""
         self.servers: dict[str, VirtualServer] = {}
         self.due: list[tuple[int, int]] = []
-        """Heap of (instant, number in `all_servers`). Entries whose instant is not the server's any more are passed over."""
+        """As for `play`."""
         self._simulation, self._traffic, self._clock, self._link = simulation, traffic, clock, simulation.link
         kind, count = "replica", simulation.num_replicas
         if simulation.num_prefill_replicas:
@@ -244,7 +255,7 @@ class _Fleet:
         server = VirtualServer(settings, self._clock, tell=partial(self._tell, name), seed=seed)
         if name in self.servers:
             server.timeline = self.servers[name].timeline
-        server.player.on_woken = partial(_note_due, self.due, server.player, len(self.all_servers))
+        server.player.on_woken = partial(note_due, self.due, server.player, len(self.all_servers))
         self.all_servers.append(server)
         self.servers[name] = server
         return server

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 from typing import Protocol
 
 from penstock.admission.ask import Ask
 from penstock.clock import VirtualClock
+from penstock.lab.agenda import NEVER_NS, Agenda
 from penstock.lab.pacing import Pace, Pacer
 from penstock.lab.records import End, Record
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
-from penstock.lab.virtual_server import NEVER_NS, ServerSettings
+from penstock.lab.virtual_server import ServerSettings
 from penstock.lab.workload import NS_PER_S, Job, Workload
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent
@@ -28,23 +28,6 @@ from penstock.types.stats import RequestStats
 
 _FIRST_TOKEN_ID = 2
 """Lowest token id in prompts. Outputs use lower ids."""
-
-
-class Agenda:
-    def __init__(self) -> None:
-        self.due_ns = NEVER_NS
-        self._entries: list[tuple[int, int, Callable[[], None]]] = []
-        self._num_noted = 0
-
-    def note(self, at_ns: int, action: Callable[[], None]) -> None:
-        heappush(self._entries, (at_ns, self._num_noted, action))
-        self._num_noted += 1
-        self.due_ns = self._entries[0][0]
-
-    def act(self) -> None:
-        _, _, action = heappop(self._entries)
-        self.due_ns = self._entries[0][0] if self._entries else NEVER_NS
-        action()
 
 
 class Prompts:
@@ -261,13 +244,23 @@ class Traffic:
                 raise Rejected(RejectReason.CONTEXT_LENGTH, "The prompt and the answer do not fit the context.")
             self._service.submit(call)
         except Rejected as rejected:
-            del self.calls[request.request_id]
-            if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
-                call.is_away = True
-                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # the header has whole seconds
-                self.agenda.note(again_ns, lambda: self._return(call))
-            else:
-                self._refuse(call.record, rejected.reason)
+            self.turn_away(call, rejected)
+
+    def turn_away(self, call: Call, rejected: Rejected) -> None:
+        """Hear that a call in flight was refused."""
+        del self.calls[call.request.request_id]
+        if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
+            call.is_away = True
+            again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * NS_PER_S  # the header has whole seconds
+            self.agenda.note(again_ns, lambda: self._return(call))
+        else:
+            self._refuse(call.record, rejected.reason)
+
+    def leave(self, call: Call) -> None:
+        """Hear that a call whose client has left, and which no server knows, has ended."""
+        self.calls.pop(call.request.request_id, None)
+        call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
+        self._finish_turn(call)
 
     def _return(self, call: Call) -> None:
         if call.is_gone:
@@ -283,11 +276,10 @@ class Traffic:
         if self.calls.get(call.request.request_id) is call:
             self._service.abort(call)
         elif call.is_away:
-            call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
-            self._finish_turn(call)
+            self.leave(call)
 
     def _refuse(self, record: Record, reason: RejectReason) -> None:
-        record.http_status = status = _STATUSES.get(reason, 408 if reason.is_deadline else 429)
+        record.http_status = status = status_of(reason)
         record.end = End.REFUSED if status in (429, 503) else End.FAILED
         record.error = str(reason)
         record.ended_ns = self._clock.now_ns()
@@ -315,6 +307,10 @@ def _after(arrival_ns: int, timeout_ns: int | None) -> int | None:
 
 def _first(*instants_ns: int | None) -> int | None:
     return min((at_ns for at_ns in instants_ns if at_ns is not None), default=None)
+
+
+def status_of(reason: RejectReason) -> int:
+    return _STATUSES.get(reason, 408 if reason.is_deadline else 429)
 
 
 _STATUSES = {

@@ -14,7 +14,9 @@ from penstock.engine.ports import Executor, NullObserver
 from penstock.engine.stepper import Stepper, Tell
 from penstock.engine.thread import Inbox
 from penstock.engine.transfers import Transfers
+from penstock.lab.agenda import NEVER_NS
 from penstock.lab.cost_model import CostModel
+from penstock.lab.machine import Seat
 from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
@@ -23,8 +25,6 @@ from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-NEVER_NS = 1 << 62
-"""An instant later than any simulation."""
 MAX_SAMPLES = 2048
 
 
@@ -94,8 +94,8 @@ class Timeline:
 class Player:
     """Driver of an engine in virtual time. The owner of the clock calls `act` at `next_ns`.
 
-    At each instant a step ends, then commands are taken, then the next step is planned. The executor's tickets must have
-    `ready_ns`.
+    At each instant a step ends, then commands are taken, then the next step is planned. A ticket without `ready_ns` is for a
+    step that waits for the machine: `wait_until` says when it ends.
     """
 
     def __init__(
@@ -119,6 +119,10 @@ class Player:
             self.next_ns = self._clock.now_ns()
             self.on_woken()
 
+    def wait_until(self, ready_ns: int) -> None:
+        self.next_ns = ready_ns
+        self.on_woken()
+
     def act(self) -> bool:
         """Finish the step that ends now and return False, or plan the next step and return True."""
         stepper = self._stepper
@@ -130,10 +134,8 @@ class Player:
             return False
         self.begun = stepper.begin(self._inbox.poll())
         if stepper.must_finish(self.begun):
-            ready_ns = stepper.ready_ns
-            assert ready_ns is not None, "a simulated step knows when it is done"
             self.is_computing = True
-            self.next_ns = ready_ns
+            self.next_ns = NEVER_NS if stepper.ready_ns is None else stepper.ready_ns
         elif self.begun is None:
             now_ns = self._clock.now_ns()
             wakeup_ns = self._core.next_wakeup_ns(now_ns)
@@ -144,20 +146,27 @@ class Player:
 
 
 class VirtualServer(NullObserver):
-    def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0) -> None:
+    def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0, seat: Seat | None = None) -> None:
+        """`seat`: at the machine, if other models share it."""
         capacity, policies = settings.capacity, settings.make_policies()
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
         self.num_steps = 0
-        scheduler = Scheduler(capacity, policies, enable_prefix_caching=settings.enable_prefix_caching)
+        scheduler = Scheduler(
+            capacity,
+            policies,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            most_step_ns=(lambda: 0) if seat is None else seat.most_step_ns,
+        )
         self.core = EngineCore(scheduler, observer=self)
         self.times = ModelledTimes(settings.cost, seed=seed)
         self.timeline = Timeline(scheduler.kv.num_total_blocks)
         self._clock = clock
         self._tell = tell
         self._output_lens: dict[str, int] = {}
-        executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth)
+        executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth, seat=seat)
         self.player = Player(self.core, executor, clock, tell=self._told)
+        executor.on_begun = self.player.wait_until
         self.admission: Admission | None = None
         if settings.limits is not None:
             self.admission = Admission(settings.limits, capacity, reads_priority=policies.order.reads_priority)

@@ -54,16 +54,16 @@ class WorkloadChoice:
     seed: int = 0
 
 
-def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None) -> Workload:
+def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None, source: Workload | None = None) -> Workload:
     """Make the workload. Its name lists the changes. Raises PenstockError.
 
-    `count_tokens` counts the texts of a file; None estimates. The order is: read, chain turns, divide lengths, add shared
-    prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations.
+    `count_tokens` counts the texts of a file; None estimates. `source`: requests that were read already. The order is: read,
+    chain turns, divide lengths, add shared prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations.
     """
     kind = _arrivals_of(choice)
     if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
         raise ConfigError(f"The number of requests is {choice.requests}.", remedy=f"Set it from 1 to {MAX_REQUESTS}.")
-    workload = _made_up(choice) if choice.workload in NAMED else _read(choice, count_tokens)
+    workload = source or (_made_up(choice) if choice.workload in NAMED else _read(choice, count_tokens))
     workload = transforms.divide_lengths(workload, choice.divide_lengths)
     if choice.prefix_tokens:
         workload = transforms.share_prefix(workload, choice.prefix_tokens, choice.prefix_groups, choice.seed)

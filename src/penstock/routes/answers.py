@@ -53,16 +53,15 @@ def read_answers(path: Path, *, weak: str, strong: str, group: str | None = None
     chats: list[Chat] = []
     groups: list[str] = []
     scores: list[tuple[float, float]] = []
-    with _opened(path) as file:
-        for number, value in _objects(file, path):
-            chat = value.get("messages") or [{"role": "user", "content": value.get("prompt")}]
-            question = question_in(chat)
-            if not question or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
-                raise ConfigError(f"{path}, line {number}: it has no text `prompt`, nor `messages` with a question.")
-            prompts.append(question)
-            chats.append(chat)
-            scores.append((_score(value, weak, path, number), _score(value, strong, path, number)))
-            groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
+    for number, value in read_objects(path):
+        chat = value.get("messages") or [{"role": "user", "content": value.get("prompt")}]
+        question = question_in(chat)
+        if not question or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+            raise ConfigError(f"{path}, line {number}: it has no text `prompt`, nor `messages` with a question.")
+        prompts.append(question)
+        chats.append(chat)
+        scores.append((_score(value, weak, path, number), _score(value, strong, path, number)))
+        groups.append("" if group is None else str(value.get(group, "")).partition("/")[0])
     if not prompts:
         raise ConfigError(f"{path} has no questions.")
     if group is not None and not any(groups):
@@ -75,18 +74,20 @@ def _opened(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
-def _objects(file: IO[str], path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield (line, object) of a .jsonl file, or of one in .gz. Raises ConfigError, which names the line."""
     number = 0
     try:
-        while line := file.readline(MAX_LINE_CHARS):
-            number += 1
-            if len(line) == MAX_LINE_CHARS:
-                raise ConfigError(f"{path}, line {number}: it has more than {MAX_LINE_CHARS} characters.")
-            if line.strip():
-                value = json.loads(line)
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{path}, line {number}: it is not a JSON object.")
-                yield number, value
+        with _opened(path) as file:
+            while line := file.readline(MAX_LINE_CHARS):
+                number += 1
+                if len(line) == MAX_LINE_CHARS:
+                    raise ConfigError(f"{path}, line {number}: it has more than {MAX_LINE_CHARS} characters.")
+                if line.strip():
+                    value = json.loads(line)
+                    if not isinstance(value, dict):
+                        raise ConfigError(f"{path}, line {number}: it is not a JSON object.")
+                    yield number, value
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # gzip's, and those of encodings and JSON
         raise ConfigError(f"{path}, line {number}: {error}.") from error
 

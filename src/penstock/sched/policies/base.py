@@ -160,6 +160,10 @@ class StepRecord:
     waited_ns: int = 0
 
 
+CONTESTED_STEP_NS, CONTESTED_WINDOW_NS = 20_000_000, 1_000_000_000
+"""Time limit of a step with prompts while other models have or want the machine, or did so within the window."""
+
+
 @dataclass(slots=True)
 class BudgetView:
     """A step as a budget policy sees it: every decode already has its token."""

@@ -1,0 +1,103 @@
+"""Simulations of a config's routes and pipelines, for `penstock simulate --route`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.config import Config, Device
+from penstock.config.routes import FallbackConfig
+from penstock.config.routing import Routing
+from penstock.config.upstreams import UpstreamConfig
+from penstock.deploy.forecast import simulation_of
+from penstock.lab.cost_model import CostModel
+from penstock.lab.distant import Distant
+from penstock.lab.route_simulation import RouteSimulation, Strategy
+from penstock.routes.learned import LearnedRoute, read_route
+from penstock.types.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The models of a route or a pipeline."""
+
+    models: Mapping[str, str]
+    """Name -> `weak` or `strong`."""
+    by: str
+    """`fallback`, `learned` or `pipeline`."""
+    route: LearnedRoute | None = None
+
+
+def wanted_of(name: str, routing: Routing) -> Wanted:
+    """Find a route or a pipeline by its name. Raises ConfigError."""
+    if pipeline := next((one for one in routing.pipelines if one.name == name), None):
+        return Wanted(models={pipeline.model: "strong"}, by="pipeline")
+    config = next((one for one in routing.routes if one.name == name), None)
+    if config is None:
+        known = ", ".join([one.name for one in routing.routes] + [one.name for one in routing.pipelines]) or "none"
+        raise ConfigError(f"The config file has no route or pipeline {name!r}.", remedy=f"It has {known}.")
+    if isinstance(config.by, FallbackConfig):
+        if len(config.by.models) != 2:
+            raise ConfigError(f"{name} has {len(config.by.models)} models, and scores are of two.", remedy="Simulate two.")
+        first, second = config.by.models
+        return Wanted(models={second: "weak", first: "strong"}, by="fallback")
+    route = read_route(Path(config.by.file))
+    return Wanted(models={config.by.weak: "weak", config.by.strong: "strong"}, by="learned", route=route)
+
+
+def strategies_of(wanted: Wanted, shares: Sequence[float], search_ns: int) -> list[Strategy]:
+    """Return what is compared: each model alone, a fallback, and the learned route with and without first tokens."""
+    alone = [Strategy(name=name, models=(name,)) for name in wanted.models]
+    if wanted.by == "pipeline":
+        return [*alone, Strategy(name="pipeline", models=(*wanted.models,), search_ns=search_ns)]
+    weak, strong = wanted.models
+    found, route = [*alone, Strategy(name="fallback", models=(strong, weak))], wanted.route
+    if route is not None:
+        kinds = {"by question": replace(route, cascade=None)} | ({} if route.cascade is None else {"cascade": route})
+        found += [
+            Strategy(name=f"{kind} {share:.0%}", models=(weak, strong), learned=one, threshold=one.threshold(share))
+            for kind, one in kinds.items()
+            for share in shares
+        ]
+    return found
+
+
+def route_simulation_of(
+    wanted: Wanted,
+    configs: Sequence[Config],
+    upstreams: Sequence[UpstreamConfig],
+    costs: Mapping[str, CostModel],
+    *,
+    num_blocks: int | None,
+    far: Distant,
+    embed_ns: int,
+    max_returns: int,
+    seed: int,
+) -> RouteSimulation:
+    """Return the simulated models, which share this machine. `far`: an upstream's times. Raises ConfigError."""
+    from penstock.backends.native._native import Account, Turns
+
+    elsewhere = {one.name: replace(far, max_concurrent=one.max_concurrent) for one in upstreams if one.name in wanted.models}
+    own = {name: _config_of(name, configs) for name in wanted.models if name not in elsewhere}
+    for name, config in own.items():
+        if config.backend.device == Device.CUDA:
+            raise ConfigError(f"{name} is on a GPU, and models take turns on the CPU alone.", remedy="Simulate it by itself.")
+    shares = {name: config.sharing.machine_share for name, config in own.items()}
+    return RouteSimulation(
+        kinds=wanted.models,
+        here={name: simulation_of(config, costs[name], num_blocks=num_blocks) for name, config in own.items()},
+        elsewhere=elsewhere,
+        make_turns=Turns,
+        make_account=lambda name: Account(shares.get(name, 1.0)),
+        embed_ns=embed_ns,
+        max_returns=max_returns,
+        seed=seed,
+    )
+
+
+def _config_of(name: str, configs: Sequence[Config]) -> Config:
+    for config in configs:
+        if name in (config.model.model, *config.model.served_model_names, *config.sharing.aliases):
+            return config
+    raise ConfigError(f"{name} is not served.", remedy="Add a [[models]] table for it.")

@@ -1,0 +1,80 @@
+"""A model of another server in a simulation: a link with a latency, and a rate of tokens for each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.admission.ask import Ask
+from penstock.clock import Clock
+from penstock.lab.agenda import Agenda
+from penstock.lab.simulated_executor import TOKEN_ID
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import TokenEvent
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distant:
+    latency_ns: int
+    """From a request to its first token, whatever its prompt."""
+    token_ns: int
+    """Between two tokens of an answer, whatever the load."""
+    max_concurrent: int
+
+
+class DistantModel:
+    def __init__(
+        self, distant: Distant, clock: Clock, agenda: Agenda, *, tell: Callable[[list[TokenEvent], int], None]
+    ) -> None:
+        self.ended: dict[str, RequestStats] = {}
+        self._distant, self._clock, self._agenda, self._tell = distant, clock, agenda, tell
+        self._left: dict[str, tuple[Request, int]] = {}
+        """Id -> request in flight, and the tokens that it has yet to get."""
+
+    def submit(self, request: Request, num_output_tokens: int, ask: Ask) -> None:
+        """Begin a request. Raises `Rejected` if there are too many."""
+        del ask
+        if len(self._left) >= self._distant.max_concurrent:
+            raise Rejected(RejectReason.QUEUE_FULL, "The upstream has as many requests as it may have.", retry_after_s=1.0)
+        self._left[request.request_id] = request, num_output_tokens
+        self._agenda.note(self._clock.now_ns() + self._distant.latency_ns, partial(self._go_on, request.request_id))
+        if (deadline_ns := request.deadline_ns) is not None:
+            self._agenda.note(deadline_ns, partial(self._end, request.request_id, FinishReason.REJECTED, RejectReason.DEADLINE))
+
+    def abort(self, request_id: str) -> None:
+        self._end(request_id, FinishReason.ABORT)
+
+    def _go_on(self, request_id: str) -> None:
+        if request_id not in self._left:
+            return
+        request, num_left = self._left[request_id]
+        if num_left == 1:
+            self._end(request_id, FinishReason.LENGTH, token_ids=(TOKEN_ID,))
+            return
+        self._left[request_id] = request, num_left - 1
+        now_ns = self._clock.now_ns()
+        self._agenda.note(now_ns + self._distant.token_ns, partial(self._go_on, request_id))
+        self._tell([TokenEvent(request_id, (TOKEN_ID,), now_ns)], now_ns)
+
+    def _end(self, request_id: str, reason: FinishReason, rejected: str = "", token_ids: tuple[int, ...] = ()) -> None:
+        if request_id not in self._left:
+            return
+        request, _ = self._left.pop(request_id)
+        now_ns = self._clock.now_ns()
+        self.ended[request_id] = RequestStats(
+            request_id=request_id,
+            tenant=request.tenant,
+            arrival_ns=request.arrival_ns,
+            first_scheduled_ns=None,
+            first_token_ns=None,
+            ended_ns=now_ns,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=0,
+            num_generated_tokens=0,
+            num_preemptions=0,
+            finish_reason=reason,
+        )
+        self._tell([TokenEvent(request_id, token_ids, now_ns, finish_reason=reason, reject_reason=rejected)], now_ns)

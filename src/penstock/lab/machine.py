@@ -1,0 +1,87 @@
+"""The machine of several simulated models: their steps take turns on it, which the server's own code chooses.
+
+That code is `native/turns.cpp`, which knows no clock. docs/decisions/turns.md has its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from penstock.clock import Clock
+from penstock.lab.agenda import Agenda
+from penstock.sched.policies.base import CONTESTED_STEP_NS, CONTESTED_WINDOW_NS
+
+Begin = Callable[[int], None]
+"""Called with the instant at which a step begins."""
+
+
+class Account(Protocol):
+    @property
+    def used_ns(self) -> int: ...
+
+
+class Turns(Protocol):
+    """Accounts are of this class's own kind."""
+
+    def ask(self, account: Any, now_ns: int) -> int: ...
+    def call(self, now_ns: int) -> bool: ...
+    def leave(self, now_ns: int) -> None: ...
+    def is_contested(self, account: Any, since_ns: int) -> bool: ...
+    @property
+    def holder(self) -> int: ...
+    @property
+    def kept_until_ns(self) -> int: ...
+
+
+class SharedMachine:
+    def __init__(self, turns: Turns, agenda: Agenda, clock: Clock) -> None:
+        self._turns, self._agenda, self._clock = turns, agenda, clock
+        self._claims: dict[int, tuple[int, Begin]] = {}
+        """Number of a claim -> how long its step takes, and who hears of its begin."""
+
+    def seat(self, account: Account) -> Seat:
+        return Seat(
+            run=partial(self._run, account),
+            most_step_ns=partial(self._most_step_ns, account),
+            used_ns=lambda: account.used_ns,
+        )
+
+    def _run(self, account: Account, at_ns: int, duration_ns: int, begin: Begin) -> None:
+        def ask() -> None:
+            number = self._turns.ask(account, self._clock.now_ns())
+            self._claims[number] = duration_ns, begin
+            self._call()
+
+        self._agenda.note(max(at_ns, self._clock.now_ns()), ask)
+
+    def _call(self) -> None:
+        turns, now_ns = self._turns, self._clock.now_ns()
+        if turns.call(now_ns):
+            duration_ns, begin = self._claims.pop(turns.holder)
+            self._agenda.note(now_ns + duration_ns, self._leave)
+            begin(now_ns)
+        elif self._claims and not turns.holder:
+            self._agenda.note(turns.kept_until_ns, self._call)
+
+    def _leave(self) -> None:
+        self._turns.leave(self._clock.now_ns())
+        self._call()
+
+    def _most_step_ns(self, account: Account) -> int:
+        since_ns = self._clock.now_ns() - CONTESTED_WINDOW_NS
+        return CONTESTED_STEP_NS if self._turns.is_contested(account, since_ns) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One model's place at a machine."""
+
+    run: Callable[[int, int, Begin], None]
+    """Asks, at an instant or now if that is later, for a turn of a duration."""
+    most_step_ns: Callable[[], int]
+    """As for `Scheduler`."""
+    used_ns: Callable[[], int]
+    """Returns the time that the model had the machine."""

@@ -1,0 +1,327 @@
+"""Simulates a route or a pipeline: several models on one machine, and upstreams, with recorded scores of their answers.
+
+The models are `VirtualServer`s, which take turns. The decisions are the server's: which model a question goes to, when the next
+one is asked, and that a cascade holds back the first tokens of the weak model until they have decided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from penstock.clock import Clock, VirtualClock
+from penstock.lab.agenda import Agenda
+from penstock.lab.distant import Distant, DistantModel
+from penstock.lab.links import anew
+from penstock.lab.machine import Account, Seat, SharedMachine, Turns
+from penstock.lab.pacing import Pace
+from penstock.lab.records import End, Record
+from penstock.lab.simulation import note_due, play
+from penstock.lab.traffic import Call, Prompts, Traffic, status_of
+from penstock.lab.virtual_server import ServerSettings, VirtualServer
+from penstock.lab.workload import Workload
+from penstock.routes.learned import LearnedRoute
+from penstock.routes.scores import Answer, Question, shared_blocks
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import TokenEvent
+from penstock.types.request import FinishReason
+from penstock.types.stats import RequestStats
+
+BUSY_STATUSES = (429, 503)
+"""A model that refuses with one of these gives way to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    name: str
+    models: tuple[str, ...]
+    """Asked one after another until one does not refuse. With `learned`, the weak and the strong model."""
+    learned: LearnedRoute | None = None
+    threshold: float = 0.0
+    """Least gain with which the strong model answers."""
+    search_ns: int | None = None
+    """In a pipeline: time of the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteOutcome:
+    strategy: Strategy
+    records: Sequence[Record]
+    """One for each question, in their order, as a client would have written it."""
+    answerers: Mapping[int, str]
+    """Index of a question -> the model that answered it."""
+    quality: float
+    """Mean result of the answers."""
+    num_begun: int
+    """Answers that the weak model of a cascade began so that their first tokens would decide."""
+    used_ns: Mapping[str, int]
+    """Model, or "" for the embedding model -> the time that it had the machine."""
+    duration_ns: int
+    num_steps: int
+    num_outside: int
+    outside: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSimulation:
+    kinds: Mapping[str, str]
+    """Name of a model -> `weak` or `strong`: whose recorded answers it gives."""
+    here: Mapping[str, ServerSettings]
+    elsewhere: Mapping[str, Distant] = field(default_factory=dict)
+    make_turns: Callable[[], Turns]
+    make_account: Callable[[str], Account]
+    """Makes a model's account at the machine, or that of the embedding model, whose name is empty."""
+    embed_ns: int = 0
+    """Time of the machine to embed one question. A step embeds all that wait."""
+    max_returns: int = 0
+    seed: int = 0
+
+    def run(self, strategy: Strategy, questions: Sequence[Question], workload: Workload, *, pace: Pace) -> RouteOutcome:
+        """Ask all questions. `workload`: a job for each, of which arrivals, deadlines and cancellations count."""
+        clock = VirtualClock()
+        longest = max(one.capacity.max_model_len for one in self.here.values())
+        any_settings = next(iter(self.here.values()))
+        settings = replace(any_settings, capacity=replace(any_settings.capacity, max_model_len=longest))
+        traffic = Traffic(workload, clock, settings, pace=pace, max_returns=self.max_returns)
+        router = _Router(self, strategy, questions, workload, clock, traffic)
+        traffic.begin(router)
+        play(clock, traffic, router.servers, router.due)
+        records = sorted(traffic.records, key=lambda record: record.index)
+        answerers = {record.index: router.answerers[record.index] for record in records if record.end is End.OK}
+        results = [_answer(questions[index], self.kinds[name]).result for index, name in answerers.items()]
+        return RouteOutcome(
+            strategy=strategy,
+            records=records,
+            answerers=answerers,
+            quality=sum(results) / max(1, len(results)),
+            num_begun=router.num_begun,
+            used_ns={name: seat.used_ns() for name, seat in router.seats.items()},
+            duration_ns=clock.now_ns(),
+            num_steps=sum(server.num_steps for server in router.servers),
+            num_outside=sum(server.times.num_outside for server in router.servers),
+            outside=sum((Counter(server.times.outside) for server in router.servers), Counter[str]()),
+        )
+
+
+def _answer(question: Question, kind: str) -> Answer:
+    return question.weak if kind == "weak" else question.strong
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A call at one model."""
+
+    call: Call
+    model: str
+    rest: tuple[str, ...]
+    """Models to ask if this one refuses, or is not sure."""
+    window: int = 0
+    """Tokens to hold back until they have decided. 0: what comes is passed on."""
+    held: list[TokenEvent] = field(default_factory=list)
+
+
+class _Router:
+    def __init__(
+        self,
+        simulation: RouteSimulation,
+        strategy: Strategy,
+        questions: Sequence[Question],
+        workload: Workload,
+        clock: Clock,
+        traffic: Traffic,
+    ) -> None:
+        self.servers: list[VirtualServer] = []
+        self.due: list[tuple[int, int]] = []
+        self.answerers: dict[int, str] = {}
+        self.num_begun = 0
+        self._simulation, self._strategy, self._questions = simulation, strategy, questions
+        self._clock, self._traffic = clock, traffic
+        machine, names = SharedMachine(simulation.make_turns(), traffic.agenda, clock), ("", *simulation.here)
+        self.seats = {name: machine.seat(simulation.make_account(name)) for name in names}
+        self._encoder = _Encoder(self.seats[""], simulation.embed_ns, traffic.agenda)
+        self._models: dict[str, VirtualServer | DistantModel] = {}
+        for number, (name, settings) in enumerate(simulation.here.items()):
+            tell, seed = partial(self._tell, name), simulation.seed + number
+            server = VirtualServer(settings, clock, tell=tell, seed=seed, seat=self.seats[name])
+            server.player.on_woken = partial(note_due, self.due, server.player, number)
+            self.servers.append(server)
+            self._models[name] = server
+        for name, distant in simulation.elsewhere.items():
+            self._models[name] = DistantModel(distant, clock, traffic.agenda, tell=partial(self._tell, name))
+        self._prompts = {kind: _prompts(questions, workload, kind) for kind in ("weak", "strong")}
+        self._attempts: dict[str, _Attempt] = {}
+        """Id of a request to a model -> its call there. The engine tells the end of one that was left, which has none."""
+        self._current: dict[str, str] = {}
+        """Id of a call -> that of its request to the model that it is at."""
+        self._num_attempts = 0
+
+    # A call: the vector of its question, the model, its end.
+
+    def submit(self, call: Call) -> None:
+        if self._strategy.learned is None and self._strategy.search_ns is None:
+            self._choose(call)
+        elif self._simulation.embed_ns:
+            self._encoder.embed(partial(self._search, call))
+        else:
+            self._search(call)
+
+    def _search(self, call: Call) -> None:
+        """Look for passages, if this is a pipeline, with the vector of the question."""
+        if self._strategy.search_ns is None:
+            self._go_on(call)
+        else:
+            self._traffic.agenda.note(self._clock.now_ns() + self._strategy.search_ns, partial(self._go_on, call))
+
+    def _go_on(self, call: Call) -> None:
+        if self._traffic.calls.get(call.request.request_id) is not call:
+            return  # its client has left
+        try:
+            self._choose(call)
+        except Rejected as rejected:
+            self._traffic.turn_away(call, rejected)
+
+    def _choose(self, call: Call) -> None:
+        models, learned, threshold = self._strategy.models, self._strategy.learned, self._strategy.threshold
+        if learned is None:
+            self._ask(call, models)
+            return
+        gain, (weak, strong) = self._questions[call.record.index].gain or 0.0, models
+        after_strong = (weak,) if strong in self._simulation.elsewhere else ()
+        if learned.cascade is not None and learned.tries(gain, threshold):
+            self._ask(call, (weak, strong, *after_strong), learned.cascade.window)
+        elif gain >= threshold:
+            self._ask(call, (strong, *after_strong))
+        else:
+            self._ask(call, (weak, strong))
+
+    def _ask(self, call: Call, models: Sequence[str], window: int = 0) -> None:
+        """Ask the first of these models that does not refuse. `window` is for the first one."""
+        for number, name in enumerate(models, 1):
+            try:
+                self._begin(_Attempt(call, name, (*models[number:],), window))
+            except Rejected as rejected:
+                if number == len(models) or status_of(rejected.reason) not in BUSY_STATUSES:
+                    raise
+                window = 0
+            else:
+                return
+
+    def _begin(self, attempt: _Attempt) -> None:
+        call, index = attempt.call, attempt.call.record.index
+        deadline_ns = call.request.deadline_ns
+        if deadline_ns is not None and self._clock.now_ns() >= deadline_ns:
+            raise Rejected(RejectReason.DEADLINE, "The deadline has passed.")
+        kind = self._simulation.kinds[attempt.model]
+        num_tokens = _answer(self._questions[index], kind).num_tokens
+        self._num_attempts += 1
+        request = anew(
+            call.request,
+            request_id=f"{call.request.request_id} {self._num_attempts}",
+            prompt_token_ids=self._prompts[kind].make(index),
+            sampling=replace(call.request.sampling, max_tokens=num_tokens),
+        )
+        ask = replace(
+            call.ask,
+            num_token_ids=request.num_prompt_tokens,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            returns=not attempt.rest,
+        )
+        self._models[attempt.model].submit(request, num_tokens, ask)
+        self._attempts[request.request_id] = attempt
+        self._current[call.request.request_id] = request.request_id
+        self.num_begun += attempt.window > 0
+
+    def abort(self, call: Call) -> None:
+        request_id = self._current.get(call.request.request_id)
+        if request_id is None:  # it waits for a vector or a search
+            self._traffic.leave(call)
+        else:
+            self._models[self._attempts[request_id].model].abort(request_id)
+
+    # Events of models.
+
+    def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+        ended = self._models[name].ended
+        for event in events:
+            stats = None if event.finish_reason is None else ended.pop(event.request_id)
+            attempt = self._attempts.get(event.request_id)
+            if attempt is None:
+                continue
+            if not attempt.window:
+                self._pass_on(attempt, [event], stats)
+                continue
+            attempt.held.append(event)
+            has_failed = stats is not None and stats.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
+            if has_failed or stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
+                self._judge(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
+
+    def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, now_ns: int, *, has_failed: bool) -> None:
+        """Let the first tokens decide. `stats`: of the weak model's request, if it has ended."""
+        gain = self._questions[attempt.call.record.index].start_gain or 0.0
+        attempt.window = 0
+        if has_failed or gain < self._strategy.threshold:
+            self._pass_on(attempt, [replace(event, at_ns=now_ns) for event in attempt.held], stats)
+            return
+        if stats is None:
+            self._models[attempt.model].abort(request_id)
+        self._forget(attempt.call, request_id)
+        try:
+            self._ask(attempt.call, attempt.rest)
+        except Rejected as rejected:
+            self._traffic.turn_away(attempt.call, rejected)
+
+    def _pass_on(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
+        """Pass events on to the client, as those of its call."""
+        call = attempt.call
+        own = [replace(event, request_id=call.request.request_id) for event in events]
+        self._traffic.tell(own, own[-1].at_ns)
+        if stats is not None:
+            self._forget(call, events[-1].request_id)
+            self.answerers[call.record.index] = attempt.model
+            self._traffic.end(own[-1], stats)
+
+    def _forget(self, call: Call, request_id: str) -> None:
+        del self._attempts[request_id], self._current[call.request.request_id]
+
+
+def _prompts(questions: Sequence[Question], workload: Workload, kind: str) -> Prompts:
+    """Return what makes the prompts of questions as one model's tokenizer has them."""
+    size = workload.prefix_block_tokens
+    jobs = [
+        replace(job, num_prompt_tokens=_answer(question, kind).num_prompt_tokens, prefix=prefix)
+        for job, question, prefix in zip(workload.jobs, questions, shared_blocks(questions, size), strict=True)
+    ]
+    return Prompts(replace(workload, jobs=jobs))
+
+
+class _Encoder:
+    """The embedding model: each of its steps embeds all questions that wait."""
+
+    def __init__(self, seat: Seat, text_ns: int, agenda: Agenda) -> None:
+        self._seat, self._text_ns, self._agenda = seat, text_ns, agenda
+        self._waiting: list[Callable[[], None]] = []
+        self._is_busy = False
+
+    def embed(self, done: Callable[[], None]) -> None:
+        self._waiting.append(done)
+        if not self._is_busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        texts, self._waiting, self._is_busy = self._waiting, [], True
+        duration_ns = self._text_ns * len(texts)
+
+        def begun(at_ns: int) -> None:
+            self._agenda.note(at_ns + duration_ns, partial(self._end, texts))
+
+        self._seat.run(0, duration_ns, begun)
+
+    def _end(self, texts: Sequence[Callable[[], None]]) -> None:
+        self._is_busy = False
+        if self._waiting:
+            self._begin()
+        for done in texts:
+            done()

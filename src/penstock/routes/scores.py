@@ -1,0 +1,126 @@
+"""Recorded scores: questions with two models' answers and a route's gains, a JSON object per line.
+
+`penstock route eval --scores` writes them, and `penstock simulate --route` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.routes.answers import F64, read_objects
+from penstock.types.errors import ConfigError
+
+KINDS = ("weak", "strong")
+MAX_TOKENS = 10_000_000
+_HINT = "`penstock route eval --scores` writes such a file."
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    num_prompt_tokens: int
+    num_tokens: int
+    result: float
+    """From 0 (wrong) to 1 (right)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    weak: Answer
+    """That of a pipeline, which has one model, is the strong one's."""
+    strong: Answer
+    gain: float | None
+    """Expected gain of the strong model, from the question. None: there is no learned route."""
+    start_gain: float | None
+    """The same, from the weak model's first tokens, too. None: the route is no cascade."""
+    prefix: str
+    """Questions of the same prefix begin alike, for `num_prefix_tokens`. Empty: each is by itself."""
+    num_prefix_tokens: int
+
+
+def read_scores(path: Path, most: int | None = None) -> list[Question]:
+    """Read the first `most` questions, or all. Raises ConfigError, which names the line."""
+    found: list[Question] = []
+    for number, value in read_objects(path):
+        if len(found) == most:
+            break
+        try:
+            found.append(_question(value))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, line {number}: not a question with scores: {error}.", remedy=_HINT) from error
+    if not found:
+        raise ConfigError(f"{path} has no questions.", remedy=_HINT)
+    return found
+
+
+def write_scores(
+    path: Path, answers: Path, keys: Sequence[str], results: Sequence[F64], gains: F64, start_gains: F64 | None
+) -> None:
+    """Write the scores of the questions in the file `answers`, which has the `usage` of each answer. Raises ConfigError.
+
+    `keys`: of the weak and the strong model there. `results`, `gains`: of each, and of the route, [questions].
+    """
+    lines = []
+    for idx, (number, value) in enumerate(read_objects(answers)):
+        told: dict[str, Any] = {"gain": round(float(gains[idx]), 6)}
+        if start_gains is not None:
+            told["start_gain"] = round(float(start_gains[idx]), 6)
+        told |= {key: value[key] for key in ("prefix", "prefix_tokens") if key in value}
+        try:
+            for kind, key, result in zip(KINDS, keys, results, strict=True):
+                usage: Any = value["usage"]
+                told[kind] = {"result": float(result[idx]), **_counts(usage[key])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{answers}, line {number}: it lacks the tokens of the two answers: {error}.",
+                remedy=f'Write the answers\' usage beside their results: "usage": {{"{keys[0]}": {{"prompt_tokens": 9, '
+                '"completion_tokens": 4}, ...}.',
+            ) from error
+        lines.append(json.dumps(told))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _question(value: Mapping[str, Any]) -> Question:
+    strong, prefix = _answer(value["strong"]), value.get("prefix", "")
+    gain, start_gain = (None if key not in value else float(value[key]) for key in ("gain", "start_gain"))
+    if not isinstance(prefix, str):
+        raise TypeError("prefix is not a text")
+    return Question(
+        weak=_answer(value["weak"]) if "weak" in value else strong,
+        strong=strong,
+        gain=gain,
+        start_gain=start_gain,
+        prefix=prefix,
+        num_prefix_tokens=_count(value, "prefix_tokens", 0) if prefix else 0,
+    )
+
+
+def _answer(value: Mapping[str, Any]) -> Answer:
+    counts, result = _counts(value), float(value["result"])
+    if not 0 <= result <= 1:
+        raise ValueError("result is not a number from 0 to 1")
+    return Answer(counts["prompt_tokens"], counts["completion_tokens"], result)
+
+
+def _counts(value: Mapping[str, Any]) -> dict[str, int]:
+    return {key: _count(value, key, 1) for key in ("prompt_tokens", "completion_tokens")}
+
+
+def _count(value: Mapping[str, Any], key: str, least: int) -> int:
+    count = value[key]
+    if type(count) is not int or not least <= count <= MAX_TOKENS:
+        raise ValueError(f"{key} is not a number of tokens from {least} on")
+    return count
+
+
+def shared_blocks(questions: Sequence[Question], block_tokens: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ids of the whole blocks that each question's prompt shares with others."""
+    ids: dict[tuple[str, int], int] = {}
+    for question in questions:
+        yield tuple(
+            ids.setdefault((question.prefix, position), len(ids))
+            for position in range(question.num_prefix_tokens // block_tokens)
+        )
