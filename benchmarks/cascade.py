@@ -8,8 +8,9 @@ is asked of the large model alone, of the small one alone and of the cascade, in
 - Model time: seconds in which the models' steps used the machine, the encoder's included.
 - TTFT of answers that the small model kept, and of the same questions when it is asked alone.
 
-A server's own examples stay in its prefix cache, for all models alike. With --keep, files stay: the route, and the answers to
-the other half (`unseen.jsonl`), from which `penstock route eval --scores` makes the scores for `penstock simulate --route`.
+A server's own examples stay in its prefix cache, for all models alike. With --keep, files stay: the route, the answers to the
+other half (`unseen.jsonl`), from which `penstock route eval --scores` makes the scores for `penstock simulate --route`, and
+recordings of each model alone, from which `penstock profile --from` fits its costs.
 
 Needs the models in the cache (`penstock pull`). The last line is a JSON object with the figures.
 """
@@ -106,9 +107,10 @@ def machine_s(port: int) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("penstock_machine_seconds_total"))
 
 
-def measure(config: Path, model: str, tasks: Sequence[Task], concurrency: int) -> Run:
-    """Ask a server that has just started all questions, `concurrency` at a time."""
-    contender = Contender("penstock", [PENSTOCK, "serve", "--config", config, "--port", "{port}"], health="/ready")
+def measure(config: Path, model: str, tasks: Sequence[Task], concurrency: int, record: Path | None = None) -> Run:
+    """Ask a server that has just started all questions, `concurrency` at a time. `record`: by one with this model alone."""
+    words = ["--config", config] if record is None else [model, "--record", record]
+    contender = Contender("penstock", [PENSTOCK, "serve", *words, "--port", "{port}"], health="/ready")
     with started(contender, config.with_suffix(".log")) as (_, port), ThreadPoolExecutor(concurrency) as pool:
         for kind in {task.kind.partition("/")[0]: task for task in make_tasks(3, 1.0, SEED + 1)}.values():
             ask(port, model, kind)  # so that the examples are in the prefix cache, and both models are at work
@@ -165,9 +167,11 @@ def main() -> None:
         config = folder / "penstock.toml"
         config.write_text(CONFIG + TABLE.format(route=ROUTE, small=SMALL, large=LARGE, file=route, share=share))
         runs: dict[str, list[Run]] = {model: [] for model in (LARGE, SMALL, ROUTE)}
-        for _ in range(words.rounds):
+        for number in range(words.rounds):
             for model, found in runs.items():
-                found.append(measure(config, model, unseen, words.concurrency))
+                is_recorded = words.keep and model != ROUTE and number == words.rounds - 1
+                record = folder / f"{model.partition(':')[0]}.rec" if is_recorded else None
+                found.append(measure(config, model, unseen, words.concurrency, record))
                 print(f"{model}: {found[-1].quality:.1%} in {found[-1].took_s:.1f} s, models {found[-1].machine_s:.1f} s")
         write_answers(folder / "unseen.jsonl", unseen, runs[SMALL][0].said, runs[LARGE][0].said)
     show(runs, unseen, share)
