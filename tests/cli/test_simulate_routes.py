@@ -89,13 +89,13 @@ def rows_of(out: str) -> dict[str, list[str]]:
 def test_all_strategies_of_a_cascade_stand_side_by_side(simulate: Callable[..., str], tmp_path: Path) -> None:
     out = simulate("--concurrency", "4", "--shares", "0.3,0.5", "--slo", "ttft=100s", "--json", "r.json", "--html", "r.html")
     rows = {name: [cell.strip() for cell in cells] for name, cells in rows_of(out).items()}
-    assert [*rows] == ["small", "large", "fallback", "by question 30%", "by question 50%", "cascade 30%", "cascade 50%"]
+    assert [*rows] == ["small", "large", "fallback", "question 30%", "question 50%", "cascade 30%", "cascade 50%"]
     assert rows["small"][:2] == ["0.0%", "50.0%"]
     assert rows["large"][:2] == rows["fallback"][:2] == ["100.0%", "100.0%"]
     # The gain of question n is n / 40, and the threshold for a share of 30 % is 0.7. First tokens say 0.01 more.
-    assert rows["by question 30%"][:2] == ["30.0%", "80.0%"]
+    assert rows["question 30%"][:2] == ["30.0%", "80.0%"]
     assert rows["cascade 30%"][:3] == ["30.0%", "17", "80.0%"]
-    assert rows["by question 50%"][:2] == ["50.0%", "100.0%"]
+    assert rows["question 50%"][:2] == ["50.0%", "100.0%"]
     shares = [float(cells[-1].rstrip("%")) for cells in rows.values()]
     assert shares[1] == 100
     result = json.loads((tmp_path / "r.json").read_text())

@@ -120,7 +120,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     runs: list[Run] = []
     users = values["concurrency"]
     load = Load("concurrency", users) if users else None if choice.rate is None else Load("rate", round(choice.rate, 4))
-    for strategy in strategies_of(wanted, values["shares"], round(values["search_ms"] * 1e6)):
+    for strategy in strategies_of(wanted, questions, values["shares"], round(values["search_ms"] * 1e6)):
         outcome = simulation.run(strategy, questions, workload, pace=Pace(concurrency=users))
         outcomes.append(outcome)
         runs.append(

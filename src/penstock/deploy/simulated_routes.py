@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from penstock.config import Config, Device
 from penstock.config.routes import FallbackConfig
 from penstock.config.routing import Routing
@@ -14,7 +16,8 @@ from penstock.deploy.forecast import simulation_of
 from penstock.lab.cost_model import CostModel
 from penstock.lab.distant import Distant
 from penstock.lab.route_simulation import RouteSimulation, Strategy
-from penstock.routes.learned import LearnedRoute, read_route
+from penstock.routes.learned import LearnedRoute, read_route, thresholds_of
+from penstock.routes.scores import Question
 from penstock.types.errors import ConfigError
 
 
@@ -46,15 +49,21 @@ def wanted_of(name: str, routing: Routing) -> Wanted:
     return Wanted(models={config.by.weak: "weak", config.by.strong: "strong"}, by="learned", route=route)
 
 
-def strategies_of(wanted: Wanted, shares: Sequence[float], search_ns: int) -> list[Strategy]:
-    """Return what is compared: each model alone, a fallback, and the learned route with and without first tokens."""
+def strategies_of(wanted: Wanted, questions: Sequence[Question], shares: Sequence[float], search_ns: int) -> list[Strategy]:
+    """Return what is compared: each model alone, a fallback, and the learned route with and without first tokens.
+
+    The thresholds of a cascade are not for the question alone. Without first tokens, those of the recorded gains stand in.
+    """
     alone = [Strategy(name=name, models=(name,)) for name in wanted.models]
     if wanted.by == "pipeline":
         return [*alone, Strategy(name="pipeline", models=(*wanted.models,), search_ns=search_ns)]
     weak, strong = wanted.models
     found, route = [*alone, Strategy(name="fallback", models=(strong, weak))], wanted.route
     if route is not None:
-        kinds = {"by question": replace(route, cascade=None)} | ({} if route.cascade is None else {"cascade": route})
+        kinds = {"question": route}
+        if route.cascade is not None:
+            thresholds = thresholds_of(np.array([one.gain or 0.0 for one in questions]))
+            kinds = {"question": replace(route, cascade=None, thresholds=thresholds), "cascade": route}
         found += [
             Strategy(name=f"{kind} {share:.0%}", models=(weak, strong), learned=one, threshold=one.threshold(share))
             for kind, one in kinds.items()
