@@ -35,6 +35,12 @@ fallback = ["far", "small"]
 [[upstreams]]
 name = "far"
 url = "http://localhost:9/v1"
+[[routes]]
+name = "all-far"
+fallback = ["far", "farther"]
+[[upstreams]]
+name = "farther"
+url = "http://localhost:9/v1"
 [[pipelines]]
 name = "docs"
 index = "docs.index"
@@ -140,6 +146,7 @@ def test_a_pipeline_waits_for_its_vector_and_its_search(simulate: Callable[..., 
         (("--vary", "policy=fcfs,sjf"), "--vary has no effect on a route"),
         (("--shares", "2"), "are not shares from 0 to 1"),
         (("--route", "other"), "no route or pipeline 'other'"),
+        (("--route", "all-far"), "The route's weak model is an upstream"),
         (("--device", "cuda"), "is on a GPU"),
         (("--workload", "away.jsonl"), "away.jsonl"),
     ],

@@ -89,6 +89,8 @@ def route_simulation_of(
 
     elsewhere = {one.name: replace(far, max_concurrent=one.max_concurrent) for one in upstreams if one.name in wanted.models}
     own = {name: _config_of(name, configs) for name in wanted.models if name not in elsewhere}
+    if not own or (wanted.by == "learned" and next(iter(wanted.models)) in elsewhere):
+        raise ConfigError("The route's weak model is an upstream.", remedy="Name one of this server.")
     for name, config in own.items():
         if config.backend.device == Device.CUDA:
             raise ConfigError(f"{name} is on a GPU, and models take turns on the CPU alone.", remedy="Simulate it by itself.")

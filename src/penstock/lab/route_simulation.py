@@ -6,7 +6,6 @@ one is asked, and that a cascade holds back the first tokens of the weak model u
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,7 +60,7 @@ class RouteOutcome:
     duration_ns: int
     num_steps: int
     num_outside: int
-    outside: Mapping[str, int]
+    """Steps outside of the range that the cost models were fitted to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +80,7 @@ class RouteSimulation:
     def run(self, strategy: Strategy, questions: Sequence[Question], workload: Workload, *, pace: Pace) -> RouteOutcome:
         """Ask all questions. `workload`: a job for each, of which arrivals, deadlines and cancellations count."""
         clock = VirtualClock()
-        longest = max(one.capacity.max_model_len for one in self.here.values())
-        any_settings = next(iter(self.here.values()))
-        settings = replace(any_settings, capacity=replace(any_settings.capacity, max_model_len=longest))
+        settings = max(self.here.values(), key=lambda one: one.capacity.max_model_len)
         traffic = Traffic(workload, clock, settings, pace=pace, max_returns=self.max_returns)
         router = _Router(self, strategy, questions, workload, clock, traffic)
         traffic.begin(router)
@@ -101,7 +98,6 @@ class RouteSimulation:
             duration_ns=clock.now_ns(),
             num_steps=sum(server.num_steps for server in router.servers),
             num_outside=sum(server.times.num_outside for server in router.servers),
-            outside=sum((Counter(server.times.outside) for server in router.servers), Counter[str]()),
         )
 
 
@@ -255,7 +251,7 @@ class _Router:
                 continue
             attempt.held.append(event)
             has_failed = stats is not None and stats.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
-            if has_failed or stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
+            if stats is not None or sum(len(one.token_ids) for one in attempt.held) >= attempt.window:
                 self._judge(attempt, event.request_id, stats, now_ns, has_failed=has_failed)
 
     def _judge(self, attempt: _Attempt, request_id: str, stats: RequestStats | None, now_ns: int, *, has_failed: bool) -> None:
