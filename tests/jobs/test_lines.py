@@ -186,6 +186,15 @@ def test_also_the_sorting_can_be_stopped(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_check_lets_other_threads_run(tmp_path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    data = b"\n".join(line(str(nth)) for nth in range(5000))
+    prepared(tmp_path, data)
+    assert len(data) / 10_000 < len(pauses) < len(data) / 5000
+    assert min(pauses) > 0
+
+
 def test_a_check_that_was_killed_begins_anew(tmp_path):
     for name in ("base-new", "base-unsorted", "base-new-journal", "base"):
         (tmp_path / name).write_bytes(b"half of a database")

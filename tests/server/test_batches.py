@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -13,6 +14,7 @@ from penstock.jobs.lines import Lines
 from penstock.jobs.store import Store
 from penstock.serve.jobs import runner as module
 from penstock.serve.own_requests import Answered
+from penstock.types.errors import ConfigError
 from support.failing_disk import open_files
 from support.server.harness import make_text_runtime, wait_until
 from support.server.jobs import (
@@ -333,6 +335,39 @@ def test_whatever_another_server_answers_is_one_line(jobs, client, monkeypatch, 
     (failed,) = answers(client, batch.error_file_id)
     assert failed["response"]["status_code"] == 400
     assert counted(client, batch) == once(2)
+
+
+@pytest.mark.parametrize("body", [b'{"usage": 3}', b'{"usage": {"prompt_tokens": "many"}}', b"no JSON", b'{"usage": null}'])
+def test_an_answer_without_a_sound_usage_is_an_answer(jobs, client, monkeypatch, body):
+    with refusing(monkeypatch, jobs, Answered(200, None, body), 1):
+        batch = ended(client, begun(client, lines_of(1)))
+    assert (batch.request_counts.completed, batch.usage.total_tokens) == (1, 0)
+
+
+def test_lines_begin_only_in_their_hours(tmp_path, monkeypatch):
+    with serving(tmp_path, batch_hours="22-6") as server, server.client() as client:
+        hour = 21
+        monkeypatch.setattr(module.time, "localtime", lambda _: SimpleNamespace(tm_hour=hour))
+        with refusing(monkeypatch, server, None, 0) as asked:
+            batch = begun(client, lines_of(5))
+            wait_until(lambda: server.batches._running[batch.id].is_writable.is_set())
+            assert (asked, client.batches.retrieve(batch.id).status) == ([], "in_progress")
+            hour = 22
+            assert counted(client, ended(client, batch)) == once(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"), [("22-6", (22, 23, 0, 5), (6, 21)), ("1-24", (1, 23), (0,)), ("0-1", (0,), (1, 23))]
+)
+def test_hours_may_go_over_midnight(text, inside, outside):
+    hours = module.read_hours(text)
+    assert [module.is_within(hours, hour) for hour in (*inside, *outside)] == [True] * len(inside) + [False] * len(outside)
+
+
+@pytest.mark.parametrize("text", ["", "22", "6-6", "0-24", "25-3", "3-25", "-1-3", "22-6 ."])
+def test_hours_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="hours"):
+        module.read_hours(text)
 
 
 def test_a_line_that_breaks_the_server_is_an_error(jobs, client, monkeypatch):

@@ -452,6 +452,7 @@ class _Turns:
 
     def give_back(self, running: _Running) -> None:
         self._under_way[running.owner] -= 1
+        self._under_way += Counter()  # drops owners that have none
         self._grant()
 
     def _grant(self) -> None:
@@ -519,7 +520,10 @@ _read_usage = msgspec.json.Decoder(_Answered).decode
 
 
 def _usage(body: bytes) -> dict[str, int]:
-    told = _read_usage(body).usage
+    try:
+        told = _read_usage(body).usage
+    except msgspec.DecodeError:  # another server's
+        told = None
     if told is None:
         return {}
     details = told.prompt_tokens_details or told.input_tokens_details or {}
