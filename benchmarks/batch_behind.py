@@ -1,7 +1,7 @@
 """What do people notice of a batch behind them, and what does the batch get?
 
-    python benchmarks/background.py                       # about 20 minutes
-    python benchmarks/background.py --rounds 1 --load 0.3
+    python benchmarks/batch_behind.py                       # about 20 minutes
+    python benchmarks/batch_behind.py --rounds 1 --load 0.3
 
 In each round a server answers a closed loop of `--users`: the capacity. Then people ask at `--load` times that rate (Poisson),
 once alone and once with a batch behind; and the batch runs alone. Prompts and answers of all have the same lengths, and no two
